@@ -6,6 +6,7 @@ batch.
     structure           which layers of a model are which, found from names and shapes
     families            what names and shapes do not tell about known models
     partition_config    the same as a configuration says it
+    model_plan          the same as a model of transformers says it
     model_init          `deepspeed.tp_model_init`: cut before there is an engine
     cutting             broadcast, cut, and what is to be known of it afterwards
     sharded_models      the cut of models that zero.Init has sharded

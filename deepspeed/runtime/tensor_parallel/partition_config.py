@@ -34,16 +34,19 @@ class LayerSpec:
 
     Attributes:
         patterns: See module.
-        partition_type: "column", "row" or "skip": the parameter is not cut.
+        partition_type: "column", "row" or "skip": the parameter is not cut. Of a model's own plan
+            also "partial": it is not, and acts on what is.
         shape: At the dimension that is cut: how many layers of equal size lie behind one another,
             or their sizes; None: one.
         partition_dim: The dimension of the weight that is cut; None: that of the type.
+        is_alone: What the layer reads and gives is whole, see `layers`.
     """
 
     patterns: tuple[re.Pattern[str], ...]
     partition_type: str
     shape: tuple[Any, ...] | None = None
     partition_dim: int | None = None
+    is_alone: bool = False
 
     @property
     def is_row(self) -> bool:
@@ -54,6 +57,11 @@ class LayerSpec:
     def is_skip(self) -> bool:
         """Whether the parameter stays whole."""
         return self.partition_type == "skip"
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether it stays whole and its gradient is a part of that of all ranks."""
+        return self.partition_type == "partial"
 
     def sizes(self, layer: nn.Module, length: int) -> tuple[int, ...]:
         """Of what lies behind one another in `length` elements; empty: one.

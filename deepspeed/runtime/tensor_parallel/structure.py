@@ -9,12 +9,14 @@ scope is replicated: every rank computes it from the same input.
 layer that is cut; a vector as wide as the block's input outside of attention, so that it acts on
 what all ranks have; a vector as wide as a head in attention, which acts on this rank's heads, so
 that its gradient is the sum over ranks of what each has. Everything else is refused by name: it
-might act on what is cut, and train on a part of its gradient.
+might act on what is cut, and train on a part of its gradient. Where the model itself says how it is
+cut, only what is inside of a scope is asked about.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,6 +33,7 @@ from deepspeed.runtime.tensor_parallel.families import (
     head_size,
 )
 from deepspeed.runtime.tensor_parallel.layers import is_matrix, num_inputs, num_outputs
+from deepspeed.runtime.tensor_parallel.model_plan import ModelPlan, plan_in
 from deepspeed.runtime.tensor_parallel.partition_config import PartitionConfig
 from deepspeed.utils.tensor_fragment import logical_shape
 
@@ -112,7 +115,7 @@ class Plan:
 
 
 def plan_of(
-    model: nn.Module, size: int, preset: str | None, partition: PartitionConfig | None
+    model: nn.Module, size: int, preset: str | None, partition: PartitionConfig | ModelPlan | None
 ) -> Plan:
     """How a model is cut over `size` ranks.
 
@@ -120,15 +123,20 @@ def plan_of(
         model: The model, whole.
         size: The number of ranks.
         preset: Whose family; None: that of the model's `config.model_type`, if it is known.
-        partition: What the configuration says of layers, before names do.
+        partition: What the configuration says of layers, before names do; None: what the model says
+            itself, if it is of no known family.
 
     Raises:
         DeepSpeedConfigError: All that cannot be cut, or is not known, by name; with what to do.
     """
     problems: list[str] = []
-    plan = Plan(size, family=_family(model, preset))
+    family = _family_name(model, preset)
+    plan = Plan(size, family=FAMILIES.get(family, PLAIN))
+    if partition is None and family not in FAMILIES:
+        partition = plan_in(model)
     for name, scope in model.named_modules():
         _plan_scope(plan, name, scope, partition, problems)
+    _leave_whole(plan, model)
     if not plan.layers and not problems:
         problems.append(f"no layer that could be cut was found in {type(model).__name__}; {_SPEC}")
     _explain(plan, model, partition, problems)
@@ -142,7 +150,7 @@ def plan_of(
     return plan
 
 
-def _family(model: nn.Module, preset: str | None) -> Family:
+def _family_name(model: nn.Module, preset: str | None) -> str:
     """Raises DeepSpeedConfigError for a preset that is none."""
     if preset is not None and preset not in FAMILIES:
         raise DeepSpeedConfigError(
@@ -150,15 +158,28 @@ def _family(model: nn.Module, preset: str | None) -> Family:
             f"{', '.join(sorted(FAMILIES))}, or leave it out and say what to cut by "
             "tensor_parallel.partition_config"
         )
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
-    return FAMILIES.get(preset or str(model_type), PLAIN)
+    return preset or str(getattr(getattr(model, "config", None), "model_type", None))
+
+
+def _leave_whole(plan: Plan, model: nn.Module) -> None:
+    """Layers that stand alone may as well be whole: so are those whose weights others read too,
+    tied embeddings, and what has fewer elements than there are ranks.
+    """
+    owners = Counter(
+        id(param) for module in model.modules() for param in dict.values(module._parameters)
+    )
+    plan.layers = [
+        cut
+        for cut in plan.layers
+        if not cut.is_alone or (owners[id(cut.module.weight)] == 1 and cut.pieces >= plan.size)
+    ]
 
 
 def _plan_scope(
     plan: Plan,
     name: str,
     scope: nn.Module,
-    partition: PartitionConfig | None,
+    partition: PartitionConfig | ModelPlan | None,
     problems: list[str],
 ) -> None:
     """Plan the layers that a module has itself."""
@@ -253,7 +274,7 @@ def _by_specs(
     name: str,
     scope: nn.Module,
     layers: Mapping[str, nn.Module],
-    partition: PartitionConfig | None,
+    partition: PartitionConfig | ModelPlan | None,
     problems: list[str],
 ) -> dict[str, Any]:
     """Child -> what the configuration says of it; None: it is not to be cut."""
@@ -264,7 +285,7 @@ def _by_specs(
         if spec is None:
             continue
         chosen[child] = None
-        if spec.is_skip:
+        if spec.is_skip or spec.is_partial:
             continue
         length = num_inputs(layer) if spec.is_row else num_outputs(layer)
         try:
@@ -274,7 +295,8 @@ def _by_specs(
             continue
         width = head_size(scope)
         unit = width if width and all(part % width == 0 for part in sizes) else 1
-        chosen[child] = LayerCut.of_units(full, layer, spec.is_row, sizes, unit)
+        cut = LayerCut.of_units(full, layer, spec.is_row, sizes, 1 if spec.is_alone else unit)
+        chosen[child] = replace(cut, is_alone=spec.is_alone)
     return chosen
 
 
@@ -311,7 +333,7 @@ def _check_heads(scope: nn.Module, unit: int, of: str, length: int) -> None:
 
 
 def _explain(
-    plan: Plan, model: nn.Module, partition: PartitionConfig | None, problems: list[str]
+    plan: Plan, model: nn.Module, partition: PartitionConfig | ModelPlan | None, problems: list[str]
 ) -> None:
     """See [Note: nothing unexplained]."""
     known = {id(param) for cut in plan.layers for param in cut.module.parameters(recurse=False)}
@@ -326,9 +348,13 @@ def _explain(
             spec = partition.spec_of(name) if partition is not None else None
             if id(param) in known or (spec is not None and spec.is_skip):
                 continue
+            is_inside = any(name.startswith(f"{scope}.") for scope in plan.scopes)
+            if isinstance(partition, ModelPlan) and not is_inside:
+                continue  # such a plan names all that the layers of a scope divide
             shape = logical_shape(param)
             within = [width for scope, width in attentions.items() if name.startswith(f"{scope}.")]
-            if within and len(shape) == 1 and shape.numel() == within[-1]:
+            is_of_head = within and len(shape) == 1 and shape.numel() == within[-1]
+            if is_of_head or (is_inside and spec is not None and spec.is_partial):
                 plan.partial.append(name)
             elif within or len(shape) != 1 or shape.numel() not in widths:
                 problems.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from unit.mutation.table.fault import Fault
 from unit.mutation.table.places import (
     AUTOTP,
+    AUTOTP_MODEL_PLAN,
     AUTOTP_RANKS,
     AUTOTP_STAGE3,
     AUTOTP_STRUCTURE,
@@ -89,6 +90,30 @@ FAULTS = (
         TENSOR_PARALLEL + "layers.py",
         (("            work.wait()\n", "            pass\n"),),
         AUTOTP_RANKS,
+    ),
+    Fault(
+        "gathered outputs have the gradient of the first rank's",
+        TENSOR_PARALLEL + "layers.py",
+        (("grads[0].split(ctx.widths, -1)[ctx.ranks.rank]", "grads[0].split(ctx.widths, -1)[0]"),),
+        AUTOTP_MODEL_PLAN,
+    ),
+    Fault(
+        "an embedding's weight is cut with the head that it is tied to",
+        TENSOR_PARALLEL + "structure.py",
+        (("    _leave_whole(plan, model)\n", ""),),
+        AUTOTP_MODEL_PLAN,
+    ),
+    Fault(
+        "a model's plan comes before the families that are known",
+        TENSOR_PARALLEL + "structure.py",
+        (("partition is None and family not in FAMILIES", "partition is None"),),
+        AUTOTP_MODEL_PLAN,
+    ),
+    Fault(
+        "a plan's parameter that acts on what is cut keeps its rank's gradient",
+        TENSOR_PARALLEL + "structure.py",
+        ((" or (is_inside and spec is not None and spec.is_partial)", ""),),
+        AUTOTP_MODEL_PLAN,
     ),
     Fault(
         "queries are dealt out without their keys",

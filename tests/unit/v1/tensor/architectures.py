@@ -73,10 +73,19 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 """`model_type` -> configuration."""
 
+_PLANNED = {**_GROUPED, "head_dim": 8}
+PLANNED: dict[str, dict[str, Any]] = {
+    "cohere": {**_PLANNED, "tie_word_embeddings": True},
+    "exaone4": _PLANNED,
+    "glm": _PLANNED,
+    "olmo2": _GROUPED,
+}
+"""The same of types that only their own `tp_plan` knows."""
+
 
 def config_of(name: str, **more: Any) -> Any:
     transformers = __import__("transformers")
-    return transformers.AutoConfig.for_model(name, **{**ARCHITECTURES[name], **more})
+    return transformers.AutoConfig.for_model(name, **{**(ARCHITECTURES | PLANNED)[name], **more})
 
 
 def model_of(name: str, **more: Any) -> Any:

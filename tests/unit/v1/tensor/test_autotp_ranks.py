@@ -193,7 +193,7 @@ class TestTwoRanks(DistributedTest):
     def check_heads_that_do_not_say_their_width(self) -> None:
         # Kills: half a head on each rank; a number of heads that stays whole.
         torch.manual_seed(0)
-        model = PlainDecoder()
+        model: Any = PlainDecoder()
         first = copy.deepcopy(model)
         engine = start("plain", 2, 1, model)
         attention = model.blocks[0].attention

@@ -84,7 +84,7 @@ def test_heads_whose_width_nothing_says_are_named() -> None:
     # Kills: heads counted by a configuration that the attention does not follow; keys that are cut
     # within a head.
     for attribute, value in (("num_heads", None), ("num_heads", 5), ("num_kv_heads", 4)):
-        model = PlainDecoder()
+        model: Any = PlainDecoder()
         model.config = SimpleNamespace(num_attention_heads=4, head_dim=4)
         setattr(model.blocks[1].attention, attribute, value)
         text = refusal(model)

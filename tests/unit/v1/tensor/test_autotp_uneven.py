@@ -74,7 +74,7 @@ class TestFourRanks(DistributedTest):
     def check_sizes_on_four_ranks(self) -> None:
         # Kills: heads of queries that are not those of the rank's keys.
         torch.manual_seed(0)
-        model = PlainDecoder(12, 6, 10)
+        model: Any = PlainDecoder(12, 6, 10)
         first = copy.deepcopy(model)
         engine = start("plain", 4, 1, model, gradient_clipping=0.1)
         attention, mlp, rank = model.blocks[1].attention, model.blocks[1].mlp, dist.get_rank()
