@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.runtime.tensor_parallel.partition_config import PartitionConfig
 from deepspeed.runtime.tensor_parallel.structure import plan_of
+from deepspeed.verify import check_budgets, check_streams
 from unit.common import DistributedTest
 from unit.v1.looping import each
 from unit.v1.tensor.architectures import PLANNED, model_of
@@ -102,6 +105,7 @@ class TestFourRanks(DistributedTest):
     def test_four_ranks(self) -> None:
         self.check_trains_like_one_process()
         self.check_layers_that_stand_alone()
+        self.check_on_streams()
 
     @each(name=list(PLANNED), stage=[1])
     def check_trains_like_one_process(self, name: str, stage: int) -> None:
@@ -128,3 +132,14 @@ class TestFourRanks(DistributedTest):
         exported = engine._consolidated_16bit_state_dict()
         assert exported is None or exported["blocks.1.mlp.fc1.weight"].shape == (25, 16)
         engine.destroy()
+
+    @each(stage=[2, 3])
+    def check_on_streams(self, stage: int) -> None:
+        # Kills: outputs that are read before they are gathered.
+        with simulate(schedule=1, backward_streams=2), check_streams(), check_budgets():
+            torch.manual_seed(0)
+            model = planned(OWN)
+            first = copy.deepcopy(model)
+            engine = start("plain", 2, stage, model, zero_optimization=zero(stage))
+            check_training(engine, first, "plain", 0.0, steps=1)
+            engine.destroy()

@@ -22,7 +22,7 @@ from unit.v1.looping import each
 from unit.v1.tensor.architectures import batch_of, model_of
 from unit.v1.tensor.plain_decoder import PlainDecoder
 from unit.v1.tensor.test_autotp import check_training, config, start
-from unit.v1.tensor.test_autotp_stage3 import alike, zero
+from unit.v1.tensor.test_autotp_stage3 import CHECKED, alike, zero
 
 pytest.importorskip("transformers")
 
@@ -95,13 +95,14 @@ class TestFourRanks(DistributedTest):
 
     @each(stage=[0, 2, 3])
     def check_every_stage(self, stage: int) -> None:
-        # Kills: buckets or shards of one rank's sizes on others; whole weights put together in the
-        # order of units, which are others where slices are smaller than the threshold.
+        # Kills: buckets or shards of one rank's sizes on others; checks that take ranks with slices
+        # of other sizes for ranks that do something else; whole weights put together in the order
+        # of units, which are others where slices are smaller than the threshold.
         model, first = alike("qwen3", **UNEVEN["qwen3"])
         # A slice of 13 x 24 elements travels, one of 12 x 24 stays.
         block = zero(stage, stage3_param_persistence_threshold=300) if stage == 3 else zero(stage)
-        more = {"tp_overlap_comm": True, "autotp_size": 2}
-        engine = start("qwen3", 2, stage, model, zero_optimization=block, tensor_parallel=more)
+        more = {"tensor_parallel": {"tp_overlap_comm": True, "autotp_size": 2}, **CHECKED}
+        engine = start("qwen3", 2, stage, model, zero_optimization=block, **more)
         for name, param in model.named_parameters():
             whole = deepspeed.zero.GatheredParameters([param])
             with whole, GatherReplacedLayerParams([param], model):
