@@ -9,14 +9,16 @@ import sys
 
 from campaigns.campaign import RESULTS, ROOT, Campaign, run_and_keep
 
+ONE = "only trials of this one"
+
 
 def trials(
     name: str,
     summary: str,
     module: str,
     rounds: int,
-    choice: str | None = None,
     scratch: bool = False,
+    **options: str,
 ) -> Campaign:
     """A campaign whose program takes ``--rounds`` and ``--seed``.
 
@@ -25,8 +27,8 @@ def trials(
         summary: One line.
         module: The program, below tests/.
         rounds: How many trials unless told otherwise.
-        choice: The program's own option that restricts the trials.
         scratch: Whether the program wants an empty ``--folder``.
+        options: The program's own options, and their help.
     """
 
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,13 +38,13 @@ def trials(
         parser.add_argument(
             "--seed", type=int, help="draws the trials (default: another each time)"
         )
-        if choice is not None:
-            parser.add_argument(f"--{choice}", help="only trials of this one")
+        for option, words in options.items():
+            parser.add_argument(f"--{option}", help=words)
 
     def run(arguments: argparse.Namespace) -> int:
         command = [sys.executable, "-m", module, "--rounds", str(arguments.rounds)]
-        for option in ("seed", choice):
-            value = None if option is None else getattr(arguments, option)
+        for option in ("seed", *options):
+            value = getattr(arguments, option)
             if value is not None:
                 command += [f"--{option}", str(value)]
         if scratch:
@@ -61,21 +63,21 @@ CAMPAIGNS = (
         "runs killed while they save, and whether the next one lost more than that save (minutes)",
         "unit.v1.checkpoint.kills",
         rounds=200,
-        choice="case",
+        case=ONE,
     ),
     trials(
         "families",
         "ds_verify on families of transformers, with several seeds (an hour)",
         "unit.verify.families",
         rounds=5,
-        choice="family",
+        family=ONE,
     ),
     trials(
         "architectures",
         "architectures of transformers at stage 3 against plain torch (minutes)",
         "unit.clients.zero3_architectures",
         rounds=2,
-        choice="architecture",
+        architecture=ONE,
     ),
     trials(
         "zombies",
@@ -89,6 +91,14 @@ CAMPAIGNS = (
         "one of two ranks ends at a random moment, and whether the launcher names it (minutes)",
         "unit.launcher.blame",
         rounds=200,
-        choice="end",
+        end=ONE,
+    ),
+    trials(
+        "starts",
+        "two ranks start, train a step and end, and whether one stands or aborts (hours)",
+        "unit.comm.starts",
+        rounds=2000,
+        how="only starts of this kind, forked or spawned",
+        load="busy processes beside the ranks (default: as many as cores)",
     ),
 )
