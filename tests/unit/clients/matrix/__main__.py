@@ -40,7 +40,7 @@ def names_of(client: str) -> list[str]:
     listed = subprocess.run(
         [sys.executable, "-m", module(client)[1]],
         env=environment(),
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
         check=True,
     )
