@@ -61,6 +61,8 @@ SUITES = {
 }
 # Of the tools; its pins ask for a newer packaging than the oldest clients take.
 NOT_FOR_TESTS = ("pre-commit",)
+# What a client's oldest version imports and does not ask for.
+ALSO = {"trl": ("requests",)}
 TORCH_BETWEEN = "2.9.1"
 
 
@@ -245,7 +247,7 @@ def run_target(target: Target, venvs: Path, arguments: argparse.Namespace) -> Ro
     """
     environment = Environment(venvs / str(target), arguments.pip_args)
     try:
-        environment.install(target)
+        environment.install(target, ALSO.get(target.package, ()))
         installed = environment.installed()
         version = installed[target.package].split("+")[0]
         log = RESULTS / "versions" / f"{target.package}-{version}.log"
@@ -335,7 +337,8 @@ def _print_commands(wanted: Sequence[Target], arguments: argparse.Namespace) -> 
     for target in wanted:
         folder = (arguments.venvs or Path("VENVS")) / str(target)
         environment = Environment(folder, arguments.pip_args)
-        first, rest = environment.steps(target, folder / "constraints.txt")
+        also = ALSO.get(target.package, ())
+        first, rest = environment.steps(target, folder / "constraints.txt", also)
         tests = [str(environment.python), "-m", *_tests(target, arguments)]
         print(f"# {target}", *(shlex.join(command) for command in [*first, *rest, tests]), sep="\n")
     return 0
