@@ -61,12 +61,30 @@ def launch(
     """
     result = out / "result.json"
     result.unlink(missing_ok=True)
+    program = Path(__file__).parent / script
+    run_ranks(
+        program, out, str(out), *args, processes=processes, launcher=launcher, timeout=timeout
+    )
+    return json.loads(result.read_text())
+
+
+def run_ranks(
+    program: Path,
+    cwd: Path,
+    *args: str,
+    processes: int = 2,
+    launcher: str = "deepspeed",
+    timeout: float = 180.0,
+) -> str:
+    """Run `program` on `processes` ranks in the folder `cwd`; returns what they wrote to stdout.
+    The rest is as in `launch`.
+    """
     before = [
         word.format(processes=processes, port=get_master_port()) for word in LAUNCHERS[launcher]
     ]
     run = subprocess.run(
-        [sys.executable, *before, str(Path(__file__).parent / script), str(out), *args],
-        cwd=out,
+        [sys.executable, *before, str(program), *args],
+        cwd=cwd,
         env=environment(),
         capture_output=True,
         text=True,
@@ -74,9 +92,9 @@ def launch(
         check=False,
     )
     assert run.returncode == 0, (
-        f"{script} exited with {run.returncode}\n{run.stdout[-4000:]}\n{run.stderr[-6000:]}"
+        f"{program.name} exited with {run.returncode}\n{run.stdout[-4000:]}\n{run.stderr[-6000:]}"
     )
-    return json.loads(result.read_text())
+    return run.stdout
 
 
 def environment() -> dict[str, str]:

@@ -2,13 +2,11 @@
 checkpoint.
 """
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from unit.clients.launching import run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT = 120
@@ -42,21 +40,8 @@ def test_the_script_trains(tmp_path: Path, page: str, tag: str, files: list[str]
     script.write_text(
         re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)[0]
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", str(script)],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "DS_ACCELERATOR": "cpu",
-        },
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    said = run_ranks(script, tmp_path, timeout=TIMEOUT)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", said)]
     assert len(losses) >= 3 and losses[-1] < losses[0] / 2
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == tag
     assert all((tmp_path / "checkpoints" / tag / name).is_file() for name in files)
