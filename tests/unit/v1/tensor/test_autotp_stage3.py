@@ -63,6 +63,24 @@ def freeze(model: Any) -> None:
     model.model.embed_tokens.requires_grad_(False)
 
 
+def with_momentum(size: int, stage: int, load_universal: bool) -> dict[str, Any]:
+    """A configuration for `train` that gives the optimizer state."""
+    keys = config(size, stage, train_micro_batch_size_per_gpu=size)
+    keys["zero_optimization"] = zero(stage)
+    keys["checkpoint"] = {"load_universal": load_universal}
+    keys["optimizer"]["params"]["momentum"] = 0.9
+    return keys
+
+
+def train(engine: Any, seed: int) -> None:
+    """A step of phi3 on this rank's part of four samples."""
+    count = 4 // engine.dp_world_size
+    at = count * engine.get_data_parallel_rank()
+    data = batch_of("phi3", 4, seed).items()
+    engine.backward(engine(**{key: value[at : at + count] for key, value in data}).loss)
+    engine.step()
+
+
 class TestFourRanks(DistributedTest):
     """One group of ranks for all: to start them takes longer than a check."""
 
@@ -174,18 +192,8 @@ class TestFourRanks(DistributedTest):
             torch.manual_seed(seed)
             model = model_of("phi3", num_key_value_heads=4)
             freeze(model)
-            keys = config(size, stage, train_micro_batch_size_per_gpu=size)
-            keys["zero_optimization"] = zero(stage)
-            keys["checkpoint"] = {"load_universal": universal and seed == 2}
-            keys["optimizer"]["params"]["momentum"] = 0.9
+            keys = with_momentum(size, stage, universal and seed == 2)
             return deepspeed.initialize(model=model, config=keys)[0]
-
-        def train(engine: Any, seed: int) -> None:
-            count = 4 // engine.dp_world_size
-            at = count * engine.get_data_parallel_rank()
-            data = batch_of("phi3", 4, seed).items()
-            engine.backward(engine(**{key: value[at : at + count] for key, value in data}).loss)
-            engine.step()
 
         def weights(engine: Any) -> Any:
             return engine._zero3_consolidated_16bit_state_dict()

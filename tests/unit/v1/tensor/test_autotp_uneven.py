@@ -19,10 +19,10 @@ from deepspeed.checkpoint.resharding.tensor_parallel import Share, SlicePatterns
 from deepspeed.module_inject.layers import GatherReplacedLayerParams
 from unit.common import DistributedTest
 from unit.v1.looping import each
-from unit.v1.tensor.architectures import batch_of, model_of
+from unit.v1.tensor.architectures import model_of
 from unit.v1.tensor.plain_decoder import PlainDecoder
 from unit.v1.tensor.test_autotp import check_training, config, start
-from unit.v1.tensor.test_autotp_stage3 import CHECKED, alike, zero
+from unit.v1.tensor.test_autotp_stage3 import CHECKED, alike, train, with_momentum, zero
 
 pytest.importorskip("transformers")
 
@@ -143,19 +143,9 @@ class TestFourRanks(DistributedTest):
 
         def engine_of(size: int, stage: int, seed: int) -> Any:
             torch.manual_seed(seed)
-            keys = config(size, stage, train_micro_batch_size_per_gpu=size)
-            keys["zero_optimization"] = zero(stage)
-            keys["checkpoint"] = {"load_universal": universal and seed == 2}
-            keys["optimizer"]["params"]["momentum"] = 0.9
+            keys = with_momentum(size, stage, universal and seed == 2)
             model = model_of("phi3", **FIVE, intermediate_size=26, num_hidden_layers=1)
             return deepspeed.initialize(model=model, config=keys)[0]
-
-        def train(engine: Any, seed: int) -> None:
-            count = 4 // engine.dp_world_size
-            at = count * engine.get_data_parallel_rank()
-            data = batch_of("phi3", 4, seed).items()
-            engine.backward(engine(**{key: value[at : at + count] for key, value in data}).loss)
-            engine.step()
 
         if not Path(folder).exists():
             engine = engine_of(*saved_by, seed=1)
