@@ -342,9 +342,9 @@ def become_template(with_deepspeed: bool = True) -> None:
     its start.
 
     Args:
-        with_deepspeed: Import this package, and build the configuration's models, which takes as
-            long as a small test. Nothing else of it runs: a warning that is given once, or a
-            counter, would not be as new in the ranks.
+        with_deepspeed: Import this package, and build what every engine asks: the configuration's
+            models, which take as long as a small test, and patterns. Nothing else of it runs: a
+            warning that is given once, or a counter, would not be as new in the ranks.
     """
     import torch
 
@@ -360,10 +360,13 @@ def become_template(with_deepspeed: bool = True) -> None:
             importlib.import_module(name)
     if with_deepspeed:
         with contextlib.suppress(Exception):
+            from deepspeed._absent import reason
             from deepspeed.runtime.config_models.observe import DeepSpeedMonitorConfig
             from deepspeed.runtime.config_models.reader import read_block
             from deepspeed.runtime.config_models.training import TrainingConfig
 
+            # Compiles the patterns that each new engine asks by.
+            reason("deepspeed.runtime.engine.DeepSpeedEngine", "")
             read_block(TrainingConfig, {})
             DeepSpeedMonitorConfig()
     # Python remembers the folders of packages, among which each rank looks for accelerators.

@@ -6,6 +6,7 @@ all the same, and then nothing calls it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,23 +43,30 @@ def _patches_of(thing: object) -> Iterator[tuple[str, bool]]:
     package's has under such a name counts as well, and what was put on the object.
     """
     kinds = type(thing).__mro__
+    names = tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
     for place, holder in enumerate((thing, *kinds)):
-        known = [where for kind in kinds[max(place - 1, 0) :] if _is_known(where := _name(kind))]
+        known = _known(names[max(place - 1, 0) :])
+        honoured = HONOURED.get(names[place - 1], ()) if place else ()
         for name, value in vars(holder).items() if known else ():
-            if _is_of_this_package(value):
+            why = _why(known, name)
+            if (why is None and name not in honoured) or _is_of_this_package(value):
                 continue
-            if place and name in HONOURED.get(_name(kinds[place - 1]), ()):
+            if name in honoured:
                 yield f"{known[0]}.{name} is this program's own; this package calls it", True
-            elif why := next(filter(None, (reason(where, name) for where in known)), None):
+            else:
                 yield f"{why}. What this program has put there is never called", False
 
 
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+@functools.cache
+def _known(classes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of them that upstream has more names of."""
+    return tuple(where for where in classes if where in HONOURED or absences_of(where))
 
 
-def _is_known(where: str) -> bool:
-    return where in HONOURED or bool(absences_of(where))
+@functools.cache
+def _why(known: tuple[str, ...], name: str) -> str | None:
+    """Why none of these classes has the name. Kept: each new engine asks of a thousand names."""
+    return next(filter(None, (reason(where, name) for where in known)), None)
 
 
 def _is_of_this_package(value: Any) -> bool:
