@@ -30,7 +30,6 @@ from deepspeed.runtime.engine_parts.checkpoints import EngineCheckpoints
 from deepspeed.runtime.engine_parts.compiling import EngineCompiling
 from deepspeed.runtime.engine_parts.data import EngineData
 from deepspeed.runtime.engine_parts.device_memory import EngineDeviceMemory
-from deepspeed.runtime.engine_parts.features import EngineFeatures
 from deepspeed.runtime.engine_parts.losses import check_loss
 from deepspeed.runtime.engine_parts.optimizers import EngineOptimizers
 from deepspeed.runtime.engine_parts.plain_backward import EnginePlainBackward
@@ -81,7 +80,6 @@ class DeepSpeedEngine(
     EngineCheckpoints,
     EngineDeviceMemory,
     EngineCompiling,
-    EngineFeatures,
     nn.Module,
 ):
     """A model with its optimizer, data-parallel and checked.
@@ -166,7 +164,7 @@ class DeepSpeedEngine(
         self._broadcast_model()
         self._sequence_parts = SequenceParts(model, self.model_ranks.tensor_group)
         self._same_inputs = SameInputs(model, self.device)
-        self.timers = EngineTimers(self._config, self.train_batch_size())
+        self.timers = EngineTimers(self._config, self._config.train_batch_size)
         self.optimizer: Any = None
         self.basic_optimizer: torch.optim.Optimizer | None = None
         self._sequence: StepSequence | None = None
@@ -385,10 +383,11 @@ class DeepSpeedEngine(
         """Reduce what this micro-batch has to reduce. The bucket size is the configuration's
         `reduce_bucket_size`.
         """
-        if bucket_size is not None and bucket_size != self.zero_reduce_bucket_size():
+        planned = self._config.zero_config.reduce_bucket_size
+        if bucket_size is not None and bucket_size != planned:
             raise ValueError(
                 f"allreduce_gradients(bucket_size={bucket_size}): buckets are planned once; set "
-                f"zero_optimization.reduce_bucket_size (now {self.zero_reduce_bucket_size()})"
+                f"zero_optimization.reduce_bucket_size (now {planned})"
             )
         sequence = self._require_optimizer("allreduce_gradients")
         if self._sequence_parts.params and sequence.reduces_now:
@@ -457,10 +456,10 @@ class DeepSpeedEngine(
         if self.lr_scheduler is not None and not sequence.overflow:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
-        samples_of_one = self.train_batch_size() // self.tracker.steps
+        samples_of_one = self._config.train_batch_size // self.tracker.steps
         self.global_samples += samples_of_one * self.tracker.micro_batches
         self.tracker.backwards = 0
-        every = self.steps_per_print()
+        every = self._config.tree.steps_per_print
         if every and self.global_steps % every == 0:
             self._report_progress()
 

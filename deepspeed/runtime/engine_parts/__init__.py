@@ -3,8 +3,7 @@
 Each file but the last two is a mixin of `DeepSpeedEngine`, with upstream's methods of one subject:
 
     sequence        the step sequence, or the error that says why there is none to use
-    settings        getters of the configuration that training itself is about
-    features        getters about features: stage 3, offload, number formats, what is refused
+    settings        getters of the configuration: a table of names and keys
     ranks           which process of the run an engine is: device, number, groups
     data            loaders of training data, and how difficult the data of a step may be
     optimizers      from the client's optimizer, or the configuration's, to the step sequence

@@ -50,7 +50,7 @@ class EngineData(EngineRanks, EngineSettings):
         """A loader of this rank's part of `dataset`, resumable from checkpoints if it is the
         training one.
         """
-        batch_size = batch_size or self.train_micro_batch_size_per_gpu()
+        batch_size = batch_size or self._config.train_micro_batch_size_per_gpu
         if data_sampler is None and route == "train":
             data_sampler = self._sampler_of(dataset, batch_size)
             if data_sampler is not None:
@@ -68,7 +68,7 @@ class EngineData(EngineRanks, EngineSettings):
             data_sampler=data_sampler,
             data_parallel_world_size=self.dp_world_size,
             data_parallel_rank=dist.get_rank(group=self.data_parallel_group),
-            dataloader_drop_last=self.dataloader_drop_last(),
+            dataloader_drop_last=self._config.tree.dataloader_drop_last,
         )
 
     @property

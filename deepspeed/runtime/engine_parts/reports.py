@@ -31,14 +31,14 @@ class EngineReports(EngineSettings, EngineSequence):
 
     def _announce(self) -> None:
         kind = type(self.optimizer).__name__ if self.optimizer is not None else "no optimizer"
+        batch, micro_batch, steps = self.get_batch_info()
         log_dist(
             f"DeepSpeed info: stage {self.zero_optimization_stage()}, {self.model_dtype}, {kind}, "
-            f"{self.dp_world_size} data-parallel ranks, batch {self.train_batch_size()} = "
-            f"{self.train_micro_batch_size_per_gpu()} x {self.gradient_accumulation_steps()} x "
+            f"{self.dp_world_size} data-parallel ranks, batch {batch} = {micro_batch} x {steps} x "
             f"{self.dp_world_size}",
             ranks=[0],
         )
-        if self.dump_state():
+        if self._config.tree.dump_state:
             self._config.print("DeepSpeedEngine configuration")
 
     def was_step_applied(self) -> bool:

@@ -6,6 +6,7 @@ Scripts and client libraries call them; the engine's own code reads the tree.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -13,9 +14,125 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.config_utils import parse_dtype
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker
+from deepspeed.runtime.model_setup import LOWER_PRECISION_SAFE_MODULES
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 Value = TypeVar("Value")
+
+GETTERS = {
+    # Batch
+    "train_batch_size": "train_batch_size",
+    "train_micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    # Precision
+    "fp16_enabled": "tree.fp16.enabled",
+    "bfloat16_enabled": "tree.bf16.enabled",
+    "torch_autocast_enabled": "torch_autocast_enabled",
+    "torch_autocast_dtype": "torch_autocast_dtype",
+    "loss_scale": "tree.fp16.loss_scale",
+    "fp16_master_weights_and_gradients": "tree.fp16.fp16_master_weights_and_grads",
+    "bf16_master_weights_and_gradients": "tree.bf16.bf16_master_weights_and_grads",
+    "bf16_optimizer_states": "tree.bf16.bf16_optimizer_states",
+    "amp_enabled": "tree.amp.enabled",
+    # ZeRO
+    "zero_optimization": "zero_enabled",
+    "zero_reduce_scatter": "zero_config.reduce_scatter",
+    "zero_offload_optimizer": "zero_config.offload_optimizer",
+    "zero_reduce_bucket_size": "zero_config.reduce_bucket_size",
+    "zero_allgather_bucket_size": "zero_config.allgather_bucket_size",
+    "zero_allgather_partitions": "zero_config.allgather_partitions",
+    "zero_contiguous_gradients": "zero_config.contiguous_gradients",
+    "zero_load_from_fp32_weights": "zero_config.load_from_fp32_weights",
+    "zero_elastic_checkpoint": "zero_config.elastic_checkpoint",
+    "zero_round_robin_gradients": "zero_config.round_robin_gradients",
+    "zero_ignore_unused_parameters": "zero_config.ignore_unused_parameters",
+    "zero_gather_16bit_weights_on_model_save": "zero_config.gather_16bit_weights_on_model_save",
+    "zero_offload_param": "zero_config.offload_param",
+    "zero_sub_group_size": "zero_config.sub_group_size",
+    "zero_max_live_parameters": "zero_config.max_live_parameters",
+    "zero_max_reuse_distance": "zero_config.max_reuse_distance",
+    "zero_prefetch_bucket_size": "zero_config.prefetch_bucket_size",
+    "zero_module_granularity_threshold": "zero_config.module_granularity_threshold",
+    "zero_param_persistence_threshold": "zero_config.param_persistence_threshold",
+    "zero_model_persistence_threshold": "zero_config.model_persistence_threshold",
+    "zero_legacy_stage1": "zero_config.legacy_stage1",
+    "zero_save_muon_momentum_buffer_in_memory": "zero_config.save_muon_momentum_buffer_in_memory",
+    "zero_allgather_sequential": "zero_config.allgather_sequential",
+    "zero_hpz_partition_size": "zero_config.zero_hpz_partition_size",
+    "zero_quantized_weights": "zero_config.zero_quantized_weights",
+    "zero_quantized_nontrainable_weights": "zero_config.zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients": "zero_config.zero_quantized_gradients",
+    "zeropp_loco_param": "zero_config.zeropp_loco_param",
+    "zero_multi_rank_bucket_allreduce": "zero_config.use_multi_rank_bucket_allreduce",
+    "zero_log_trace_cache_warnings": "zero_config.log_trace_cache_warnings",
+    "is_sanity_checks_enabled": "zero_config.enable_sanity_checks",
+    "mics_shard_size": "zero_config.mics_shard_size",
+    "zenflow_config": "zero_config.zenflow",
+    "zero_allow_untested_optimizer": "tree.zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer": "tree.zero_force_ds_cpu_optimizer",
+    # Gradients, optimizer and schedule
+    "gradient_clipping": "tree.gradient_clipping",
+    "gradient_predivide_factor": "tree.gradient_predivide_factor",
+    "managed_gradient_accumulation": "tree.managed_gradient_accumulation",
+    "sparse_gradients_enabled": "tree.sparse_gradients",
+    "optimizer_params": "optimizer_params",
+    "scheduler_name": "scheduler_name",
+    "scheduler_params": "scheduler_params",
+    # Parallelism and compilation
+    "elasticity_enabled": "elasticity_enabled",
+    "tensor_parallel_config": "tree.tensor_parallel",
+    "autotp_size": "tree.tensor_parallel.autotp_size",
+    "is_deepcompile_enabled": "tree.compile.deepcompile",
+    "is_deepcompile_active": "tree.compile.deepcompile",
+    "graph_harvesting": "tree.graph_harvesting",
+    # Data, files and log
+    "dataloader_drop_last": "tree.dataloader_drop_last",
+    "checkpoint_tag_validation_enabled": "checkpoint_tag_validation_enabled",
+    "checkpoint_tag_validation_fail": "checkpoint_tag_validation_fail",
+    "load_universal_checkpoint": "load_universal_checkpoint",
+    "use_node_local_storage": "tree.checkpoint.use_node_local_storage",
+    "checkpoint_serialization_enabled": "tree.checkpoint.checkpoint_serialization",
+    "steps_per_print": "tree.steps_per_print",
+    "wall_clock_breakdown": "tree.wall_clock_breakdown",
+    "memory_breakdown": "tree.memory_breakdown",
+    "dump_state": "tree.dump_state",
+    "log_level": "tree.log_level",
+    "flops_profiler_enabled": "tree.flops_profiler.enabled",
+    "flops_profiler_recompute_fwd_factor": "tree.flops_profiler.recompute_fwd_factor",
+    "flops_profiler_profile_step": "tree.flops_profiler.profile_step",
+    "flops_profiler_module_depth": "tree.flops_profiler.module_depth",
+    "flops_profiler_top_modules": "tree.flops_profiler.top_modules",
+    "flops_profiler_detailed": "tree.flops_profiler.detailed",
+    "flops_profiler_output_file": "tree.flops_profiler.output_file",
+    # What is refused when it is switched on: scripts ask whether it is
+    "pld_enabled": "tree.progressive_layer_drop.enabled",
+    "pld_theta": "tree.progressive_layer_drop.theta",
+    "pld_gamma": "tree.progressive_layer_drop.gamma",
+    "eigenvalue_enabled": "tree.eigenvalue.enabled",
+    "eigenvalue_verbose": "tree.eigenvalue.verbose",
+    "eigenvalue_max_iter": "tree.eigenvalue.max_iter",
+    "eigenvalue_tol": "tree.eigenvalue.tol",
+    "eigenvalue_stability": "tree.eigenvalue.stability",
+    "eigenvalue_gas_boundary_resolution": "tree.eigenvalue.gas_boundary_resolution",
+    "eigenvalue_layer_name": "tree.eigenvalue.layer_name",
+    "eigenvalue_layer_num": "tree.eigenvalue.layer_num",
+    "data_efficiency_enabled": "tree.data_efficiency.enabled",
+    "data_sampling_enabled": "tree.data_efficiency.data_sampling.enabled",
+    "curriculum_learning_enabled": "tree.data_efficiency.data_sampling.curriculum_learning.enabled",
+    "random_ltd_enabled": "tree.data_efficiency.data_routing.enabled",
+    "autotuning_enabled": "tree.autotuning.enabled",
+    "curriculum_enabled_legacy": "tree.curriculum_learning.enabled",
+}
+"""Method of the engine -> what of its `DeepSpeedConfig` it returns."""
+
+DUMPED = {
+    "aio_config": "tree.aio",
+    "pld_params": "tree.progressive_layer_drop",
+    "data_efficiency_config": "tree.data_efficiency",
+    "data_sampling_config": "tree.data_efficiency.data_sampling",
+    "curriculum_learning_config": "tree.data_efficiency.data_sampling.curriculum_learning",
+}
+"""The same for blocks, which are returned as dicts."""
 
 
 def setting(read: Callable[[DeepSpeedConfig], Value]) -> Callable[[EngineSettings], Value]:
@@ -27,8 +144,14 @@ def setting(read: Callable[[DeepSpeedConfig], Value]) -> Callable[[EngineSetting
     return method
 
 
+def _as_dict(path: str) -> Callable[[DeepSpeedConfig], dict[str, Any]]:
+    read = attrgetter(path)
+    return lambda config: dict(read(config).model_dump())
+
+
 class EngineSettings:
-    """Mixin of `DeepSpeedEngine`: what upstream's engine says of its configuration.
+    """Mixin of `DeepSpeedEngine`: what upstream's engine says of its configuration. It has
+    `GETTERS` and `DUMPED` as methods too.
 
     It needs these attributes of the engine, and nothing else.
 
@@ -49,14 +172,9 @@ class EngineSettings:
 
     # Batch
 
-    train_batch_size = setting(lambda config: config.train_batch_size)
-    train_micro_batch_size_per_gpu = setting(lambda config: config.train_micro_batch_size_per_gpu)
-    gradient_accumulation_steps = setting(lambda config: config.gradient_accumulation_steps)
     get_batch_info = setting(
-        lambda config: (
-            config.train_batch_size,
-            config.train_micro_batch_size_per_gpu,
-            config.gradient_accumulation_steps,
+        attrgetter(
+            "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
         )
     )
 
@@ -66,11 +184,11 @@ class EngineSettings:
         Raises:
             DeepSpeedConfigError: If it is not a multiple of micro-batch times ranks.
         """
-        unit = self.train_micro_batch_size_per_gpu() * self._config.world_size
+        unit = self._config.train_micro_batch_size_per_gpu * self._config.world_size
         if train_batch_size <= 0 or train_batch_size % unit:
             raise DeepSpeedConfigError(
                 f"train_batch_size: {train_batch_size} is no positive multiple of "
-                f"train_micro_batch_size_per_gpu ({self.train_micro_batch_size_per_gpu()}) x "
+                f"train_micro_batch_size_per_gpu ({self._config.train_micro_batch_size_per_gpu}) x "
                 f"data-parallel ranks ({self._config.world_size})"
             )
         self._config.train_batch_size = train_batch_size
@@ -84,21 +202,19 @@ class EngineSettings:
                 f"train_micro_batch_size_per_gpu: {micro_batch_size} is not positive"
             )
         self._config.train_micro_batch_size_per_gpu = micro_batch_size
-        steps = self.gradient_accumulation_steps()
+        steps = self._config.gradient_accumulation_steps
         self._config.train_batch_size = micro_batch_size * steps * self._config.world_size
 
     # Precision
 
-    fp16_enabled = setting(lambda config: config.tree.fp16.enabled)
-    bfloat16_enabled = setting(lambda config: config.tree.bf16.enabled)
     fp16_auto_cast = setting(lambda config: config.tree.fp16.enabled and config.tree.fp16.auto_cast)
-    torch_autocast_enabled = setting(lambda config: config.torch_autocast_enabled)
-    torch_autocast_dtype = setting(lambda config: config.torch_autocast_dtype)
-    # The configured static loss scale; 0 means dynamic.
-    loss_scale = setting(lambda config: config.tree.fp16.loss_scale)
     dynamic_loss_scale = setting(
         lambda config: config.tree.fp16.enabled and config.tree.fp16.dynamic
     )
+    initial_dynamic_scale = setting(lambda config: config.tree.fp16.initial_dynamic_scale())
+    dynamic_loss_scale_args = setting(lambda config: config.tree.fp16.dynamic_loss_scale_args())
+    # False without the block, as upstream.
+    amp_params = setting(lambda config: config.tree.amp.model_extra or False)
 
     @property
     def model_dtype(self) -> torch.dtype:
@@ -114,57 +230,70 @@ class EngineSettings:
         """The dtype that gradients travel in."""
         return self._config.communication_data_type or self.model_dtype
 
+    def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
+        """Class paths of modules whose gradients may travel in the autocast dtype."""
+        named = self._config.torch_autocast_lower_precision_safe_modules
+        if named is not None:
+            return list(named)
+        return [f"{cls.__module__}.{cls.__qualname__}" for cls in LOWER_PRECISION_SAFE_MODULES]
+
     # ZeRO
 
-    zero_optimization = setting(lambda config: config.zero_enabled)
     zero_optimization_stage = setting(lambda config: int(config.zero_config.stage))
     zero_optimization_partition_gradients = setting(lambda config: config.zero_config.stage >= 2)
     zero_optimization_partition_weights = setting(lambda config: config.zero_config.stage >= 3)
-    zero_allow_untested_optimizer = setting(
-        lambda config: config.tree.zero_allow_untested_optimizer
-    )
-    zero_reduce_scatter = setting(lambda config: config.zero_config.reduce_scatter)
+    is_first_weights_partition_group = zero_optimization_partition_weights
     zero_overlap_comm = setting(lambda config: bool(config.zero_config.overlap_comm))
-    zero_offload_optimizer = setting(lambda config: config.zero_config.offload_optimizer)
     zero_cpu_offload = setting(
         lambda config: (
             config.zero_enabled
             and config.zero_config.offload_optimizer_device is OffloadDeviceEnum.cpu
         )
     )
-    zero_reduce_bucket_size = setting(lambda config: config.zero_config.reduce_bucket_size)
-    zero_allgather_bucket_size = setting(lambda config: config.zero_config.allgather_bucket_size)
-    zero_allgather_partitions = setting(lambda config: config.zero_config.allgather_partitions)
-    zero_contiguous_gradients = setting(lambda config: config.zero_config.contiguous_gradients)
-    zero_load_from_fp32_weights = setting(lambda config: config.zero_config.load_from_fp32_weights)
-    zero_elastic_checkpoint = setting(lambda config: config.zero_config.elastic_checkpoint)
-    zero_round_robin_gradients = setting(lambda config: config.zero_config.round_robin_gradients)
-    zero_ignore_unused_parameters = setting(
-        lambda config: config.zero_config.ignore_unused_parameters
-    )
-    zero_gather_16bit_weights_on_model_save = setting(
-        lambda config: config.zero_config.gather_16bit_weights_on_model_save
-    )
-    elasticity_enabled = setting(lambda config: config.elasticity_enabled)
-    # Whether elasticity counts model-parallel groups, which came with version 0.2.
-    is_elastic_model_parallel_supported = setting(
-        lambda config: config.elasticity_enabled and config.tree.elasticity.version == 0.2
-    )
 
-    # Gradients
+    def zero_use_cpu_optimizer(self) -> bool:
+        """Whether the optimizer steps on the host."""
+        return self._offload_device() is not OffloadDeviceEnum.none
 
-    gradient_clipping = setting(lambda config: config.tree.gradient_clipping)
-    gradient_predivide_factor = setting(lambda config: config.tree.gradient_predivide_factor)
+    def zero_nvme_offload_optimizer(self) -> bool:
+        """Whether optimizer state lies on NVMe."""
+        return self._offload_device() is OffloadDeviceEnum.nvme
+
+    def _offload_device(self) -> OffloadDeviceEnum:
+        return self._config.zero_config.offload_optimizer_device
+
+    def zero_partial_offload(self) -> float:
+        """Share of the optimizer state that is offloaded."""
+        offload = self._config.zero_config.offload_optimizer
+        return offload.ratio if offload is not None else 1.0
+
+    def super_offload(self) -> bool:
+        """Whether SuperOffload is on."""
+        offload = self._config.zero_config.offload_optimizer
+        return offload is not None and offload.super_offload
+
+    def cpuadam_cores_perc(self) -> float:
+        """Share of the host's cores that SuperOffload may use."""
+        offload = self._config.zero_config.offload_optimizer
+        return offload.cpuadam_cores_perc if offload is not None else 0.9
+
+    # Gradients, optimizer and schedule
+
     postscale_gradients = setting(lambda config: not config.tree.prescale_gradients)
-    managed_gradient_accumulation = setting(
-        lambda config: config.tree.managed_gradient_accumulation
+
+    @property
+    def sparse_gradients(self) -> bool:
+        """The configuration's `sparse_gradients`."""
+        return self._config.tree.sparse_gradients
+
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Names of modules with sparse gradients: none, `sparse_gradients` is refused."""
+        return set()
+
+    optimizer_legacy_fusion = setting(
+        lambda config: config.tree.optimizer is not None and config.tree.optimizer.legacy_fusion
     )
-
-    # Optimizer and schedule
-
-    optimizer_params = setting(lambda config: config.optimizer_params)
-    scheduler_name = setting(lambda config: config.scheduler_name)
-    scheduler_params = setting(lambda config: config.scheduler_params)
 
     def optimizer_name(self) -> str | None:
         """Name of the optimizer in use: the client's class, or the configuration's type."""
@@ -192,28 +321,27 @@ class EngineSettings:
         """`type` of each parameter group, where a script set one."""
         return [group.get("type") for group in self._groups()]
 
-    # Watching
+    # Further features
 
-    # Steps between progress lines; None for never.
-    steps_per_print = setting(lambda config: config.tree.steps_per_print)
-    wall_clock_breakdown = setting(lambda config: config.tree.wall_clock_breakdown)
-    memory_breakdown = setting(lambda config: config.tree.memory_breakdown)
-    flops_profiler_enabled = setting(lambda config: config.tree.flops_profiler.enabled)
-    flops_profiler_recompute_fwd_factor = setting(
-        lambda config: config.tree.flops_profiler.recompute_fwd_factor
+    # Whether elasticity counts model-parallel groups, which came with version 0.2.
+    is_elastic_model_parallel_supported = setting(
+        lambda config: config.elasticity_enabled and config.tree.elasticity.version == 0.2
     )
-    flops_profiler_profile_step = setting(lambda config: config.tree.flops_profiler.profile_step)
-    flops_profiler_module_depth = setting(lambda config: config.tree.flops_profiler.module_depth)
-    flops_profiler_top_modules = setting(lambda config: config.tree.flops_profiler.top_modules)
-    flops_profiler_detailed = setting(lambda config: config.tree.flops_profiler.detailed)
-    flops_profiler_output_file = setting(lambda config: config.tree.flops_profiler.output_file)
-    dump_state = setting(lambda config: config.tree.dump_state)
-    dataloader_drop_last = setting(lambda config: config.tree.dataloader_drop_last)
-
-    # Checkpoints
-
-    checkpoint_tag_validation_enabled = setting(
-        lambda config: config.checkpoint_tag_validation_enabled
+    checkpoint_writer_enabled = setting(lambda config: config.tree.checkpoint.writer is not None)
+    compile_autosp = setting(lambda config: "autosp" in (config.tree.compile.passes or ()))
+    compile_autotp = setting(lambda config: "autotp" in (config.tree.compile.passes or ()))
+    # False while it is off, as upstream.
+    curriculum_params_legacy = setting(
+        lambda config: (
+            config.tree.curriculum_learning.enabled and config.tree.curriculum_learning.model_dump()
+        )
     )
-    checkpoint_tag_validation_fail = setting(lambda config: config.checkpoint_tag_validation_fail)
-    load_universal_checkpoint = setting(lambda config: config.load_universal_checkpoint)
+
+    def get_pld_theta(self) -> None:
+        """Share of layers kept now; None: progressive layer drop is refused."""
+
+
+for _name, _path in GETTERS.items():
+    setattr(EngineSettings, _name, setting(attrgetter(_path)))
+for _name, _path in DUMPED.items():
+    setattr(EngineSettings, _name, setting(_as_dict(_path)))

@@ -161,7 +161,7 @@ class PipelineEngine(DeepSpeedEngine):
     @property
     def micro_batches(self) -> int:
         """Micro-batches per `train_batch`."""
-        return self.gradient_accumulation_steps()
+        return self._config.gradient_accumulation_steps
 
     # Place
 
@@ -629,6 +629,6 @@ class PipelineEngine(DeepSpeedEngine):
 
     def tput_log(self, *msg: Any) -> None:
         """Log on rank 0, every `steps_per_print` steps."""
-        every = self.steps_per_print()
+        every = self._config.tree.steps_per_print
         if every and self.global_steps % every == 0:
             log_dist(" ".join(map(str, msg)), ranks=[0])
