@@ -1,5 +1,5 @@
-"""Runs a client's training script in processes of its own, as a user does, with this project's
-launcher or torchrun.
+"""Runs a client's training script in processes of its own: as a user does, with this project's
+launcher or torchrun, or forked from the tests' template, which takes no time to import libraries.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import Any
 
 import pytest
 
-from unit.common import get_master_port
+from deepspeed.accelerator import real_accelerator
+from unit.common import get_master_port, report, server
+from unit.rank_server import Job
 
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCHERS = {
@@ -45,7 +48,7 @@ def launch(
     out: Path,
     *args: str,
     processes: int = 2,
-    launcher: str = "deepspeed",
+    launcher: str | None = None,
     timeout: float = 180.0,
 ) -> Any:
     """Run `script` of this folder on `processes` ranks and return the JSON that its rank 0 wrote to
@@ -56,7 +59,7 @@ def launch(
         out: Folder that the script writes to; its first argument.
         args: The script's other arguments.
         processes: Ranks.
-        launcher: "deepspeed" or "torchrun".
+        launcher: "deepspeed", "torchrun", or none: the ranks are forked.
         timeout: Seconds after which the test fails.
     """
     result = out / "result.json"
@@ -73,19 +76,36 @@ def run_ranks(
     cwd: Path,
     *args: str,
     processes: int = 2,
-    launcher: str = "deepspeed",
+    launcher: str | None = None,
     timeout: float = 180.0,
+    **variables: str,
 ) -> str:
-    """Run `program` on `processes` ranks in the folder `cwd`; returns what they wrote to stdout.
-    The rest is as in `launch`.
+    """Run `program` on `processes` ranks in the folder `cwd`, with more `variables`; returns what
+    they wrote to stdout, or all that they wrote where they are forked. The rest is as in `launch`.
     """
+    if launcher is None:
+        call = {
+            "argv": [str(program), *args],
+            "cwd": cwd,
+            "environment": {
+                **environment(),
+                "WORLD_SIZE": str(processes),
+                "LOCAL_WORLD_SIZE": str(processes),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": get_master_port(),
+                **variables,
+            },
+        }
+        results = server.run(Job((__name__, "run_program"), call, processes, timeout))
+        report(results, timeout)
+        return "".join(result.output for result in results)
     before = [
         word.format(processes=processes, port=get_master_port()) for word in LAUNCHERS[launcher]
     ]
     run = subprocess.run(
         [sys.executable, *before, str(program), *args],
         cwd=cwd,
-        env=environment(),
+        env={**environment(), **variables},
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -95,6 +115,21 @@ def run_ranks(
         f"{program.name} exited with {run.returncode}\n{run.stdout[-4000:]}\n{run.stderr[-6000:]}"
     )
     return run.stdout
+
+
+def run_program(rank: int, call: dict[str, Any]) -> None:
+    """Run a program on this rank as Python does; `rank_server` calls it in the rank's process."""
+    os.environ.clear()
+    os.environ.update(call["environment"], RANK=str(rank), LOCAL_RANK=str(rank))
+    real_accelerator.ds_accelerator = None  # the tests' own may be another
+    os.chdir(call["cwd"])
+    sys.argv = call["argv"]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
 
 
 def environment() -> dict[str, str]:

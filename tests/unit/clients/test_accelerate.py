@@ -17,16 +17,13 @@ CASES = ["1-arguments", "2-arguments", "3-arguments", "1-offload", "3-offload", 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All cases straight through, and again from their middle in new processes; by torchrun, as
-    `accelerate launch` does.
-    """
+    """All cases straight through, and again from their middle in new processes."""
     need("accelerate", "transformers")
     out = tmp_path_factory.mktemp("accelerate")
-
-    def run(*flags: str) -> Any:
-        return launch("train_with_accelerate.py", out, *CASES, *flags, launcher="torchrun")
-
-    return {"straight": run(), "resumed": run("--resume")}
+    return {
+        "straight": launch("train_with_accelerate.py", out, *CASES),
+        "resumed": launch("train_with_accelerate.py", out, *CASES, "--resume"),
+    }
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -4,15 +4,14 @@ leaves a checkpoint.
 
 from __future__ import annotations
 
-import importlib.util
+import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from .launching import launch, need
-from .run_pages import DOCS, program
+from .launching import ROOT, need, run_ranks
 
+DOCS = ROOT / "docs" / "clients"
 # What a page's program imports, and what it must leave.
 NEEDS = {
     "accelerate": ("accelerate",),
@@ -31,26 +30,18 @@ LEFT = {
 }
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Where the programs that can run here ran, and the losses that each printed."""
-    out = tmp_path_factory.mktemp("pages")
-    pages = [page for page, names in NEEDS.items() if all(map(importlib.util.find_spec, names))]
-    if not pages:
-        need(*NEEDS["accelerate"])
-    for page in pages:
-        (out / page).mkdir()
-        (out / page / "train.py").write_text(program(page))
-    return out, launch("run_pages.py", out, *pages)
-
-
 @pytest.mark.parametrize("page", NEEDS)
-def test_the_program_of_the_page_trains(runs: tuple[Path, dict[str, Any]], page: str) -> None:
+def test_the_program_of_the_page_trains(tmp_path: Path, page: str) -> None:
     # Kills: a page whose program no longer runs, does not learn, or saves nothing.
     need(*NEEDS[page])
-    out, losses = runs
-    assert len(losses[page]) >= 4 and losses[page][-1] < losses[page][0]
-    assert [name for name in LEFT[page] if not (out / page / name).is_file()] == []
+    script = tmp_path / "train.py"
+    found = re.search(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL)
+    assert found is not None
+    script.write_text(found[1])
+    said = run_ranks(script, tmp_path)
+    losses = [float(loss) for loss in re.findall(r"\bloss'?:? '?([\d.]+)", said)]
+    assert len(losses) >= 4 and losses[-1] < losses[0]
+    assert [name for name in LEFT[page] if not (tmp_path / name).is_file()] == []
 
 
 def test_every_page_is_run() -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from .launching import launch, need
 
-STEPS, SAVED_AT = 6, 3
+STEPS, SAVED_AT = 4, 2
 # Whose optimizer and schedule, and the stage: the DeepSpeed configuration's, or the Trainer's own,
 # with activation checkpointing, or as Adafactor, which needs whole parameters. `make campaign
 # NAME=clients` has the others.
@@ -24,7 +24,7 @@ OPTIMIZERS["3"] = "DeepSpeedZeroOptimizer_Stage3"
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Runs of six steps, and such as go on from the third in new processes."""
+    """Runs of four steps, and such as go on from the second in new processes."""
     need("transformers", "accelerate")
     out = tmp_path_factory.mktemp("trainer")
     return {

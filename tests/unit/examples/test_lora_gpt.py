@@ -17,7 +17,7 @@ def test_the_adapters_are_whole(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("def f(x):\n    return x + 1\n" * 400)
     wanted = ("--data", str(text), "--out", "adapters", "--steps", "4")
-    said = run_ranks(ROOT / "examples" / "lora_gpt.py", tmp_path, *wanted)
+    said = run_ranks(ROOT / "examples" / "lora_gpt.py", tmp_path, *wanted, launcher="deepspeed")
     found = re.search(r"windows: (.*) before, (.*) after, (.*) in one process", said)
     assert found is not None, said
     before, after, alone = map(float, found.groups())

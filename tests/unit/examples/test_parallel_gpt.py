@@ -5,10 +5,7 @@ Each run also holds the docs' claim that one command is enough: no file, flag or
 those of the command.
 """
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,9 +13,9 @@ import torch
 from gpt import GPT
 from one_process import HALF_TOLERANCE, TOLERANCE, OneProcess, Step, verdict
 from pipeline_gpt import GPTConfig, layer_specs, loss_of_scores, whole_model
+from unit.clients.launching import run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
-TIMEOUT = 150
 SMALL = "--layers 2 --width 32 --context 16 --steps 5 --check 3".split()
 EQUAL = "equal to one process to rounding"
 # Run before an example: a fault that its own check must find.
@@ -32,31 +29,11 @@ utils.clip_grad_norm_ = lambda params, limit, whole=utils.clip_grad_norm_: whole
 """
 
 
-def run(folder: Path, script: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, script: Path, *flags: str, launcher: str | None = "deepspeed") -> str:
     """Run a script with two processes on a small text."""
     text = folder / "text.txt"
     text.write_text("def f(x):\n    return x + 1\n" * 200)
-    command = [
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.runner",
-        "--num_gpus",
-        "2",
-        str(script),
-        "--data",
-        str(text),
-        *SMALL,
-        *flags,
-    ]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-    }
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT
-    )
+    return run_ranks(script, folder, "--data", str(text), *SMALL, *flags, launcher=launcher)
 
 
 def losses(output: str) -> tuple[float, float]:
@@ -68,35 +45,36 @@ def losses(output: str) -> tuple[float, float]:
 
 @pytest.mark.slow
 def test_pipeline(tmp_path: Path) -> None:
-    done = run(tmp_path, ROOT / "examples" / "pipeline_gpt.py", "--schedule", "zero_bubble")
-    assert done.returncode == 0 and EQUAL in done.stdout, done.stdout + done.stderr
+    said = run(tmp_path, ROOT / "examples" / "pipeline_gpt.py", "--schedule", "zero_bubble")
+    assert EQUAL in said, said
     for shown in (
         "rank 1: pipe 1 of 2, data 0 of 1",
         "part 1 on stage 1: ",
         "stage 1  | .  F0 I0 F1 I1 W0",
         "bubble fraction:",
     ):
-        assert shown in done.stdout, shown
-    before, after = losses(done.stdout)
+        assert shown in said, shown
+    before, after = losses(said)
     assert before == 5.545 and after < 5.2
 
 
 @pytest.mark.slow
 def test_experts(tmp_path: Path) -> None:
-    done = run(tmp_path, ROOT / "examples" / "moe_gpt.py")
-    assert done.returncode == 0 and EQUAL in done.stdout, done.stdout + done.stderr
-    assert "rank 1: experts [2, 3], gradients averaged with those of ranks [1]" in done.stdout
-    before, after = losses(done.stdout)
+    said = run(tmp_path, ROOT / "examples" / "moe_gpt.py")
+    assert EQUAL in said, said
+    assert "rank 1: experts [2, 3], gradients averaged with those of ranks [1]" in said
+    before, after = losses(said)
     assert before == 5.545 and after < 5.2
 
 
 @pytest.mark.slow
 def test_the_check_finds_a_difference(tmp_path: Path) -> None:
-    # Kills a check that compares a run with itself, or whose failure is not the command's.
+    # Kills a check that compares a run with itself, or whose failure is not the program's.
     script = tmp_path / "faulty.py"
     script.write_text(OTHER_CLIPPING.format(examples=str(ROOT / "examples"), example="moe_gpt"))
-    done = run(tmp_path, script, "--config", str(ROOT / "examples" / "moe_config.json"))
-    assert done.returncode != 0 and "NOT equal to one process" in done.stdout + done.stderr
+    config = str(ROOT / "examples" / "moe_config.json")
+    with pytest.raises(pytest.fail.Exception, match="NOT equal to one process"):
+        run(tmp_path, script, "--config", config, launcher=None)
 
 
 def test_verdict() -> None:

@@ -3,16 +3,13 @@ never stopped.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from train_gpt import engine_config, parse_arguments, saved_step, total_steps
+from unit.clients.launching import run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
-TIMEOUT = 120
 MODEL = "--layers 1 --width 32 --context 16".split()
 FLAGS = [*MODEL, *"--micro-batch 2 --steps 4 --save-every 2 --validate-every 2".split()]
 # Ctrl-C in the second step, on one rank first: both stop after the same step.
@@ -31,31 +28,6 @@ train_gpt.main()
 """
 
 
-def run(folder: Path, script: Path, *flags: str) -> str:
-    """Run a script with two processes; returns what it printed."""
-    command = [
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.runner",
-        "--num_gpus",
-        "2",
-        str(script),
-        *FLAGS,
-        *flags,
-    ]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-    }
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def log(folder: Path) -> dict[str, object]:
     """The numbers of a run."""
     content = json.loads((folder / "log.json").read_text())
@@ -69,16 +41,14 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     example = ROOT / "examples" / "train_gpt.py"
     early = tmp_path / "early.py"
     early.write_text(STOP_AT_2.format(examples=str(ROOT / "examples")))
-    whole = run(tmp_path, example, "--data", str(text), "--out", "whole")
-    assert (
-        "resumed from" not in whole
-        and "validation loss 5.545 at step 0" in whole
-        and "def " in whole
-    )
+    flags = ("--data", str(text), *FLAGS, "--out")
+    whole = run_ranks(example, tmp_path, *flags, "whole", launcher="deepspeed")
+    assert "validation loss 5.545 at step 0" in whole and "def " in whole
+    assert "resumed from" not in whole
     assert (tmp_path / "whole" / "loss.png").stat().st_size > 5000
-    stopped = run(tmp_path, early, "--data", str(text), "--out", "parts")
+    stopped = run_ranks(early, tmp_path, *flags, "parts")
     assert "stopped at step 2, which is saved" in stopped and "validation loss" not in stopped
-    resumed = run(tmp_path, example, "--data", str(text), "--out", "parts", "--resume")
+    resumed = run_ranks(example, tmp_path, *flags, "parts", "--resume")
     assert "global_step2: step 2, data at epoch 0, sequence 16" in resumed
     assert log(tmp_path / "whole") == log(tmp_path / "parts")
     assert [entry.name for entry in (tmp_path / "parts" / "checkpoints").glob("global_step*")] == [
