@@ -1,5 +1,4 @@
-"""Faults to put into a copy of the package, and the guard of `deepspeed.verify` that must find
-each.
+"""Faults to put into the package, and the guard of `deepspeed.verify` that must find each.
 
 Unlike those of `unit.mutation.table`, which a regression test must notice, these must be found by
 the tools that users run, in a scenario of `unit.verify.scenarios`, and what the tool says must name

@@ -1,148 +1,101 @@
-"""Runs a scenario of `unit.verify.scenarios` on two ranks against a copy of the package, one after
-another and fast.
-
-A copy with a fault in it needs an interpreter that has not imported the package yet. `MutantRunner`
-keeps one that has imported torch and nothing else; a process forked from it imports the copy, and
-the ranks of a scenario are forked from that.
+"""Runs a scenario of `unit.verify.scenarios` on ranks of the harness, with a fault put into the
+package that they have imported: its functions get the code of the changed file.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import linecache
 import os
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
-import time
 import traceback
+from collections.abc import Iterator
+from inspect import CO_OPTIMIZED, unwrap
 from pathlib import Path
-from typing import IO
+from types import CodeType, FunctionType
+from typing import Any
 
-from unit.rank_server import become_template, use_huge_pages
+from unit.common import RANK_ENV, get_master_port, server
+from unit.mutation.table import REPOSITORY
+from unit.mutation.table.fault import Fault
+from unit.rank_server import Job
 
 LIMIT_S = 60.0
 
 
-class MutantRunner:
-    """Handle of the interpreter that ranks are forked from."""
-
-    def __init__(self) -> None:
-        tests = Path(__file__).resolve().parents[2]
-        environment = {**os.environ, "PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "unit.verify.mutants"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            cwd=tempfile.gettempdir(),  # the checkout must not be importable
-            text=True,
-        )
-
-    def run(self, package: Path, scenario: str, world: int = 2) -> list[str]:
-        """What the guards of `scenario` found with the package below `package`, over all ranks;
-        nothing if all were silent.
-        """
-        stdin, stdout = self._pipes()
-        stdin.write(json.dumps([str(package), scenario, world]) + "\n")
-        stdin.flush()
-        answer: list[str] = json.loads(stdout.readline())
-        return answer
-
-    def _pipes(self) -> tuple[IO[str], IO[str]]:
-        if self._process.stdin is None or self._process.stdout is None:
-            raise RuntimeError("the interpreter was started without pipes")
-        return self._process.stdin, self._process.stdout
-
-    def close(self) -> None:
-        """End the interpreter."""
-        self._pipes()[0].close()
-        self._process.wait()
-
-
-def serve() -> None:
-    """Run jobs from standard input until it closes."""
-    become_template(with_deepspeed=False)
-    use_huge_pages()
-    for line in sys.stdin:
-        package, scenario, world = json.loads(line)
-        sys.stdout.write(json.dumps(_run_ranks(package, scenario, world)) + "\n")
-        sys.stdout.flush()
-
-
-def _run_ranks(package: str, scenario: str, world: int) -> list[str]:
+def findings(scenario: str, world: int, fault: Fault | None = None) -> list[str]:
+    """What the guards of `scenario` found, over all ranks; nothing if all were silent."""
     with tempfile.TemporaryDirectory() as folder:
-        template = os.fork()
-        if template == 0:
-            os.dup2(2, 1)  # by standard output go answers
-            try:
-                _serve_one(package, scenario, world, Path(folder))
-            except BaseException:  # in the test's own output; there is no rank yet to report it
-                traceback.print_exc()
-            finally:
-                os._exit(0)
-        os.waitpid(template, 0)
-        return [finding for rank in range(world) for finding in _answer(Path(folder), rank)]
+        env = {
+            **RANK_ENV,
+            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": get_master_port(),
+        }
+        results = server.run(
+            Job((__name__, "run_on_rank"), (folder, scenario, fault), world, LIMIT_S, env)
+        )
+        said = []
+        for result in results:
+            answer = Path(folder, str(result.rank))
+            said += [
+                f"rank {result.rank}: {finding}"
+                for finding in (
+                    json.loads(answer.read_text())
+                    if answer.exists()
+                    else [f"HANG or crash\n{result.text}\n{result.output[-3000:]}{result.stacks}"]
+                )
+            ]
+        return said
 
 
-def _serve_one(package: str, scenario: str, world: int, folder: Path) -> None:
-    """Import the package once for all ranks, and run them."""
-    sys.path.insert(0, package)
-    become_template()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    _wait({_fork(scenario, rank, world, port, folder) for rank in range(world)})
-
-
-def _fork(scenario: str, rank: int, world: int, port: int, folder: Path) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    os.setsid()
-    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+def run_on_rank(rank: int, payload: tuple[str, str, Fault | None]) -> None:
+    """One rank's part; leaves what it found in the folder."""
+    folder, scenario, fault = payload
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     try:
         from unit.verify.scenarios import run
 
+        if fault is not None:
+            _put_in(fault)
         found = run(scenario)
     except BaseException as error:
         traceback.print_exc()
         found = [f"{type(error).__name__}: {error}"]
-    (folder / f"{rank}.tmp").write_text(json.dumps(found))
-    (folder / f"{rank}.tmp").rename(folder / f"{rank}.json")
-    sys.stdout.flush()
-    os._exit(0)  # without the destructors of process groups whose other ranks may be gone
+    Path(folder, str(rank)).write_text(json.dumps(found))
 
 
-def _wait(pids: set[int]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while pids and time.monotonic() < deadline:
-        pids -= {pid for pid in pids if os.waitpid(pid, os.WNOHANG)[0]}
-        time.sleep(0.01)
-    for pid in pids:
-        os.killpg(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+def _put_in(fault: Fault) -> None:
+    before, after = fault.apply(REPOSITORY)
+    module: Any = importlib.import_module(fault.file.removesuffix(".py").replace("/", "."))
+    path = module.__file__
+    pairs = zip(
+        *(_codes(compile(text, path, "exec", dont_inherit=True)) for text in (before, after)),
+        strict=True,
+    )
+    changed = {(old.co_name, old.co_firstlineno): new for old, new in pairs}
+    for function in set(_functions(module, module.__name__, path)):
+        function.__code__ = changed[function.__code__.co_name, function.__code__.co_firstlineno]
+    lines = after.splitlines(keepends=True)
+    imports = {line for line in lines if line.startswith("from ")} - set(before.splitlines(True))
+    exec("".join(imports), vars(module))
+    linecache.cache[path] = (len(after), None, lines, path)  # what tracebacks show
 
 
-def _answer(folder: Path, rank: int) -> list[str]:
-    answer = folder / f"{rank}.json"
-    if answer.exists():
-        found: list[str] = json.loads(answer.read_text())
-        return [f"rank {rank}: {finding}" for finding in found]
-    file = folder / f"{rank}.log"
-    log = file.read_text(errors="replace") if file.exists() else "it was not started"
-    return [f"rank {rank}: HANG or crash within {LIMIT_S} s\n{log[-3000:]}"]
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Of the functions of a module and its classes, not of functions within functions."""
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from [inner] if inner.co_flags & CO_OPTIMIZED else _codes(inner)
 
 
-if __name__ == "__main__":
-    serve()
+def _functions(holder: Any, module: str, path: str) -> Iterator[FunctionType]:
+    """Of a module or one of its classes, those that are written in its file."""
+    for value in vars(holder).values():
+        if isinstance(value, type) and value.__module__ == module:
+            yield from _functions(value, module, path)
+        for part in (value, *(getattr(value, name, None) for name in ("fget", "fset", "func"))):
+            function = unwrap(part)
+            if isinstance(function, FunctionType) and function.__code__.co_filename == path:
+                yield function

@@ -1,13 +1,11 @@
 """Short trainings with one guard switched on, run by name on every rank; what they return is what
 the guard found.
 
-Each trains the contract suite's model, with different data on every rank and SGD. Only what a user
-of `deepspeed` has is used here, so that a scenario runs against any copy of the package.
+Each trains the contract suite's model, with different data on every rank and SGD.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,7 +18,7 @@ from unit.v1.contract import reference
 from unit.v1.contract.model import ROWS, make_model, micro_batch, parameter_groups
 from unit.verify import gather_scenarios, pipe_scenarios, zero3_scenarios
 
-STEPS = 3
+STEPS = 2
 NAN_OVER_SEEDS = "oracle: a NaN over 20 seeds and 8 schedules"
 ACCUMULATION = 2
 SMALL_BUCKET = 300
@@ -239,7 +237,7 @@ def oracle(config: dict[str, Any], precision: str, on_device: bool = False) -> l
 
 def nan_norms(seeds: int, schedules: int) -> list[str]:
     """Runs in which a gradient norm was not finite, so that the step was skipped: short trainings
-    on the device under each seed and schedule (DeepSpeed issue 8061).
+    on the device with each seed, under the default schedule and another (DeepSpeed issue 8061).
 
     Two layers share a bucket and gradients are accumulated on three streams.
     """
@@ -255,7 +253,8 @@ def nan_norms(seeds: int, schedules: int) -> list[str]:
         "zero_optimization": zero,
     }
     found = []
-    for seed, schedule in itertools.product(range(seeds), range(schedules)):
+    others = ((seed, 1 + seed % (schedules - 1)) for seed in range(seeds))
+    for seed, schedule in (*((seed, 0) for seed in range(seeds)), *others):
         with simulate(seed=seed, schedule=schedule, backward_streams=3):
             torch.manual_seed(seed)
             model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])

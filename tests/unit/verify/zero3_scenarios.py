@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-STEPS = 3
+STEPS = 2
 WIDTH = 5
 LR = 0.2
 DECAY = 0.1
