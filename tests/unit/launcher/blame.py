@@ -16,7 +16,9 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from unit.launcher import forked
 from unit.launcher.ports import free_pair
 from unit.launcher.zombies import ROOT, hearing_hangups
 
@@ -29,15 +31,37 @@ def ready(name):
         stream.write(str(os.getpid()))
     os.rename(stream.name, os.path.join(folder, name + rank))
 ready("started")
-import torch
-import torch.distributed as dist
-dist.init_process_group("gloo")
-value = torch.ones(1000)
-dist.all_reduce(value)
+if "PEER" in os.environ:
+    # Without torch: a word to and fro.
+    import socket
+    path = os.path.join(folder, "peer")
+    if rank == "0":
+        with socket.socket(socket.AF_UNIX) as listens:
+            listens.bind(path + ".new")
+            listens.listen()
+            os.rename(path + ".new", path)
+            peer = listens.accept()[0]
+    else:
+        while not os.path.exists(path):
+            time.sleep(0.01)
+        peer = socket.socket(socket.AF_UNIX)
+        peer.connect(path)
+    def exchange():
+        peer.sendall(b"x")
+        if not peer.recv(1):
+            raise RuntimeError("the peer is gone")
+else:
+    import torch
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    value = torch.ones(1000)
+    def exchange():
+        dist.all_reduce(value)
+exchange()
 ready("joined")
 until = time.monotonic() + delay
 while True:
-    dist.all_reduce(value)
+    exchange()
     if rank == os.environ["VICTIM"] and time.monotonic() > until:
         if end == "raise":
             # Right after a collective torch was seen to abort when the interpreter ends
@@ -70,6 +94,7 @@ class Round:
         delay: seconds until then, from the first all-reduce.
         early: count from when the rank's program begins; only for what comes from outside.
         nodes: launchers, with one rank each if there are two.
+        is_light: the ranks speak without torch, and the launcher is forked from this process.
     """
 
     end: str
@@ -77,6 +102,7 @@ class Round:
     delay: float
     early: bool = False
     nodes: int = 1
+    is_light: bool = False
 
 
 def random_round(rng: random.Random) -> Round:
@@ -135,16 +161,15 @@ def start(launch: Round, folder: Path, node: int, port: int) -> "subprocess.Pope
         "END": launch.end,
         "VICTIM": str(launch.victim),
         "DELAY": str(launch.delay),
+        **({"PEER": "1"} if launch.is_light else {}),
     }
     with open(folder / f"output{node}", "wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "deepspeed.launcher.runner", "-q", *flags, "rank.py"],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-        )
+        how: dict[str, Any] = {"cwd": folder, "env": environment, "stdin": subprocess.DEVNULL}
+        how.update(stdout=output, stderr=output)
+        if launch.is_light:
+            return forked.start("-q", *flags, "rank.py", **how)
+        command = [sys.executable, "-m", "deepspeed.launcher.runner", "-q", *flags, "rank.py"]
+        return subprocess.Popen(command, **how)
 
 
 def rank_id(launch: Round, folder: Path, launchers: "list[subprocess.Popen[bytes]]") -> int:

@@ -6,6 +6,7 @@ import random
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,8 @@ def test_nothing_is_left(tmp_path: Path) -> None:
     def outcome(item: tuple[int, Round]) -> list[str]:
         folder = tmp_path / str(item[0])
         folder.mkdir()
-        return play(item[1], folder)
+        is_forked = item[1].when_ready and item[1].interrupt != "SIGKILL"
+        return play(replace(item[1], is_forked=is_forked), folder)
 
     with hearing_hangups(), ThreadPoolExecutor(4) as threads:
         left = list(threads.map(outcome, enumerate(ROUNDS.values())))

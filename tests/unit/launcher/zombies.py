@@ -19,6 +19,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from unit.launcher import forked
 
 ROOT = Path(__file__).resolve().parents[3]
 MARK = "ZOMBIE_HUNT"
@@ -96,6 +99,7 @@ class Round:
             the start.
         when_ready: whether to count from there.
         group: signal the launcher's whole process group, as a terminal does.
+        is_forked: fork the launcher from this process; only where its start shows nothing.
     """
 
     ranks: tuple[dict[str, object], ...]
@@ -103,6 +107,7 @@ class Round:
     delay: float = 0.0
     when_ready: bool = True
     group: bool = False
+    is_forked: bool = False
 
 
 def random_round(rng: random.Random) -> Round:
@@ -167,25 +172,15 @@ def play(launch: Round, folder: Path, patience: float = 60.0) -> list[str]:
         "READY": str(folder),
         "BEHAVIOUR": json.dumps(launch.ranks),
     }
-    command = [
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.runner",
-        "-q",
-        "--num_gpus",
-        str(len(launch.ranks)),
-        "rank.py",
-    ]
+    flags = ("-q", "--num_gpus", str(len(launch.ranks)), "rank.py")
     with open(folder / "output", "wb") as output:
-        launcher = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+        how: dict[str, Any] = {"cwd": folder, "env": environment, "start_new_session": True}
+        how.update(stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        if launch.is_forked:
+            launcher = forked.start(*flags, **how)
+        else:
+            command = [sys.executable, "-m", "deepspeed.launcher.runner", *flags]
+            launcher = subprocess.Popen(command, **how)
     try:
         disturb(launcher, launch, folder)
         launcher.wait(patience)
@@ -193,6 +188,8 @@ def play(launch: Round, folder: Path, patience: float = 60.0) -> list[str]:
         pass
     finally:
         left = leftovers(word, LEFT_SECONDS)
+        if launch.is_forked and launcher.poll() is None:
+            left.append((launcher.pid, "the launcher"))  # the word is not in its environment
         for pid, _ in left:
             try:
                 os.kill(pid, signal.SIGKILL)
