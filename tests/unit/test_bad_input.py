@@ -5,7 +5,6 @@ other ranks when one dies.
 from __future__ import annotations
 
 import copy
-import json
 import os
 import re
 import subprocess
@@ -20,9 +19,9 @@ import torch
 
 import deepspeed
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
+from unit.clients.launching import environment, run_ranks
 from unit.common import DistributedTest, get_master_port
 
-ROOT = Path(__file__).resolve().parents[2]
 GOOD: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -284,47 +283,23 @@ class TestMistakes(DistributedTest):
         assert engine.global_steps == 1
 
 
-SCRIPT = """
-import json, sys
-import torch, deepspeed
-deepspeed.initialize(model=torch.nn.Linear(4, 4), config=json.loads(sys.argv[1]))
-"""
-
-
-def environment(**variables: str) -> dict[str, str]:
-    """This process's environment without a process group's variables, plus some."""
-    group = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    kept = {name: value for name, value in os.environ.items() if name not in group}
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {
-        **kept,
-        "PYTHONPATH": paths,
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        **variables,
-    }
-
-
-@pytest.mark.parametrize(
-    ("given", "missing"),
-    [
-        ({"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}, "WORLD_SIZE"),
-        ({"WORLD_SIZE": "2"}, "RANK.*MASTER_ADDR.*MASTER_PORT|RANK"),
-    ],
-)
-def test_a_half_set_environment_names_what_is_missing(given: dict[str, str], missing: str) -> None:
+class TestHalfSetEnvironment(DistributedTest):
     """Kills: waiting for ranks that never come, or training alone by mistake."""
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(GOOD)],
-        env=environment(**given),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert run.returncode != 0
-    last = run.stderr.strip().splitlines()[-1]
-    assert re.search(missing, last) and "torchrun" in last, run.stderr[-2000:]
+
+    world_size = 1
+    init_distributed = False
+    set_dist_env = False
+
+    def test_it_names_what_is_missing(self) -> None:
+        for given, missing in (
+            ({"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}, "WORLD_SIZE"),
+            ({"WORLD_SIZE": "2"}, "RANK.*MASTER_ADDR.*MASTER_PORT|RANK"),
+        ):
+            os.environ.update(given)
+            with pytest.raises(ValueError, match=f"{missing}.*torchrun"):
+                give()()
+            for name in given:
+                del os.environ[name]
 
 
 DYING = """
@@ -337,29 +312,29 @@ config = {
     "zero_optimization": {"stage": int(sys.argv[3])},
 }
 engine = deepspeed.initialize(model=torch.nn.Linear(64, 64), config=config)[0]
+others = [0, 0]
+torch.distributed.all_gather_object(others, os.getpid())
 for step in range(3):
     loss = engine(torch.ones(2, 64)).sum()
     if step == 1 and deepspeed.comm.get_rank() == 1:
         if sys.argv[1] == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(600)
+        while True:
+            os.kill(others[0], 0)  # until it has ended
+            time.sleep(0.1)
     engine.backward(loss)
     engine.step()
     print("step", step, flush=True)
 """
 
 
-@pytest.mark.parametrize(("how", "stage"), [("killed", "0"), ("killed", "2"), ("stuck", "1")])
-def test_the_others_end_when_a_rank_dies(how: str, stage: str) -> None:
-    """Kills: a collective without timeout, an error that is swallowed; no launcher is there to end
-    the survivors.
-    """
+def test_the_others_end_when_a_rank_dies() -> None:
+    """Kills: an error that is swallowed; no launcher is there to end the survivors."""
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": get_master_port()}
-    timeout = "4" if how == "stuck" else "60"
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", DYING, how, timeout, stage],
-            env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **shared),
+            [sys.executable, "-c", DYING, "killed", "60", "2"],
+            env={**environment(), **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -376,3 +351,19 @@ def test_the_others_end_when_a_rank_dies(how: str, stage: str) -> None:
     # Some of torch's versions say there when gloo has connected.
     assert [line for line in out.splitlines() if not line.startswith("[Gloo]")] == ["step 0"]
     assert "Error" in err
+
+
+@pytest.mark.parametrize(("how", "stage"), [("killed", "0"), ("stuck", "1")])
+def test_the_others_fail_when_a_rank_does_not_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str, stage: str
+) -> None:
+    """Kills: a collective without timeout."""
+    (tmp_path / "dying.py").write_text(DYING)
+    timeout = "2" if how == "stuck" else "60"
+    with pytest.raises(pytest.fail.Exception) as failed:
+        run_ranks(tmp_path / "dying.py", tmp_path, how, timeout, stage, timeout=45.0)
+    said = str(failed.value)
+    assert "did not end" not in said
+    assert re.search(r"rank 0 of 2 failed ====\nTraceback .*\n\w*Error: ", said, re.DOTALL), said
+    out = capsys.readouterr().out
+    assert out.count("step 0") == 2 and "step 1" not in out

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from unit.clients.launching import run_ranks
+
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "examples" / "elastic_train.py"
 PATIENCE = 240.0
@@ -122,9 +124,8 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
 
 def test_a_killed_rank_is_started_again_and_training_goes_on(nodes: Nodes) -> None:
     # Kills: a restart that begins from the start, or from weights that are not the checkpoint's.
-    unbroken = nodes.start("--num_gpus", "2", elastic=False, checkpoints="unbroken")
     broken = nodes.start("--num_gpus", "2", FAIL_AT="4:1:0")
-    nodes.end(unbroken)
+    run_ranks(SCRIPT, nodes.folder, "--checkpoints", "unbroken")
     nodes.end(broken)
     starts = [entry["start"] for entry in nodes.log() if "start" in entry]
     assert len(starts) == 2 and starts[0] == 0 and starts[1] == 4
