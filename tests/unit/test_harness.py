@@ -61,7 +61,7 @@ class Run:
         assert found == counts, self.output
 
 
-def test_values_marks_skips_and_fixtures(tmp_path: Path) -> None:
+def test_values_marks_skips_fixtures_failures_and_overhead(tmp_path: Path) -> None:
     run = Run(
         tmp_path,
         '''
@@ -137,6 +137,18 @@ class TestNoGroup(DistributedTest):
         assert not dist.is_initialized() and "RANK" not in os.environ
 
 
+class TestOverhead(DistributedTest):
+    @pytest.mark.parametrize("repetition", range(4))
+    def test(self, repetition):
+        if repetition:
+            previous = float(open("started").read())
+            assert time.time() - previous < 2.0, "one test took more than two seconds"
+        dist.barrier()
+        if dist.get_rank() == 0:
+            with open("started", "w") as file:
+                file.write(str(time.time()))
+
+
 class TestNeedsGpu(DistributedTest):
     requires_cuda_env = True
 
@@ -149,18 +161,8 @@ class TestNccl(DistributedTest):
 
     def test(self):
         raise AssertionError("must not run on the host")
-''',
-        DS_ACCELERATOR="cpu",
-    )
-    run.expect(passed=9, skipped=3, xfailed=1)
-    assert "reason of rank 1" in run.output
-    assert "needs an accelerator device" in run.output and "needs the nccl backend" in run.output
 
 
-def test_failures_name_the_rank_and_show_its_traceback(tmp_path: Path) -> None:
-    run = Run(
-        tmp_path,
-        """
 class TestFails(DistributedTest):
     def test_assert(self):
         print("said by", dist.get_rank())
@@ -194,9 +196,12 @@ class failing(DistributedFixture):
 class TestFixtureFails(DistributedTest):
     def test(self, failing):
         raise AssertionError("must not get here")
-""",
+''',
+        DS_ACCELERATOR="cpu",
     )
-    run.expect(failed=4, passed=1, error=1)
+    run.expect(passed=14, failed=4, skipped=3, xfailed=1, error=1)
+    assert "reason of rank 1" in run.output
+    assert "needs an accelerator device" in run.output and "needs the nccl backend" in run.output
     # The first rank to fail comes first, with the line of the test in it.
     assert re.search(r"test_assert _+\n==== rank 1 of 2 failed ====\nTraceback", run.output), (
         run.output
@@ -231,13 +236,20 @@ class TestHangs(DistributedTest):
         assert dist.get_world_size() == 2
 
 
+class TestTheEnvironment(DistributedTest):
+    def test(self):
+        time.sleep(600)
+
+
 def stuck_here():
     time.sleep(600)
 """,
+        DS_UNITTEST_TIMEOUT="0.5",
     )
     assert time.monotonic() - started < 60
-    run.expect(failed=1, passed=1)
+    run.expect(failed=2, passed=1)
     assert "did not end within 1 s" in run.output
+    assert "did not end within 0.5 s" in run.output
     assert "in stuck_here" in run.output and "in _leave" in run.output
     pids = [int(pid) for rank in "01" for pid in (tmp_path / f"pids{rank}").read_text().split()]
     assert len(pids) == 4
@@ -254,33 +266,6 @@ def _runs(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state not in "ZX"
-
-
-def test_environment_sets_the_timeout(tmp_path: Path) -> None:
-    source = """
-class TestHangs(DistributedTest):
-    def test(self):
-        time.sleep(600)
-"""
-    run = Run(tmp_path, source, DS_UNITTEST_TIMEOUT="0.5")
-    run.expect(failed=1)
-    assert "did not end within 0.5 s" in run.output
-
-
-def test_overhead_is_below_a_second(tmp_path: Path) -> None:
-    source = """
-class TestNothing(DistributedTest):
-    @pytest.mark.parametrize("repetition", range(4))
-    def test(self, repetition):
-        if repetition:
-            previous = float(open("started").read())
-            assert time.time() - previous < 2.0, "one test took more than two seconds"
-        dist.barrier()
-        if dist.get_rank() == 0:
-            with open("started", "w") as file:
-                file.write(str(time.time()))
-"""
-    Run(tmp_path, source).expect(passed=4)
 
 
 class written_by_one(DistributedFixture):
