@@ -245,6 +245,7 @@ ENDS = """
 import pytest
 
 
+@pytest.mark.marked
 def test_one():
     pass
 
@@ -346,6 +347,8 @@ def test_own_tests_end_when_their_time_is_over(programs: Any, tmp_path: Path) ->
 
 
 def test_a_harness_that_gives_up_ends_its_file(programs: Any, tmp_path: Path) -> None:
+    # A checkout is copied below this project, whose settings leave out marked tests: not there.
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -m 'not marked'\n")
     comparison = Comparison(programs, tmp_path, {"moe/test_moe.py": f"# Adam\n{ENDS}"})
     found = comparison.run()
     built = (comparison.extensions / "built.txt").read_text().splitlines()
@@ -365,7 +368,7 @@ def test_a_file_that_hangs_is_ended_with_what_it_has_started(
     )
 
     def late() -> bool:
-        return pids.exists() and time.time() - pids.stat().st_mtime > 2
+        return pids.exists() and time.time() - pids.stat().st_mtime > 1
 
     hangs = (
         "import subprocess\nimport time\n"
@@ -385,14 +388,6 @@ def test_a_file_that_hangs_is_ended_with_what_it_has_started(
             return
         time.sleep(0.1)
     pytest.fail("what it has started still runs")
-
-
-def test_settings_of_folders_above_are_not_taken(programs: Any, tmp_path: Path) -> None:
-    # A checkout is copied below this project, whose settings leave out marked tests.
-    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -m 'not marked'\n")
-    marked = "import pytest\n@pytest.mark.marked\ndef test(): pass\n"
-    comparison = Comparison(programs, tmp_path, {"moe/test_moe.py": marked})
-    assert len(comparison.run().before) == 1
 
 
 def test_the_tests_of_a_file_are_those_that_name_it_and_its_neighbours(
