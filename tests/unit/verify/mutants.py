@@ -16,7 +16,8 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-from unit.common import RANK_ENV, get_master_port, server
+import deepspeed
+from unit.common import RANK_ENV, server
 from unit.mutation.table import REPOSITORY
 from unit.mutation.table.fault import Fault
 from unit.rank_server import Job
@@ -27,12 +28,7 @@ LIMIT_S = 60.0
 def findings(scenario: str, world: int, fault: Fault | None = None) -> list[str]:
     """What the guards of `scenario` found, over all ranks; nothing if all were silent."""
     with tempfile.TemporaryDirectory() as folder:
-        env = {
-            **RANK_ENV,
-            "WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": get_master_port(),
-        }
+        env = {**RANK_ENV, "WORLD_SIZE": str(world)}
         results = server.run(
             Job((__name__, "run_on_rank"), (folder, scenario, fault), world, LIMIT_S, env)
         )
@@ -59,6 +55,8 @@ def run_on_rank(rank: int, payload: tuple[str, str, Fault | None]) -> None:
 
         if fault is not None:
             _put_in(fault)
+        # By a file: a rank that asks for rank 0's port before it is open waits for half a second.
+        deepspeed.init_distributed("gloo", init_method=f"file://{folder}/store", verbose=False)
         found = run(scenario)
     except BaseException as error:
         traceback.print_exc()

@@ -49,9 +49,9 @@ class SmallReductions:
 
 
 class GroupsRun(PipeRun):
-    """Twenty steps with the groups of `SPLITS`; every step's small reductions are counted."""
+    """Steps with the groups of `SPLITS`; every step's small reductions are counted."""
 
-    steps = 20
+    steps = 3
 
     def __init__(self, case: PipeCase) -> None:
         self.reductions = SmallReductions()

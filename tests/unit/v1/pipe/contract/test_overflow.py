@@ -88,14 +88,14 @@ class OverflowRun(PipeRun):
 class TestFourRanks(DistributedTest):
     world_size = 4
 
-    @each(grid=((2, 2), (4, 1)), zero=(0, 1), adaptive=(False, True))
+    @each(settings=((2, 0, False), (2, 1, True), (4, 0, True), (4, 1, False)))
     def test_all_stages_skip(
-        self, grid: tuple[int, int], zero: int, adaptive: bool, monkeypatch: pytest.MonkeyPatch
+        self, settings: tuple[int, int, bool], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # Kills: a stage that decides by its own gradients or its own replicas', a scale that adapts
         # on that stage only.
         monkeypatch.setattr(runner, "pipe_config", config_without_patience)
-        pipe, _ = grid
+        pipe, zero, adaptive = settings
         for stage, schedule in zip(
             (0, pipe - 1, 1), ("1f1b", "interleaved", "zero_bubble"), strict=True
         ):

@@ -23,7 +23,8 @@ from unit.v1.pipe.contract.runner import leave_together
 WIDTH = 6
 NUM_LAYERS = 9
 GROWING = 3
-STEPS = 50
+STEPS = 12
+EVALUATED_EVERY = 4
 MICRO_BATCHES = 3
 LEARNING_RATE = 0.05
 SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
@@ -222,14 +223,14 @@ class Shapes(DistributedTest):
             batch = random_batch(step)
             wanted = serial.train(batch)
             check_loss(engine.train_batch(iter(batch)), wanted, f"step {step}")
-            if step % 10 == 9:
+            if step % EVALUATED_EVERY == EVALUATED_EVERY - 1:
                 check_loss(
                     engine.eval_batch(iter(random_batch(1_000 + step))),
                     serial.evaluate(random_batch(1_000 + step)),
                     "eval",
                 )
         check_parameters(engine, serial)
-        count = (STEPS + STEPS // 10) * MICRO_BATCHES
+        count = (STEPS + STEPS // EVALUATED_EVERY) * MICRO_BATCHES
         assert set(descriptions(engine)) == {(count, count)}
         assert {(end.messages, end.metadata_messages) for end in gradient_channels(engine)} == {
             (STEPS * MICRO_BATCHES, 0)
@@ -265,6 +266,14 @@ class Shapes(DistributedTest):
         assert set(descriptions(engine)) == {(7 * MICRO_BATCHES, wanted_descriptions + 2)}
         engine.destroy()
 
+
+class TestTwoStages(Shapes):
+    world_size = 2
+
+
+class TestFourStages(Shapes):
+    world_size = 4
+
     @pytest.mark.parametrize("schedule", SCHEDULES)
     @pytest.mark.parametrize("where", ("data", "layer"))
     def test_another_shape_is_refused_everywhere(self, schedule: str, where: str) -> None:
@@ -288,11 +297,3 @@ class Shapes(DistributedTest):
             engine.train_batch(iter(fixed_batch(2, 3)))  # an engine that has failed says so again
         assert type(refused.value).__name__ in ("PipelineShapeError", "PipelinePeerError")
         leave_together()
-
-
-class TestTwoStages(Shapes):
-    world_size = 2
-
-
-class TestFourStages(Shapes):
-    world_size = 4
