@@ -6,6 +6,8 @@ from pathlib import Path
 import device
 import device_worker
 import pytest
+import turns
+from unit.launcher import forked
 
 
 def test_hidden_is_what_the_busiest_stream_covers() -> None:
@@ -43,6 +45,7 @@ def test_it_runs_to_the_end_on_the_simulated_device(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "sim")
+    monkeypatch.setattr(turns, "subprocess", forked.replacement)
     record = tmp_path / "record.json"
     flags = "--no-tests --systems zero2-overlap --rounds 1 --steps 2".split()
     assert device.main([*flags, "--json", str(record)]) == 0

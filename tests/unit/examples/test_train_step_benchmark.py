@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import train_step
+import turns
+from unit.launcher import forked
 
 
 def test_ratios_are_taken_within_a_round() -> None:
@@ -51,7 +53,10 @@ def test_systems_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "| zero2 |" in captured.out and sys.executable not in captured.out
 
 
-def test_a_system_that_fails_is_named_and_leaves_no_process(tmp_path: Path) -> None:
+def test_a_system_that_fails_is_named_and_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(turns, "subprocess", forked.replacement)
     workload = train_step.workload(train_step.parse_arguments(["--model", "tiny", "--layers", "1"]))
     with open(tmp_path / "stderr", "w") as stderr:
         pair = train_step.Pair("nonsense", sys.executable, workload, False, stderr)

@@ -47,9 +47,13 @@ if "PEER" in os.environ:
         peer = socket.socket(socket.AF_UNIX)
         peer.connect(path)
     def exchange():
-        peer.sendall(b"x")
-        if not peer.recv(1):
-            raise RuntimeError("the peer is gone")
+        try:
+            peer.sendall(b"x")
+            if not peer.recv(1):
+                raise ConnectionError("the peer is gone")
+        except ConnectionError:
+            time.sleep(0.05)  # torch takes its time too
+            raise
 else:
     import torch
     import torch.distributed as dist
@@ -166,10 +170,8 @@ def start(launch: Round, folder: Path, node: int, port: int) -> "subprocess.Pope
     with open(folder / f"output{node}", "wb") as output:
         how: dict[str, Any] = {"cwd": folder, "env": environment, "stdin": subprocess.DEVNULL}
         how.update(stdout=output, stderr=output)
-        if launch.is_light:
-            return forked.start("-q", *flags, "rank.py", **how)
         command = [sys.executable, "-m", "deepspeed.launcher.runner", "-q", *flags, "rank.py"]
-        return subprocess.Popen(command, **how)
+        return (forked.start if launch.is_light else subprocess.Popen)(command, **how)
 
 
 def rank_id(launch: Round, folder: Path, launchers: "list[subprocess.Popen[bytes]]") -> int:

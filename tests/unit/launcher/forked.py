@@ -1,5 +1,5 @@
-"""The `deepspeed` command in a process forked from this one, which has torch imported: a tenth of a
-start's time. What a signal does until then is for tests that really start it.
+"""Starts Python programs in processes forked from this one, which has torch imported: a tenth of a
+start's time. What a signal does until then is for tests that really start them.
 """
 
 from __future__ import annotations
@@ -8,22 +8,27 @@ import atexit
 import importlib
 import logging
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from deepspeed.launcher import agent, restarts  # noqa: F401 to have them, and torch, imported
 from deepspeed.launcher.signals import die_at_once
 
 
-def start(
-    *args: str, env: dict[str, str], module: str = "deepspeed.launcher.runner", **how: Any
-) -> subprocess.Popen[Any]:
-    """As `subprocess.Popen([sys.executable, "-m", module, *args], env=env, **how)`."""
-    command = [sys.executable, "-m", module, *args]
+def start(command: Sequence[str], env: dict[str, str], **how: Any) -> subprocess.Popen[Any]:
+    """As `subprocess.Popen`, where the command is Python with a script, or with `-m` and a module
+    that has a `main`.
+    """
 
     def run() -> None:
         code: Any = 1
@@ -34,9 +39,9 @@ def start(
                 signal.signal(number, signal.SIG_DFL)
             os.environ.clear()
             os.environ.update(env)
-            sys.argv[:] = command[2:]
-            sys.path.insert(0, "")
+            sys.argv[:] = command[2 if command[1] == "-m" else 1 :]
             tempfile.tempdir = None
+            torch.set_num_threads(1)
             sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)
             logging.root.handlers.clear()
             for logger in logging.root.manager.loggerDict.values():
@@ -44,11 +49,18 @@ def start(
                     if type(handler) is logging.StreamHandler:
                         handler.setStream(sys.stderr)
             atexit._clear()
-            die_at_once()
-            importlib.import_module(module).main()
+            if command[1] == "-m":
+                die_at_once()
+                importlib.import_module(sys.argv[0]).main()
+            else:
+                sys.path.insert(0, str(Path(sys.argv[0]).parent))
+                runpy.run_path(sys.argv[0], run_name="__main__")
             code = 0
         except SystemExit as end:
             code = end.code or 0
+            if isinstance(code, str):
+                print(code, file=sys.stderr)
+                code = 1
         except BaseException:
             traceback.print_exc()
         finally:
@@ -58,3 +70,7 @@ def start(
             os._exit(code)
 
     return subprocess.Popen(command, env=env, preexec_fn=run, **how)
+
+
+replacement = SimpleNamespace(**{**vars(subprocess), "Popen": start})
+"""For modules that say `subprocess.Popen`."""

@@ -8,8 +8,8 @@ import pytest
 from unit.launcher.blame import Round, hearing_hangups, play
 
 ROUNDS = {
-    "killed": Round("SIGKILL", 1, 0.1),
-    "terminated from outside": Round("SIGTERM", 1, 0.1, is_light=True),
+    "killed": Round("SIGKILL", 1, 0.1, is_light=True),
+    "terminated from outside": Round("SIGTERM", 1, 0.1),
     "crashes": Round("crash", 0, 0.1, is_light=True),
     "aborts on one of two nodes": Round("abort", 1, 0.1, nodes=2, is_light=True),
     "raises": Round("raise", 1, 0.1, is_light=True),

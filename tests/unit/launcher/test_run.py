@@ -79,10 +79,8 @@ class Launcher:
         environment.pop("OMP_NUM_THREADS", None)
         how: dict[str, Any] = {"cwd": self.folder, "text": True, "stdin": subprocess.DEVNULL}
         how.update(stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
-        if is_forked:
-            process = forked.start(*args, module=module, **how)
-        else:
-            process = subprocess.Popen([sys.executable, "-m", module, *args], **how)
+        start = forked.start if is_forked else subprocess.Popen
+        process = start([sys.executable, "-m", module, *args], **how)
         self.processes.append(process)
         return process
 

@@ -172,15 +172,12 @@ def play(launch: Round, folder: Path, patience: float = 60.0) -> list[str]:
         "READY": str(folder),
         "BEHAVIOUR": json.dumps(launch.ranks),
     }
-    flags = ("-q", "--num_gpus", str(len(launch.ranks)), "rank.py")
+    ranks = ("-q", "--num_gpus", str(len(launch.ranks)), "rank.py")
     with open(folder / "output", "wb") as output:
         how: dict[str, Any] = {"cwd": folder, "env": environment, "start_new_session": True}
         how.update(stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-        if launch.is_forked:
-            launcher = forked.start(*flags, **how)
-        else:
-            command = [sys.executable, "-m", "deepspeed.launcher.runner", *flags]
-            launcher = subprocess.Popen(command, **how)
+        command = [sys.executable, "-m", "deepspeed.launcher.runner", *ranks]
+        launcher = (forked.start if launch.is_forked else subprocess.Popen)(command, **how)
     try:
         disturb(launcher, launch, folder)
         launcher.wait(patience)
