@@ -8,22 +8,34 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
+
+from unit.v1.contract.matrix import pairwise
 
 
 def each(**values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a test method: call it for every combination, stop at the first failure and name the
     combination.
     """
+    rows = itertools.product(*values.values())
+    return _each_row(values, [dict(zip(values, row, strict=True)) for row in rows])
 
+
+def each_pair(**values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """As `each`, for few combinations in which every two values meet."""
+    return _each_row(values, pairwise({name: tuple(some) for name, some in values.items()}))
+
+
+def _each_row(
+    values: Iterable[str], rows: Sequence[Mapping[str, Any]]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     def decorate(method: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(method)
         def run_all(self: Any, **fixtures: Any) -> None:
-            for combination in itertools.product(*values.values()):
-                chosen = dict(zip(values, combination, strict=True))
+            for chosen in rows:
                 try:
                     method(self, **chosen, **fixtures)
                 except (Exception, pytest.fail.Exception) as error:

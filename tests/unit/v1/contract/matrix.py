@@ -78,12 +78,13 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "world": (1, 2, 3),
 }
 
-# Several optimizer instances: the same factors where state is sharded, and how many ranks are split
-# into how many instances.
+# Several optimizer instances: the same factors where state is sharded, of precisions one of a kind,
+# and how many ranks are split into how many instances.
 INSTANCE_FACTORS: dict[str, tuple[Any, ...]] = {
     **{name: values for name, values in FACTORS.items() if name not in ("stage", "world")},
+    "precision": ("fp32", "bf16", "fp16+fp32"),
     "stage": (1, 2),
-    "split": ((2, 2), (4, 2), (4, 4)),
+    "split": ((2, 2), (4, 2)),
 }
 
 
@@ -112,8 +113,9 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
     Each row starts from the first pair that is still uncovered and takes, factor by factor, the
     value that covers most of what is left. Values that cover equally much take turns, so that no
-    value is left out of the free places.
+    value is left out of the free places. Factors with many values choose first: fewer rows.
     """
+    factors = dict(sorted(factors.items(), key=lambda factor: -len(factor[1])))
     left = all_pairs(factors)
     order = {pair: i for i, pair in enumerate(sorted(left, key=repr))}
     used: dict[tuple[str, Any], int] = dict.fromkeys(
@@ -134,21 +136,23 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def pairwise_cases() -> list[Case]:
-    """All pairs of values, and one run with a stateful optimizer per precision and sharded
-    stage.
+def pairwise_cases(worlds: tuple[int, ...] = FACTORS["world"]) -> list[Case]:
+    """All pairs of values, and one run with a stateful optimizer per precision, whose stages take
+    turns.
     """
-    cases = [Case(**row) for row in pairwise(FACTORS)]
+    cases = [Case(**row) for row in pairwise({**FACTORS, "world": worlds})]
     with_state = [
         Case(stage, precision, 3, True, True, True, stage == 2, "tiny", 2, "adamw")
-        for stage, precision in itertools.product((0, 1, 2), FACTORS["precision"])
+        for stage, precision in zip(
+            itertools.cycle(FACTORS["stage"]), FACTORS["precision"], strict=False
+        )
     ]
     return cases + with_state
 
 
 def instance_cases() -> list[Case]:
-    """All pairs of values with several instances, and one run with a stateful optimizer per stage
-    and kind of optimizer.
+    """All pairs of values with several instances, and runs with a stateful optimizer, with other
+    precisions and in one with as many instances as ranks.
     """
     rows = [dict(row) for row in pairwise(INSTANCE_FACTORS)]
     splits = [row.pop("split") for row in rows]
@@ -157,8 +161,10 @@ def instance_cases() -> list[Case]:
         for row, (world, count) in zip(rows, splits, strict=True)
     ]
     with_state = [
-        Case(stage, precision, 3, True, True, True, stage == 2, "tiny", 4, "adamw", 2)
-        for stage, precision in ((1, "fp32"), (1, "bf16+fp32"), (2, "bf16"))
+        Case(1, "fp16", 3, True, True, True, False, "tiny", 4, "adamw", 2),
+        Case(2, "bf16", 3, False, True, False, True, "huge", 4, "adamw", 2),
+        Case(1, "bf16+fp32", 1, True, False, True, False, "exact", 4, "adamw", 2),
+        Case(2, "fp32", 1, True, True, True, True, "tiny", 4, "adamw", 4),
     ]
     return cases + with_state
 

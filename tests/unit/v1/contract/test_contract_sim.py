@@ -46,7 +46,7 @@ def run_simulated(cases: list[Case]) -> None:
 class TestPairs(DistributedTest):
     """All pairs of values, with one optimizer instance and with several."""
 
-    world_size = [1, 2, 3, 4]
+    world_size = [1, 2, 4]
     exec_timeout = 400
 
     def test(self) -> None:
@@ -54,7 +54,10 @@ class TestPairs(DistributedTest):
         # let go while it is sent; and a checker that cries wolf.
         from deepspeed import comm as dist
 
-        run_simulated(of_world(pairwise_cases() + instance_cases(), dist.get_world_size()))
+        world = dist.get_world_size()
+        cases = of_world(pairwise_cases(worlds=(1, 2)) + instance_cases(), world)
+        # Streams and memory of pairs are those of two ranks; four also sum over two groups.
+        run_simulated([case for case in cases if world < 4 or case.optimizer == "adamw"])
 
 
 @pytest.mark.contract

@@ -66,22 +66,23 @@ def test_instances_are_covered_like_the_rest():
         (case.stage, case.precision, case.bucket, (case.world, case.instances)) for case in cases
     }
     splits = INSTANCE_FACTORS["split"]
-    assert {(stage, split) for stage, _, _, split in met} == set(itertools.product((1, 2), splits))
-    assert {(precision, split) for _, precision, _, split in met} == set(
-        itertools.product(FACTORS["precision"], splits)
+    assert {(stage, split) for stage, _, _, split in met} >= set(itertools.product((1, 2), splits))
+    assert {(precision, split) for _, precision, _, split in met} >= set(
+        itertools.product(INSTANCE_FACTORS["precision"], splits)
     )
-    assert {(bucket, split) for _, _, bucket, split in met} == set(
+    assert {(bucket, split) for _, _, bucket, split in met} >= set(
         itertools.product(FACTORS["bucket"], splits)
     )
-    assert all(case.instances > 1 and case.world in (2, 4) for case in cases)
-    assert len(cases) <= 24
+    assert {precision for _, precision, _, _ in met} == set(FACTORS["precision"])
+    assert {split for _, _, _, split in met} == {*splits, (4, 4)}
+    assert len(cases) <= 16
 
 
 def test_the_subset_is_small_and_the_same_every_time():
     # Kills: a subset that depends on hashing (failures could not be repeated) or degenerates into
     # the product.
     assert pairwise(FACTORS) == pairwise(FACTORS)
-    assert len(pairwise(FACTORS)) <= 32
+    assert len(pairwise(FACTORS)) <= 18
 
 
 def test_shares_make_up_the_product(record_property):
