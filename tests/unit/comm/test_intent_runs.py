@@ -102,7 +102,6 @@ class SkipFirst:
 
 
 PROGRAM = """
-import os, sys
 import torch
 from deepspeed import comm as dist
 from deepspeed.comm import intent
@@ -110,16 +109,14 @@ from deepspeed.comm import intent
 dist.init_distributed("gloo", verbose=False)
 intent.enable(60.0)
 dist.all_reduce(torch.ones(3))
-if dist.get_rank() == int(sys.argv[1]):
-    if sys.argv[2] == "raises":
-        raise ValueError("planted")
-    os._exit(3)
+if dist.get_rank() == 0:
+    raise ValueError("planted")
 dist.all_reduce(torch.ones(5))
 """
 
 
-def outputs_of(*arguments: str) -> list[str]:
-    """What two ranks of `PROGRAM` write; rank 0 hosts the store."""
+def test_a_rank_that_ends_by_an_exception_is_named() -> None:
+    """The one that hosts the store: it stays until the others have read why it ends."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -133,7 +130,7 @@ def outputs_of(*arguments: str) -> list[str]:
     common["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, *arguments],
+            [sys.executable, "-c", PROGRAM],
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -142,15 +139,10 @@ def outputs_of(*arguments: str) -> list[str]:
         for rank in range(2)
     ]
     try:
-        return [rank.communicate(timeout=50)[0] for rank in ranks]
+        _, text = [rank.communicate(timeout=50)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-
-
-def test_a_rank_that_ends_by_an_exception_is_named() -> None:
-    """The one that hosts the store: it stays until the others have read why it ends."""
-    text = outputs_of("0", "raises")[1]
     assert "CollectiveMismatchError: rank 0 ended and will not come" in text
     assert "rank 1 waits in all_reduce(SUM) of float32[5]" in text
     assert (
@@ -159,9 +151,25 @@ def test_a_rank_that_ends_by_an_exception_is_named() -> None:
     )
 
 
-def test_a_rank_that_takes_the_store_with_it() -> None:
-    """Killed, it leaves no note; the others must not wait for the limit of sixty seconds."""
-    assert (
-        "CollectiveMismatchError: the key-value store of the process group cannot be reached"
-        in outputs_of("0", "dies")[1]
-    )
+class TestStore(DistributedTest):
+    world_size = 1
+    init_distributed = False
+
+    def test_a_rank_that_takes_the_store_with_it(self) -> None:
+        """Killed, it leaves no note; the others must not wait for the limit of sixty seconds. It is
+        a child of the test's only rank.
+        """
+        rank = "1" if os.fork() else "0"
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2")
+        try:
+            dist.init_distributed("gloo", verbose=False)
+            intent.enable(60.0)
+            dist.all_reduce(torch.ones(3))
+        finally:
+            if rank == "0":
+                os._exit(3)
+        with pytest.raises(
+            CollectiveMismatchError,
+            match="the key-value store of the process group cannot be reached",
+        ):
+            dist.all_reduce(torch.ones(5))

@@ -101,11 +101,12 @@ def test_what_the_device_has_not_come_to(stream: Stream) -> None:
     soon(lambda: watch.told)
 
 
-def test_nobody_is_asked_before_it_is_due(stream: Stream) -> None:
+def test_nobody_is_asked_before_it_is_due(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     # Kills: questions at every look, which a graph that is recorded meanwhile does not survive.
+    monkeypatch.setattr(lone_waits, "_LOOK_S", 0.1)
     watch = Heard(report_s=LIMIT_S)
     watch.issue("it")
-    time.sleep(3.0)  # looks come once a second
+    time.sleep(0.35)
     assert stream.num_questions == 0 and watch.lookout.is_alive
     stream.passed = 2
     watch.issue("the next")

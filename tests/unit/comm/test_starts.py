@@ -3,6 +3,7 @@ for.
 """
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -30,8 +31,8 @@ ENDS = {
     "codes [3, 0]": "import sys; sys.exit(3)",
     "terminate called": "print('terminate called without an active exception')",
     # Kills: stacks that nobody takes, or that of a rank that is given up only.
-    "File": "import faulthandler, signal, sys, time; faulthandler.register(signal.SIGUSR1); "
-    "time.sleep(600)",
+    "File": "import faulthandler, time; from signal import *; faulthandler.register(SIGUSR1); "
+    "pthread_sigmask(SIG_UNBLOCK, {SIGUSR1}); time.sleep(600)",
 }
 
 
@@ -42,7 +43,12 @@ def test_what_is_not_well_is_told(tmp_path: Path, told: str) -> None:
         output = os.open(tmp_path / f"rank{rank}.out", os.O_WRONLY | os.O_CREAT)
         both = [(os.POSIX_SPAWN_DUP2, output, descriptor) for descriptor in (1, 2)]
         words = [sys.executable, "-c", code]
-        pids.append(os.posix_spawn(sys.executable, words, os.environ, file_actions=both))
+        # Blocked until it is registered.
+        pids.append(
+            os.posix_spawn(
+                sys.executable, words, os.environ, file_actions=both, setsigmask=[signal.SIGUSR1]
+            )
+        )
         os.close(output)
-    said = verdict(pids, tmp_path, limit_s=1.0 if told == "File" else 60.0)
+    said = verdict(pids, tmp_path, limit_s=0.3 if told == "File" else 60.0)
     assert told in said and bool(said) is bool(told)

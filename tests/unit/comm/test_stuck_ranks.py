@@ -155,7 +155,7 @@ class TestSilence(DistributedTest):
             value = torch.ones(2)
             for _ in range(2):
                 if dist.get_rank() == 0:
-                    time.sleep(1.5)
+                    time.sleep(1.0)
                 dist.all_reduce(value)
                 assert value.max().item() > 1
         logger.removeHandler(handler)

