@@ -1,12 +1,10 @@
 """The benchmark that counts collectives and waits counts what there is, and nothing else."""
 
 import argparse
-import subprocess
-import sys
+from pathlib import Path
 
 import device_counts
-
-ROOT = device_counts.HERE.parent
+from unit.clients.launching import run_ranks
 
 PROGRAM = """
 import torch, pretended
@@ -29,12 +27,11 @@ assert pretended.Device.used == {side}
 """
 
 
-def test_waits_are_those_for_the_device() -> None:
+def test_waits_are_those_for_the_device(tmp_path: Path) -> None:
     # Kills: the host's own numbers counted as the device's, a stream counted that has no work, and
     # each kind of wait that is not seen.
-    subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=ROOT / "benchmarks", check=True, timeout=300
-    )
+    (tmp_path / "program.py").write_text(PROGRAM)
+    run_ranks(tmp_path / "program.py", tmp_path, processes=1)
 
 
 def test_a_step_of_stage_1() -> None:
