@@ -40,7 +40,7 @@ def plan_of(
     config: dict[str, Any],
     function: str,
     kinds: tuple[RunKind, ...],
-    steps: int = 3,
+    steps: int = 2,
     schedules: int = 0,
     numel: int = 400,
 ) -> Plan:
@@ -63,8 +63,8 @@ def plan_of(
     )
 
 
-def report_of(plan: Plan) -> Report:
-    """Run the plan here; the same report on every rank."""
+def session_of(plan: Plan) -> Session:
+    """Run the plan here; the same results on every rank."""
     events = io.StringIO()
     Worker(plan, dist.get_rank(), events).work()
     everywhere: list[Any] = [None] * dist.get_world_size()
@@ -78,7 +78,12 @@ def report_of(plan: Plan) -> Report:
             for said in everywhere
         ]
         session.outcomes[run.name] = Outcome(results)
-    return make_report(plan, session, {})
+    return session
+
+
+def report_of(plan: Plan) -> Report:
+    """What is said of the plan's runs; the same on every rank."""
+    return make_report(plan, session_of(plan), {})
 
 
 def failures(report: Report) -> list[str]:

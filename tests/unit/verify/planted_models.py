@@ -4,8 +4,6 @@ write.
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -116,15 +114,3 @@ def wrong_rows() -> Made:
 def single_samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Of a loader that does not make micro-batches of them."""
     return [tuple(part[0] for part in batch(n, 0, 0)) for n in range(16)]  # type: ignore[misc]  # two
-
-
-def one_rank_dies() -> Made:
-    if os.environ.get("RANK") == "1":
-        os._exit(3)
-    return right()
-
-
-def one_rank_hangs() -> Made:
-    if os.environ.get("RANK") == "1":
-        threading.Event().wait()
-    return right()

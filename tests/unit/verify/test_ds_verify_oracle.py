@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import json
+from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +14,18 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.gradients.reduce_rule import ReduceFactors, ReduceRule
+from deepspeed.verify.oracle import cli
 from deepspeed.verify.oracle.plan import RunKind
 from unit.common import DistributedTest
-from unit.verify.oracle_runs import TRAINING, config_of, failures, plan_of, report_of
+from unit.verify.oracle_runs import (
+    MODELS,
+    TRAINING,
+    config_of,
+    failures,
+    plan_of,
+    report_of,
+    session_of,
+)
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -80,6 +93,22 @@ class TestCleanRuns(DistributedTest):
             "memory lifetimes",
         } <= passed
         assert {"simulated device = host", "eager = compiled"} <= passed
+
+    def test_checks_that_are_not_possible_are_told_in_the_verdict(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Kills: exit code 0 for single samples, of which no other cut of the batch can be made."""
+        monkeypatch.setattr(cli, "run_plan", lambda plan, timeout_s, progress: session_of(plan))
+        config = tmp_path / "ds_config.json"
+        config.write_text(json.dumps(config_of(1)))
+        arguments = "--steps 1 --schedules 0 --compile none --data".split()
+        model = ["--config", str(config), "--model", f"{MODELS}:right"]
+        with redirect_stdout(io.StringIO()) as out:
+            assert cli.main([*model, *arguments, f"{MODELS}:single_samples"]) == cli.INCOMPLETE
+        *_, verdict = out.getvalue().splitlines()
+        assert verdict.startswith("INCOMPLETE") and verdict.endswith(
+            "2 left out: model: micro-batches = whole batch, accumulation invariance"
+        )
 
 
 class TestFaults(DistributedTest):
