@@ -46,7 +46,7 @@ def layer_of(module: str) -> int | None:
 def imported_modules(source: Source) -> Iterator[tuple[int, str]]:
     """(line, module of the package) of all imports that run, wherever in the file they stand."""
     typing_only = type_checking_lines(source)
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import | ast.ImportFrom) and node.lineno not in typing_only:
             for found in imports_of(node, source.package):
                 yield node.lineno, found
@@ -126,7 +126,7 @@ def names_from_above(source: Source) -> Iterator[int]:
     load on demand.
     """
     own, words = layer_of(source.module), docstring_lines(source)
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             name = node.value.partition(":")[0]
             other = layer_of(name) if name.startswith("deepspeed.") else None
@@ -158,7 +158,7 @@ def test_nobody_inside_goes_through_a_door() -> None:
 
     def find(source: Source) -> Iterator[int]:
         typing_only = type_checking_lines(source)
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.ImportFrom) and node.lineno not in typing_only:
                 base = absolute(node, source.package)
                 if modules().get(base, base.removeprefix("deepspeed.")) in DOORS:

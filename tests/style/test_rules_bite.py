@@ -167,13 +167,8 @@ SEVERAL: list[tuple[Callable[[], None], dict[str, str], str]] = [
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(style, "PACKAGE", tmp_path)
-    forget()
+    layers.modules.cache_clear()
     yield tmp_path
-    forget()
-
-
-def forget() -> None:
-    style.sources.cache_clear()
     layers.modules.cache_clear()
 
 

@@ -10,7 +10,7 @@ import re
 import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,11 @@ class Source:
     text: str
     tree: ast.Module
 
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Of the whole tree; many rules look at all."""
+        return tuple(ast.walk(self.tree))
+
     @property
     def module(self) -> str:
         """The dotted module name."""
@@ -43,17 +48,22 @@ class Source:
         return self.module if self.path.endswith("__init__.py") else self.module.rpartition(".")[0]
 
 
-@lru_cache(maxsize=1)
 def sources() -> tuple[Source, ...]:
     """Every Python file of the package, parsed."""
-    files = sorted(PACKAGE.rglob("*.py"))
+    return sources_of(PACKAGE)
+
+
+@lru_cache
+def sources_of(package: Path) -> tuple[Source, ...]:
+    """Read once."""
+    files = sorted(package.rglob("*.py"))
     # rglob does not enter links on every Python version; op builders are a link in a checkout.
     files += [
-        path for path in sorted((PACKAGE / "ops" / "op_builder").glob("*.py")) if path not in files
+        path for path in sorted((package / "ops" / "op_builder").glob("*.py")) if path not in files
     ]
     texts = [(path, path.read_text(encoding="utf-8")) for path in files]
     return tuple(
-        Source(path.relative_to(PACKAGE).as_posix(), text, ast.parse(text)) for path, text in texts
+        Source(path.relative_to(package).as_posix(), text, ast.parse(text)) for path, text in texts
     )
 
 
@@ -79,7 +89,7 @@ def imported(source: Source) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of all imports, anywhere in the file; `from a import b` gives a and
     a.b.
     """
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -117,7 +127,7 @@ def mentions(prefix: str) -> Callable[[Source], Iterator[int]]:
 
     def find(source: Source) -> Iterator[int]:
         yield from (line for line, name in imported(source) if within(name, (prefix,)))
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Attribute) and dotted(node) == prefix:
                 yield node.lineno
 
@@ -128,7 +138,7 @@ def type_checking_lines(source: Source) -> set[int]:
     """Lines inside `if TYPE_CHECKING:`, which import nothing at run time."""
     blocks = [
         n
-        for n in ast.walk(source.tree)
+        for n in source.nodes
         if isinstance(n, ast.If) and dotted(n.test).endswith("TYPE_CHECKING")
     ]
     return {
@@ -159,7 +169,7 @@ def test_every_public_function_and_class_has_a_docstring() -> None:
 
 def test_every_function_is_annotated() -> None:
     def find(source: Source) -> Iterator[int]:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 args += [extra for extra in (node.args.vararg, node.args.kwarg) if extra]
@@ -176,29 +186,21 @@ def test_every_function_is_annotated() -> None:
 
 def test_no_assert_without_a_message() -> None:
     report(
-        offences(
-            lambda s: (
-                n.lineno for n in ast.walk(s.tree) if isinstance(n, ast.Assert) and not n.msg
-            )
-        )
+        offences(lambda s: (n.lineno for n in s.nodes if isinstance(n, ast.Assert) and not n.msg))
     )
 
 
 def test_no_bare_except() -> None:
     report(
         offences(
-            lambda s: (
-                n.lineno
-                for n in ast.walk(s.tree)
-                if isinstance(n, ast.ExceptHandler) and not n.type
-            )
+            lambda s: (n.lineno for n in s.nodes if isinstance(n, ast.ExceptHandler) and not n.type)
         )
     )
 
 
 def test_library_does_not_print_or_exit() -> None:
     def find(source: Source) -> Iterator[int]:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Call) and dotted(node.func) in (
                 "print",
                 "exit",
@@ -235,7 +237,7 @@ def test_only_accelerators_reach_torch_cuda() -> None:
 
 def test_streams_are_made_in_one_place() -> None:
     def find(source: Source) -> Iterator[int]:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Call) and re.fullmatch(
                 r"(.*\.)?Stream", dotted(node.func) or ""
             ):
@@ -258,7 +260,7 @@ def test_no_record_stream() -> None:
     def find(source: Source) -> Iterator[int]:
         return (
             n.lineno
-            for n in ast.walk(source.tree)
+            for n in source.nodes
             if isinstance(n, ast.Attribute) and n.attr == "record_stream"
         )
 
@@ -278,7 +280,7 @@ def docstring_lines(source: Source) -> set[int]:
     """Lines of strings that stand alone: docstrings of modules, classes, functions and names."""
     strings = [
         node
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)
@@ -343,7 +345,7 @@ def reasoned_lines(source: Source) -> set[int]:
 def test_imports_inside_functions_say_why() -> None:
     def find(source: Source) -> Iterator[int]:
         reasons = reasoned_lines(source)
-        for function in ast.walk(source.tree):
+        for function in source.nodes:
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 if any(
                     reason in (ast.get_docstring(function) or "")
@@ -420,7 +422,7 @@ def test_folders_of_tests_mirror_the_package() -> None:
 
 def test_nothing_runs_text_as_code_or_through_a_shell() -> None:
     def find(source: Source) -> Iterator[int]:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Call):
                 through_shell = any(
                     k.arg == "shell" and dotted(k.value) != "False" for k in node.keywords
@@ -454,7 +456,7 @@ def test_what_is_unpickled_is_data() -> None:
 
     def find(source: Source) -> Iterator[int]:
         yield from (line for line, name in imported(source) if within(name, RUNS_CODE_FROM_FILES))
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Attribute) and within(dotted(node), RUNS_CODE_FROM_FILES):
                 yield node.lineno
             elif isinstance(node, ast.Call):
