@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from unit.common import DistributedTest
-from unit.v1.looping import each
+from unit.v1.looping import each_pair
 
 import deepspeed
 from deepspeed import comm as dist
@@ -104,7 +104,7 @@ def train(
 class TestEngine(DistributedTest):
     world_size = 2
 
-    @each(
+    @each_pair(
         kind=KINDS,
         stage=(0, 1, 2),
         form=("managed", "plain", "direct", "around", "around, plain"),
@@ -142,7 +142,7 @@ class TestEngine(DistributedTest):
 class TestOnASimulatedDevice(DistributedTest):
     world_size = 2
 
-    @each(kind=KINDS, stage=(0, 1, 2), form=("managed", "plain"), cpu=(False, True))
+    @each_pair(kind=KINDS, stage=(0, 1, 2), form=("managed", "plain"), cpu=(False, True))
     def test_no_race(self, kind: str, stage: int, form: str, cpu: bool) -> None:
         # Kills: hooks of a nested backward that wait for the wrong stream, and gradients sent
         # before they are complete.

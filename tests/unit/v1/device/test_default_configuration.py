@@ -92,8 +92,14 @@ ENGINES: dict[str, tuple[Callable[[], tuple[nn.Module, Forward]], dict[str, Any]
     "experts": (_experts, {}),
     "sequence parallelism": (_sequence, {"sequence_parallel_size": 2}),
 }
-# What only stage 3 has.
-STAGES = {"partial offload": ((3, "bf16"),)}
+STAGES = {
+    "plain": ((0, "fp32"), (1, "bf16"), (2, "bf16"), (2, "fp32")),
+    "offload": ((1, "bf16"), (2, "fp32")),
+    "partial offload": ((3, "bf16"),),  # which only stage 3 has
+    "host checkpoints": ((0, "fp32"), (2, "bf16")),
+    "experts": ((0, "fp32"), (1, "bf16"), (2, "fp32")),
+    "sequence parallelism": ((1, "bf16"), (2, "fp32")),
+}
 
 
 def config_of(stage: int, precision: str, more: dict[str, Any]) -> dict[str, Any]:
@@ -145,10 +151,7 @@ class TestEngines(DistributedTest):
         # Kills: a wait that only long runs or the defaults' sizes need; memory let go too early
         # where a bucket is never full; an engine that was never run on a device, or hangs on one of
         # few queues or processors.
-        usual = ((0, "fp32"), (1, "bf16"), (2, "bf16"), (2, "fp32"))
-        for stage, precision in STAGES.get(name, usual):
-            if name == "offload" and stage == 0:
-                continue
+        for stage, precision in STAGES[name]:
             wanted = train(name, stage, precision, on_device=False)
             found = train(name, stage, precision, on_device=True)
             for one, other in zip(found, wanted, strict=True):

@@ -30,8 +30,8 @@ ROWS = 4
 ACCUMULATION = 2
 # Buckets are agreed on in the first backward, and buffers made in the first step.
 WARM_UP = 2
-STEPS = 5
-BAD_STEP = 3
+STEPS = 4
+BAD_STEP = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,19 +174,19 @@ class TestWaits(DistributedTest):
     @each(case=CASES)
     def test_training_is_that_of_a_host_that_knows(self, case: Case) -> None:
         # Kills: a factor, a skip or a scale that is another one on the device.
-        for bad_step in (None, BAD_STEP) if case.skips else (None,):
-            with simulate(), check_streams():
-                there = train(case, bad_step)
-            here = train(case, bad_step)
-            assert there["applied"] == here["applied"]
-            assert here["applied"] == [step != bad_step for step in range(STEPS)]
-            assert there["counters"] == here["counters"] == (STEPS, int(bad_step is not None))
-            assert there["scales"] == here["scales"] and there["rates"] == here["rates"]
-            # Scaled gradients differ in their last bit, rounded weights therefore here and there.
-            bound = {"bf16": 2e-2, "fp16": 2e-3}.get(case.precision or "", 1e-5)
-            assert there["norms"] == pytest.approx(here["norms"], rel=bound, nan_ok=True)
-            for a, b in zip(there["weights"], here["weights"], strict=True):
-                assert (a - b).norm() <= bound * b.norm()
+        bad_step = BAD_STEP if case.skips else None
+        with simulate(), check_streams():
+            there = train(case, bad_step)
+        here = train(case, bad_step)
+        assert there["applied"] == here["applied"]
+        assert here["applied"] == [step != bad_step for step in range(STEPS)]
+        assert there["counters"] == here["counters"] == (STEPS, int(bad_step is not None))
+        assert there["scales"] == here["scales"] and there["rates"] == here["rates"]
+        # Scaled gradients differ in their last bit, rounded weights therefore here and there.
+        bound = {"bf16": 2e-2, "fp16": 2e-3}.get(case.precision or "", 1e-5)
+        assert there["norms"] == pytest.approx(here["norms"], rel=bound, nan_ok=True)
+        for a, b in zip(there["weights"], here["weights"], strict=True):
+            assert (a - b).norm() <= bound * b.norm()
 
     def test_a_skip_is_counted_although_nobody_asked_meanwhile(self) -> None:
         # Kills: the norm of the next step, read for that of the one which was skipped.

@@ -33,7 +33,7 @@ from unit.v1.groups.stages import (
 )
 from unit.v1.looping import each
 
-STEPS = 20
+STEPS = 4
 
 
 def check_training(mpu: Stages, system: str, cut: str) -> None:

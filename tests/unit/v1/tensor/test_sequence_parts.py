@@ -17,7 +17,7 @@ from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedgerErr
 from deepspeed.runtime.gradients.sequence_parts import SequenceParts
 from deepspeed.verify import check_budgets, check_streams, ledger
 from unit.common import DistributedTest
-from unit.v1.looping import each
+from unit.v1.looping import each, each_pair
 from unit.v1.tensor.megatron import Mpu, Parallel, batch
 from unit.v1.tensor.test_tensor_parallel import (
     STEPS,
@@ -142,31 +142,23 @@ class TestAlone(DistributedTest):
         assert torch.equal(master(model.unused), torch.ones(7))
         engine.destroy()
 
-    @each(stage=[0, 1, 2, 3], precision=["fp32", "bf16-fp32"])
-    def test_on_streams(self, stage: int, precision: str) -> None:
+    @each_pair(stage=[0, 1, 2, 3], precision=["fp32", "bf16-fp32"], schedule=[0, 1])
+    def test_on_streams(self, stage: int, precision: str, schedule: int) -> None:
         # Kills: a sum that reads gradients before they are there, or buckets that leave before it
         # is; a host that waits for it.
-        for schedule in range(2):
-            with simulate(schedule=schedule, backward_streams=2), check_streams(), check_budgets():
-                mpu = Mpu(2)
-                engine = start(
-                    mpu,
-                    stage,
-                    precision,
-                    sequence_parallel=True,
-                    gradient_accumulation_steps=ACCUMULATION,
-                )
-                check_training(engine, mpu, 0.0, TOLERANCE[precision], ACCUMULATION)
-                with get_accelerator().count_host_waits() as waits:
-                    x, labels = batch(0, 1, ACCUMULATION)
-                    for micro in range(ACCUMULATION):
-                        engine.backward(
-                            engine(x[0, micro].to(engine.model_dtype), labels[0, micro])
-                        )
-                        assert not waits.inside("deepspeed/runtime"), waits.by_place
-                        if micro + 1 < ACCUMULATION:
-                            engine.step()
-                engine.destroy()
+        with simulate(schedule=schedule, backward_streams=2), check_streams(), check_budgets():
+            mpu = Mpu(2)
+            more = {"sequence_parallel": True, "gradient_accumulation_steps": ACCUMULATION}
+            engine = start(mpu, stage, precision, **more)
+            check_training(engine, mpu, 0.0, TOLERANCE[precision], ACCUMULATION)
+            with get_accelerator().count_host_waits() as waits:
+                x, labels = batch(0, 1, ACCUMULATION)
+                for micro in range(ACCUMULATION):
+                    engine.backward(engine(x[0, micro].to(engine.model_dtype), labels[0, micro]))
+                    assert not waits.inside("deepspeed/runtime"), waits.by_place
+                    if micro + 1 < ACCUMULATION:
+                        engine.step()
+            engine.destroy()
 
 
 class TestWithDataParallelism(DistributedTest):

@@ -26,7 +26,7 @@ from unit.v1.tensor.megatron import Mpu, Parallel, Serial, batch, slice_of
 
 LR = 0.2
 CLIP = 0.05
-STEPS = 3
+STEPS = 2
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
