@@ -5,6 +5,7 @@ what, and that every read finds the updated values. `unit.verify.gather_faults` 
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -103,10 +104,11 @@ class TestGathers(DistributedTest):
     world_size = 2
     backend = "gloo"
 
-    @each(settings=CASES, schedule=(0, 3))
-    def test_values(self, settings: dict[str, Any], schedule: int) -> None:
+    @each(case=list(zip(CASES, itertools.cycle((0, 3)), strict=False)))
+    def test_values(self, case: tuple[dict[str, Any], int]) -> None:
         # Kills: a gather of what the update has not written, or a forward that reads what the
         # gather has not.
+        settings, schedule = case
         found = []
         for overlapped in (False, True):
             with simulate(schedule=schedule, backward_streams=2), check_streams():

@@ -119,7 +119,7 @@ def train_waiting(schedule: str, stage: int) -> list[float]:
 
 
 class TestSchedules(DistributedTest):
-    world_size = [2, 4]
+    world_size = 4
     exec_timeout = 100
 
     @each(schedule=CHUNKS)

@@ -103,7 +103,9 @@ class TestPeak(DistributedTest):
         # gradients that outlive their bucket, rows for each gather, results that pile up on their
         # way to the host; copies of gathered shards that are whole on each rank.
         for case in CASES if dist.get_world_size() == 2 else (COPIES,):
-            peak = peak_of(case.precision, "AdamW", None, 8, **case.zero)
+            # Buffers on the host are those of the first two steps.
+            micro_batches = 8 if case.optimizer else 4
+            peak = peak_of(case.precision, "AdamW", None, micro_batches, **case.zero)
             assert peak <= (1 + TOLERANCE) * case.formula, (case, peak / case.formula)
             # What is on its way and what is whole are bounded together, and seldom both full.
             assert peak >= 0.85 * case.formula, (case, peak / case.formula)

@@ -26,7 +26,7 @@ from deepspeed.utils import safe_get_full_fp32_params, safe_get_full_grads
 from unit.v1.gathering import from_all_ranks
 from unit.v1.moe.slow_gate import Gate, Tensors, expert_forward, moe_forward
 
-WIDTH, ROWS, NUM_EXPERTS, STEPS = 6, 12, 4, 3
+WIDTH, ROWS, NUM_EXPERTS, STEPS = 6, 12, 4, 2
 LEARNING_RATE, CLIP, AUX_WEIGHT = 0.5, 0.05, 0.3
 LOCAL_EXPERT = "moe.deepspeed_moe.experts.deepspeed_experts."
 

@@ -134,11 +134,8 @@ def train(engine: Any) -> None:
 
 
 def weights(engine: Any) -> dict[str, torch.Tensor]:
-    held = {}
-    for name, param in engine.module.named_parameters():
-        with deepspeed.zero.GatheredParameters(param):
-            held[name] = param.detach().clone()
-    return held
+    with deepspeed.zero.GatheredParameters(engine.module.parameters()):
+        return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
 
 
 class TestInit(DistributedTest):
