@@ -5,7 +5,7 @@ Collective.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,6 +78,9 @@ _OTHERS = {
 }
 _KNOWN = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
 MODELS = {**{name: ARCHITECTURES[name] for name in _KNOWN}, **_OTHERS}
+# Of these a layer is like the next.
+for _name in ("qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"):
+    MODELS[_name] = replace(MODELS[_name], words={**MODELS[_name].words, "num_hidden_layers": 1})
 
 
 @dataclass(frozen=True)

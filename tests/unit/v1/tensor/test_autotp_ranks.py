@@ -122,7 +122,7 @@ class TestTwoRanks(DistributedTest):
         torch.manual_seed(dist.get_rank())
         engine = start("gpt2", 2, stage, model_of("gpt2", **kwargs))
         data = batch_of("gpt2", 2, 0)
-        for _ in range(3):
+        for _ in range(2):
             engine.backward(engine(**data).loss)
             engine.step()
         for name, param in engine.module.named_parameters():
@@ -132,13 +132,13 @@ class TestTwoRanks(DistributedTest):
                 assert torch.equal(*parts), name
         engine.destroy()
 
-    @each(name=["qwen3", "gpt2"], checkpointed=[False, True])
-    def check_overlapped_recomputed_and_checked(self, name: str, checkpointed: bool) -> None:
+    @each(name=["qwen3", "gpt2"])
+    def check_overlapped_recomputed_and_checked(self, name: str) -> None:
         # Kills: an input's gradient that is read before it has come; the ledger or the intent check
         # taking layers' collectives for gradients'.
         torch.manual_seed(0)
         model = model_of(name)
-        if checkpointed:
+        if name == "qwen3":
             model.gradient_checkpointing_enable()
         first = copy.deepcopy(model)
         block = {"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}}

@@ -57,6 +57,10 @@ def alike(name: str, **more: Any) -> tuple[Any, Any]:
     return model, first
 
 
+def phi3() -> Any:
+    return model_of("phi3", num_key_value_heads=4, num_hidden_layers=1)
+
+
 def freeze(model: Any) -> None:
     """A layer that is cut, and one that is not."""
     model.model.layers[0].mlp.down_proj.requires_grad_(False)
@@ -190,7 +194,7 @@ class TestFourRanks(DistributedTest):
 
         def engine_of(size: int, stage: int, seed: int) -> Any:
             torch.manual_seed(seed)
-            model = model_of("phi3", num_key_value_heads=4)
+            model = phi3()
             freeze(model)
             keys = with_momentum(size, stage, universal and seed == 2)
             return deepspeed.initialize(model=model, config=keys)[0]
@@ -223,7 +227,7 @@ class TestFourRanks(DistributedTest):
         if dist.get_rank() > 0:
             return
         exported = torch.load(f"{folder}/pytorch_model.bin")
-        model_of("phi3", num_key_value_heads=4).load_state_dict(exported)  # its names and shapes
+        phi3().load_state_dict(exported)  # its names and shapes
         saved, went_on = torch.load(f"{folder}/held")
         for key, value in saved.items():
             assert torch.equal(exported[key], value), key

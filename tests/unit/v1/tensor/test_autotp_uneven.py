@@ -88,7 +88,7 @@ class TestFourRanks(DistributedTest):
     @each(name=list(UNEVEN))
     def check_trains_like_one_process(self, name: str) -> None:
         # Kills: alibi, position bias or fused layers of other heads; a norm without a rank's slice.
-        model, first = alike(name, **UNEVEN[name])
+        model, first = alike(name, **UNEVEN[name], num_hidden_layers=1)
         engine = start(name, 2, 1, model, gradient_clipping=0.1)
         check_training(engine, first, name, 0.1, steps=1)
         engine.destroy()
@@ -110,7 +110,7 @@ class TestFourRanks(DistributedTest):
         exported = engine._consolidated_16bit_state_dict()
         for name, value in (exported or {}).items():
             assert torch.equal(value, first.state_dict()[name]), name
-        check_training(engine, first, "qwen3", 0.0)
+        check_training(engine, first, "qwen3", 0.0, steps=1)
         engine.destroy()
 
     def check_sharded_before_it_is_cut(self) -> None:
@@ -125,7 +125,6 @@ class TestFourRanks(DistributedTest):
     @each(
         runs=[
             ((4, 1), (4, 1), False),
-            ((4, 1), (2, 1), False),
             ((4, 1), (1, 3), False),
             ((4, 1), (2, 2), True),
             ((2, 3), (2, 3), False),
@@ -153,9 +152,8 @@ class TestFourRanks(DistributedTest):
             engine.save_checkpoint(folder, tag="t")
             assert engine.save_16bit_model(folder)
             held = [engine._consolidated_16bit_state_dict()]
-            for seed in (1, 2):
-                train(engine, seed)
-                held.append(engine._consolidated_16bit_state_dict())
+            train(engine, 1)
+            held.append(engine._consolidated_16bit_state_dict())
             engine.destroy()
             if dist.get_rank() == 0:
                 torch.save(held, f"{folder}/held")
@@ -168,17 +166,15 @@ class TestFourRanks(DistributedTest):
         engine = engine_of(*loaded_by, seed=2)
         engine.load_checkpoint(folder, tag="u" if universal else "t")
         found = [engine._consolidated_16bit_state_dict()]
-        for seed in (1, 2):
-            train(engine, seed)
-            found.append(engine._consolidated_16bit_state_dict())
+        train(engine, 1)
+        found.append(engine._consolidated_16bit_state_dict())
         engine.destroy()
         if dist.get_rank() > 0:
             return
-        saved, *went_on = torch.load(f"{folder}/held")
+        saved, went_on = torch.load(f"{folder}/held")
         exported = torch.load(f"{folder}/pytorch_model.bin")
         for key, value in saved.items():
             assert torch.equal(exported[key], value) and torch.equal(found[0][key], value), key
-            for after, right in zip(found[1:], went_on, strict=True):
-                moved = (right[key] - value).norm().item()
-                off = (after[key] - right[key]).norm().item()
-                assert off <= (0 if saved_by == loaded_by else 1e-4 * moved + 1e-6), f"{key}: {off}"
+            moved = (went_on[key] - value).norm().item()
+            off = (found[1][key] - went_on[key]).norm().item()
+            assert off <= (0 if saved_by == loaded_by else 1e-4 * moved + 1e-6), f"{key}: {off}"
