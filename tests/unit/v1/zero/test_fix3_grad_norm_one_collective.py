@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import deepspeed
 import deepspeed.comm as dist
 from unit.common import DistributedTest
+from unit.v1.looping import each, each_pair
 
 WIDTH = 6
 LAYERS = 5
@@ -118,9 +119,7 @@ class TestOneCollective(DistributedTest):
 
     world_size = 2
 
-    @pytest.mark.parametrize("offload", [False, True])
-    @pytest.mark.parametrize("num_groups", [1, 3, 5])
-    @pytest.mark.parametrize("stage", [1, 2])
+    @each_pair(stage=(1, 2), num_groups=(1, 3, 5), offload=(False, True))
     def test_count_and_value(self, stage: int, num_groups: int, offload: bool) -> None:
         """One, in fp32, for every number of groups; the norm is that of one process."""
         model = make_model()
@@ -136,7 +135,7 @@ class TestOneCollective(DistributedTest):
             norm_of_one_process(data), rel=1e-5
         )
 
-    @pytest.mark.parametrize("offload", [False, True])
+    @each(offload=(False, True))
     def test_clipping_uses_the_same_norm(self, offload: bool) -> None:
         """Clipping adds no collective, and scales by the global norm."""
         model = make_model()
@@ -161,7 +160,7 @@ class TestPrecision(DistributedTest):
 
     world_size = 2
 
-    @pytest.mark.parametrize("stage", [1, 2])
+    @each(stage=(1, 2))
     def test_bf16_norm_is_not_rounded_to_bf16(self, stage: int) -> None:
         """The norm of n gradients of 1 is sqrt(n), which eight mantissa bits cannot hold."""
         numel = 40_401  # 201 squared: 201 rounds to 201 in bf16, its square and partial sums do not

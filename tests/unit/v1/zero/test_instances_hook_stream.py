@@ -105,7 +105,7 @@ class TestBuiltUnderASideStream(DistributedTest):
         # the proof that it does.
         for name, config in CONFIGS.items():
             expected = train(config)
-            for schedule in range(3):
+            for schedule in range(2):
                 with simulate(schedule=schedule), check_streams():
                     assert not deviates(train(config), expected), (name, schedule)
 
@@ -119,9 +119,10 @@ class TestBuiltUnderASideStream(DistributedTest):
         monkeypatch.setattr(
             CommContext, "current_stream", lambda self: get_accelerator().default_stream()
         )
-        wrong = []
         for schedule in range(1, 4):
             with simulate(schedule=schedule), check_streams(raises=False) as checker:
-                wrong.append(deviates(train(CONFIGS[stage]), expected))
+                is_wrong = deviates(train(CONFIGS[stage]), expected)
             assert re.search(r"never waits for <stream \d+>", checker.report()), checker.report()
-        assert any(wrong), "no schedule gave a wrong number"
+            if is_wrong:
+                return
+        pytest.fail("no schedule gave a wrong number")

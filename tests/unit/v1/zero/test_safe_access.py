@@ -122,9 +122,11 @@ class TestFullAccess(DistributedTest):
     def test_values_gradients_and_state_are_read(self, name: str) -> None:
         # Kills: a fragment read at the wrong place, a shard that is missing in the sum, a gradient
         # that carries the loss scale, one that was not averaged, and state read from the
-        # neighbour's place.
+        # neighbour's place; lists whose order is not the caller's (here it is neither the groups'
+        # nor the registration's); an update with the gradient of another parameter.
         engine = make_engine(name)
         initial = Net()
+        params = [engine.module.third, engine.module.first, engine.module.second]
         for key, param in trainable(engine).items():
             assert torch.equal(safe_get_full_fp32_param(param), getattr(initial, key)), key
             assert safe_get_full_grad(param) is None, key
@@ -133,6 +135,7 @@ class TestFullAccess(DistributedTest):
             wanted = torch.full(param.shape, WEIGHTS[key] * mean_input())
             grad = safe_get_full_grad(param)
             assert grad.dtype == torch.float32 and torch.equal(grad, wanted), key
+        assert all(map(torch.equal, safe_get_full_grads(params), map(safe_get_full_grad, params)))
         engine.step()
         for key, param in trainable(engine).items():
             moved = getattr(initial, key) - LR * WEIGHTS[key] * mean_input()
@@ -140,25 +143,17 @@ class TestFullAccess(DistributedTest):
             state = safe_get_full_optimizer_state(param, "momentum_buffer")
             assert torch.equal(state, torch.full(param.shape, WEIGHTS[key] * mean_input())), key
             assert safe_get_full_grad(param) is None, key
-
-    @each(name=CONFIGS)
-    def test_vectorized_getters_equal_the_single_ones(self, name: str) -> None:
-        # Kills: an order of parameters that is not the caller's (here it is neither the groups' nor
-        # the registration's).
-        engine = make_engine(name)
-        params = [engine.module.third, engine.module.first, engine.module.second]
-        backward(engine)
-        for many, one in zip(
-            safe_get_full_grads(params), map(safe_get_full_grad, params), strict=True
-        ):
-            assert torch.equal(many, one)
-        engine.step()
         assert safe_get_full_grads(params) is None
         values = safe_get_full_fp32_params(params)
         states = safe_get_full_optimizer_states(params, "momentum_buffer")
         for param, value, state in zip(params, values, states, strict=True):
             assert torch.equal(value, safe_get_full_fp32_param(param))
             assert torch.equal(state, safe_get_full_optimizer_state(param, "momentum_buffer"))
+        backward(engine)
+        safe_update_full_grad_vectorized(params, lambda grad, param: grad * param.numel())
+        for key, param in trainable(engine).items():
+            wanted = torch.full(param.shape, WEIGHTS[key] * mean_input() * param.numel())
+            assert torch.equal(safe_get_full_grad(param), wanted), key
 
     @each(name=CONFIGS)
     def test_what_is_set_is_used(self, name: str) -> None:
@@ -186,19 +181,6 @@ class TestFullAccess(DistributedTest):
         # Kills: an assignment that spills over into the neighbours.
         untouched = Net().third - LR * WEIGHTS["third"] * mean_input() * (1 + 1.5)
         assert torch.equal(safe_get_full_fp32_param(engine.module.third), untouched)
-
-    @each(name=CONFIGS)
-    def test_vectorized_update(self, name: str) -> None:
-        # Kills: an update with the gradient of another parameter.
-        engine = make_engine(name)
-        params = list(trainable(engine).values())
-        backward(engine)
-        safe_update_full_grad_vectorized(params, lambda grad, param: grad * param.numel())
-        for key, param in trainable(engine).items():
-            assert torch.equal(
-                safe_get_full_grad(param),
-                torch.full(param.shape, WEIGHTS[key] * mean_input() * param.numel()),
-            )
 
     @each(name=CONFIGS)
     def test_bad_questions_are_answered_by_name(self, name: str) -> None:

@@ -14,6 +14,7 @@ from deepspeed import comm as dist
 
 VOCABULARY = 11
 LR = 0.5
+STEPS = 2
 Tensors = dict[str, torch.Tensor]
 # Weights of blocks are sharded, biases and norms stay whole.
 MIXED: dict[str, Any] = {"stage3_param_persistence_threshold": 11, "stage3_unit_fusion_size": 0}
@@ -42,7 +43,7 @@ class Net(nn.Module):
         recompute: None, or `use_reentrant` of torch's activation checkpointing of each block.
     """
 
-    def __init__(self, width: int = 5, depth: int = 3, recompute: bool | None = None) -> None:
+    def __init__(self, width: int = 5, depth: int = 2, recompute: bool | None = None) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList([Block(width) for _ in range(depth)])
@@ -104,14 +105,14 @@ def engine_of(model: nn.Module, config: dict[str, Any]) -> Any:
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def train(engine: Any, steps: int, accumulation: int = 2, first: int = 0) -> None:
+def train(engine: Any, steps: int = STEPS, accumulation: int = 2, first: int = 0) -> None:
     """Optimizer steps on this rank's data."""
     for index in range(first * accumulation, (first + steps) * accumulation):
         engine.backward(loss_of(engine, tokens_of(index, dist.get_rank())))
         engine.step()
 
 
-def trained(stage: int, model: nn.Module | None = None, steps: int = 4, **zero: Any) -> Tensors:
+def trained(stage: int, model: nn.Module | None = None, steps: int = STEPS, **zero: Any) -> Tensors:
     """Parameters after training; `destroy` has given them back whole."""
     model = make_net() if model is None else model
     engine = engine_of(model, config_of(stage, **zero))
@@ -120,7 +121,7 @@ def trained(stage: int, model: nn.Module | None = None, steps: int = 4, **zero: 
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-def reference(steps: int = 4, accumulation: int = 2) -> Tensors:
+def reference(steps: int = STEPS, accumulation: int = 2) -> Tensors:
     """One process that sees the batches of all ranks."""
     model = make_net()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
@@ -141,8 +142,6 @@ def distance(found: Tensors, wanted: Tensors) -> float:
 
 
 def check_as_one_process(model: nn.Module) -> None:
-    """Four steps have left in `model` what they leave in one process; its sums have another
-    order.
-    """
+    """Training has left in `model` what it leaves in one process; its sums have another order."""
     found = {name: param.detach() for name, param in model.named_parameters()}
     assert distance(found, reference()) < 1e-5

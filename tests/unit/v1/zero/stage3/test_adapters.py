@@ -13,10 +13,9 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.runtime.zero import Init
 from unit.common import DistributedTest
-from unit.v1.zero.stage3.models import LR, SHARDED, Tensors, config_of, distance, engine_of
+from unit.v1.zero.stage3.models import LR, SHARDED, STEPS, Tensors, config_of, distance, engine_of
 
 WIDTH = 7
-STEPS = 4
 
 
 class Adapted(nn.Module):

@@ -20,11 +20,10 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import set_z3_leaf_modules
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
-from unit.v1.zero.stage3.models import LR, Tensors, config_of, distance, engine_of
+from unit.v1.zero.stage3.models import LR, STEPS, Tensors, config_of, distance, engine_of
 
 WIDTH = 5
 LAYERS = 24
-STEPS = 3
 # A tiny layer has 30 elements and is small, the wide one is not; twelve tiny ones fill a unit.
 FUSED: dict[str, Any] = {"stage3_param_persistence_threshold": 0, "stage3_unit_fusion_size": 360}
 BOUNDED: dict[str, Any] = {**FUSED, "stage3_max_reuse_distance": 0}
@@ -200,7 +199,7 @@ class TestSteps(DistributedTest):
         coordinator = engine.parameter_offload.param_coordinator
         plain = make_many()
         train(engine, 1)
-        for step in range(1, 4):
+        for step in range(1, 3):
             with torch.no_grad():
                 engine.eval()(torch.ones(1, WIDTH))
                 assert coordinator.live_numel == 0
@@ -287,7 +286,7 @@ class TestSteps(DistributedTest):
                 "the gather of pair.up to pair.down",
             ]
             order = list(range(LAYERS - 1))
-            for step in range(4):
+            for step in range(3):
                 model.order = list(order)
                 issued = Issued()
                 add_observer(issued)
@@ -353,10 +352,10 @@ class TestBounds(DistributedTest):
         engine = engine_of(make_many(), config_of(3, 1, **BOUNDED))
         shared = engine.parameter_offload.resources
         held = []
-        for step in range(200):
+        for step in range(40):
             engine.backward(model_loss(engine, step % 3))
             engine.step()
-            if step in (20, 199):
+            if step in (20, 39):
                 gc.collect()
                 objects = sum(isinstance(found, torch.Tensor) for found in gc.get_objects())
                 held.append((shared.rows.num_bytes, shared.whole.num_bytes, objects))

@@ -22,6 +22,7 @@ from unit.v1.zero.stage3.models import (
     LR,
     MIXED,
     SHARDED,
+    STEPS,
     check_as_one_process,
     config_of,
     distance,
@@ -143,7 +144,7 @@ class TestBlocks(DistributedTest):
         for recompute in (False, True):
             model = make_net(recompute=recompute)
             engine = engine_of(model, config_of(3, **SHARDED))
-            for index in range(8):
+            for index in range(2 * STEPS):
                 with GatheredParameters([model.blocks[1].up.weight, model.embed.weight]):
                     loss = loss_of(engine, tokens_of(index, dist.get_rank()))
                 engine.backward(loss)
@@ -212,7 +213,7 @@ class TestEmptied(DistributedTest):
             assert [unit._own_memory for unit in offload.persistent_units] == [None]
 
         assert sum(param.numel() for param in model.parameters())
-        for index in range(8):
+        for index in range(2 * STEPS):
             empty()
             handle = model.frozen.register_forward_pre_hook(
                 lambda *_: engine.empty_partition_cache()
@@ -223,7 +224,7 @@ class TestEmptied(DistributedTest):
             with GatheredParameters(model.blocks[0].up.bias):
                 engine.empty_partition_cache()
                 assert model.blocks[0].up.bias.numel()
-            loss.backward() if index // 2 % 2 else engine.backward(loss)
+            loss.backward() if index // 2 else engine.backward(loss)
             empty()
             engine.step()
         engine.empty_partition_cache()
@@ -240,7 +241,7 @@ class TestEmptied(DistributedTest):
             model = make_net()
             engine = engine_of(model, config_of(3, **MIXED))
             with check_streams():
-                for step in range(4):
+                for step in range(STEPS):
                     train(engine, 1, first=step)
                     with torch.no_grad():
                         engine(tokens_of(step, dist.get_rank()))
@@ -298,9 +299,9 @@ class TestFailedGather(DistributedTest):
 
         monkeypatch.setattr(gather_unit, "gather_from_owners", gather)
         before = rows.num_bytes
-        for step in range(1, 4):
+        for step in range(1, STEPS):
             for fails[0] in ("wait", "start"):
-                for _ in range(3):
+                for _ in range(9):
                     with pytest.raises(OSError, match="planted"):
                         loss_of(engine, tokens_of(0, 0))
             fails[0] = ""

@@ -16,6 +16,7 @@ from deepspeed.runtime.zero.parameters.zero_parameter import record_of
 from unit.common import DistributedTest
 from unit.v1.zero.stage3.models import (
     SHARDED,
+    STEPS,
     check_as_one_process,
     config_of,
     engine_of,
@@ -35,7 +36,7 @@ class TestModes(DistributedTest):
         # Kills: memory that is made in inference mode, which training may not write to.
         model = make_net()
         engine = engine_of(model, config_of(3, **SHARDED))
-        for step in range(4):
+        for step in range(STEPS):
             with torch.inference_mode():
                 engine.eval()(tokens_of(0, dist.get_rank()))
             engine.train()
@@ -49,7 +50,7 @@ class TestModes(DistributedTest):
         config["verify"] = {"ledger": True, "collectives": True}
         model = make_net()
         engine = engine_of(model, config)
-        train(engine, 4)
+        train(engine)
         engine.destroy()
         check_as_one_process(model)
 
@@ -60,7 +61,7 @@ class TestModes(DistributedTest):
         )
         model = make_net()
         engine = engine_of(model, config)
-        train(engine, 4)
+        train(engine)
         engine.destroy()
         check_as_one_process(model)
 
@@ -83,7 +84,7 @@ class TestCompiled(DistributedTest):
                     # Where all persists, no hook is in the way of one graph.
                     parts = set(model.blocks) if zero else {model}
                     assert {m for m in model.modules() if "forward" in vars(m)} == parts
-                train(engine, 4)
+                train(engine)
                 engine.destroy()
                 assert not any("forward" in vars(module) for module in model.modules())
             assert all(map(torch.equal, *(model.parameters() for model in models))), zero
@@ -112,7 +113,7 @@ class TestFailedGather(DistributedTest):
         monkeypatch.setattr(gather_unit, "gather_from_owners", gather)
         # `scale` is registered with a block, which has two units then.
         deepspeed.zero.register_external_parameter(model.blocks[1], model.scale.weight)
-        for step in range(4):
+        for step in range(STEPS):
             for number in range(1, 7):
                 left[0] = number
                 with pytest.raises(OSError, match="planted"):
@@ -148,7 +149,7 @@ class TestPoison(DistributedTest):
         hook = block.up.register_forward_hook(
             lambda module, args, output: kept.update(block=module.weight.data)
         )
-        train(engine, 2)
+        train(engine, 1)
         hook.remove()
         with GatheredParameters([model.scale.weight, model.embed.weight]):
             kept["script"] = model.embed.weight.data
@@ -161,7 +162,7 @@ class TestPoison(DistributedTest):
         engine.offload_states()
         assert kept["small"].isnan().all()
         engine.reload_states()
-        train(engine, 2, first=2)
+        train(engine, 1, first=1)
         engine.destroy()
         check_as_one_process(model)
 

@@ -191,7 +191,7 @@ def data(step: int, rank: int) -> Tensor:
 def one_process(model: nn.Module) -> Tensor:
     """Train as all ranks together; what each part gives afterwards."""
     optimizer, world = torch.optim.SGD(model.parameters(), lr=LR), dist.get_world_size()
-    for step in range(3):
+    for step in range(2):
         optimizer.zero_grad()
         for rank in range(world):
             (model(data(step, rank)).sum() / world).backward()
@@ -229,7 +229,7 @@ class TestModules(DistributedTest):
         with Init() if made_in_shards else nullcontext():
             model = AllKinds()
         engine = engine_of(model, **SHARDED)
-        for step in range(3):
+        for step in range(2):
             engine.backward(engine(data(step, dist.get_rank())).sum())
             engine.step()
         engine.eval()
@@ -292,7 +292,7 @@ class TestModules(DistributedTest):
         engine = deepspeed.initialize(model=model, config=config)[0]
         plain = make()
         optimizer = torch.optim.Adagrad(plain.parameters(), **options)
-        for step in range(3):
+        for step in range(2):
             engine.backward(engine(data(step, dist.get_rank())).square().mean())
             engine.step()
             optimizer.zero_grad()

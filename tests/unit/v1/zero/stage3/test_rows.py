@@ -52,6 +52,7 @@ from unit.common import DistributedTest
 from unit.v1.zero.stage3.models import (
     LR,
     SHARDED,
+    STEPS,
     Tensors,
     config_of,
     distance,
@@ -227,7 +228,7 @@ class TestRows(DistributedTest):
         # Kills: a gather that takes memory, or gradients, from an accumulation under way.
         model = make_net()
         engine = engine_of(model, config_of(3, **SHARDED))
-        for index in range(8):
+        for index in range(2 * STEPS):
             loss = loss_of(engine, tokens_of(index, dist.get_rank()))
             with GatheredParameters([model.embed.weight, model.blocks[1].up.weight]):
                 engine.backward(loss)
@@ -262,7 +263,7 @@ class TestRows(DistributedTest):
         # Kills: state that is looked for on modules, and found on the module inside.
         model = make_net()
         engine = engine_of(Wrapper(Wrapper(model)), config_of(3, **BOUNDED))
-        train(engine, 4)
+        train(engine)
         engine.destroy()
         assert distance(values_of(model), reference()) < 1e-5
 

@@ -13,6 +13,7 @@ from deepspeed.comm.observation import add_observer, remove_observer
 from unit.common import DistributedTest
 from unit.v1.zero.stage3.models import (
     SHARDED,
+    STEPS,
     check_as_one_process,
     config_of,
     distance,
@@ -58,11 +59,13 @@ class TestTraining(DistributedTest):
         # master that does not reach its shard.
         wanted, stage2 = reference(), trained(2)
         assert distance(stage2, wanted) < 1e-5
-        for zero in SETTINGS:
+        # All of them where the cuts are uneven.
+        for zero in SETTINGS if dist.get_world_size() == 3 else SETTINGS[::3]:
             found = trained(3, **zero)
             assert distance(found, wanted) < 1e-5, zero
             assert all(torch.equal(found[name], stage2[name]) for name in found), zero
 
+    @pytest.mark.world_size(2)
     def test_recomputation(self) -> None:
         # Kills: recomputed activations that keep memory which is given to another unit.
         wanted = reference()
@@ -80,7 +83,7 @@ class TestSteps(DistributedTest):
         # Kills: a unit that stays after backward, an evaluation that makes the next step wrong.
         model = make_net()
         engine = engine_of(model, config_of(3, **SHARDED))
-        for step in range(4):
+        for step in range(STEPS):
             train(engine, 1, first=step)
             assert all(param.numel() == 0 for param in model.parameters())
             assert engine.parameter_offload.param_coordinator.live_numel == 0
@@ -111,7 +114,7 @@ class TestSteps(DistributedTest):
         # Kills: memory of the first forward that the second one overwrites.
         model, plain = make_net(), make_net()
         engine = engine_of(model, config_of(3, 1, **SHARDED))
-        for step in range(3):
+        for step in range(STEPS):
             losses = [loss_of(engine, tokens_of(2 * step + i, dist.get_rank())) for i in (0, 1)]
             engine.backward(losses[0] + 2 * losses[1])
             engine.step()
@@ -132,7 +135,7 @@ class TestSteps(DistributedTest):
         wanted = reference()
         model = make_net()
         engine = engine_of(model, config_of(3, **SHARDED))
-        for step in range(4):
+        for step in range(STEPS):
             with engine.no_sync():
                 loss_of(engine, tokens_of(2 * step, dist.get_rank())).backward()
             engine.tracker.advance()
@@ -157,11 +160,11 @@ class TestSteps(DistributedTest):
         config = config_of(3, 1, **SHARDED, allgather_partitions=False, reduce_scatter=False)
         config["zero_optimization"] |= {"stage3_max_reuse_distance": 0}
         engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-        train(engine, 2, accumulation=1)
+        train(engine, 1, accumulation=1)
         counter = Counter()
         add_observer(counter)
         try:
-            train(engine, 1, accumulation=1, first=2)
+            train(engine, 1, accumulation=1, first=1)
         finally:
             remove_observer(counter)
         units = engine.parameter_offload.units
@@ -203,6 +206,6 @@ class TestRefusals(DistributedTest):
             before = first[0](tokens_of(0, 0))
             assert torch.equal(before, make_net()(tokens_of(0, 0)))
         engine = engine_of(model, config_of(3, **SHARDED))
-        train(engine, 4)
+        train(engine)
         engine.destroy()
         check_as_one_process(model)
