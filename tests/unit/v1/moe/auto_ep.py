@@ -78,8 +78,9 @@ _OTHERS = {
 }
 _KNOWN = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
 MODELS = {**{name: ARCHITECTURES[name] for name in _KNOWN}, **_OTHERS}
-# Of these a layer is like the next.
-for _name in ("qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"):
+# Of these a layer is like the next. Of gpt_oss both count: a rank whose experts get no token shows
+# in the order in which layers are reduced.
+for _name in ("qwen2_moe", "qwen3_moe", "olmoe"):
     MODELS[_name] = replace(MODELS[_name], words={**MODELS[_name].words, "num_hidden_layers": 1})
 
 
