@@ -17,12 +17,14 @@ from torch import nn
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator.sim_accelerator import simulate
+from deepspeed.comm import lone_waits
 from deepspeed.pipe import PipelineModule
 from unit.common import DistributedTest
 
 WIDTH = 4
 # A thread that is not told ends by itself when it finds nothing to look at.
 LIMIT_S = 5.0
+LOOK_S = 0.1
 
 
 def engine_of(stage: int, is_pipeline: bool = False, **options: Any) -> Any:
@@ -100,8 +102,11 @@ class TestTwo(DistributedTest):
         assert not new_threads(before)
 
     @pytest.mark.parametrize("is_pipeline", [False, True])
-    def test_so_does_the_end_without_it(self, is_pipeline: bool) -> None:
+    def test_so_does_the_end_without_it(
+        self, is_pipeline: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         # Kills: threads that end by `destroy` only, and hold what they look after.
+        monkeypatch.setattr(lone_waits, "_LOOK_S", LOOK_S)
         before = set(threading.enumerate())
         engine = engine_of(0 if is_pipeline else 3, is_pipeline)
         train(engine)
@@ -137,8 +142,9 @@ class TestWithoutGroup(DistributedTest):
     world_size = 2
 
     @pytest.mark.parametrize("ends", [dist.destroy_process_group, None])
-    def test_the_group_ends_first(self, ends: Any) -> None:
+    def test_the_group_ends_first(self, ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         # Kills: a thread that asks a store that is gone.
+        monkeypatch.setattr(lone_waits, "_LOOK_S", LOOK_S)
         before = set(threading.enumerate())
         engine = engine_of(3)
         train(engine)

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed.nn.functional as differentiable
 import torch.nn.functional as F
@@ -24,6 +23,7 @@ from deepspeed.sequence.cross_entropy import vocab_sequence_parallel_cross_entro
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups, safe_get_full_fp32_params, safe_get_full_grads
 from unit.common import DistributedTest
+from unit.v1.looping import each, each_pair
 from unit.v1.sequence.model import (
     IGNORED,
     LEARNING_RATE,
@@ -137,18 +137,17 @@ class Run:
         precision: str,
         accumulation: int = 1,
         style: str = "own mean",
-        heads: int = 4,
-        key_heads: int = 4,
+        heads: tuple[int, int] = (4, 4),
         positions: int = 1,
     ) -> None:
         groups.reset()
         self.sizes, self.accumulation, self.style = sizes, accumulation, style
         self.tolerance, self.is_plain = TOLERANCE[precision], stage == 0 and precision == "fp32"
         self.name = f"{sizes} {how} zero {stage} {precision} x{accumulation} {style}"
-        self.reference = make_model(heads, key_heads, positions)
+        self.reference = make_model(*heads, positions)
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self.dtype = dtype
-        model = make_model(heads, key_heads, positions)
+        model = make_model(*heads, positions)
         if dist.get_rank() % sizes[1]:
             # Only the first rank's weights count: the broadcast must cover ranks that share a
             # sequence.
@@ -251,27 +250,22 @@ class Run:
 class TestTwoRanks(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("how", ["mesh", "mpu", "config"])
-    def test_equals_one_process(self, how: str) -> None:
-        for stage in (0, 1, 2):
-            for precision in ("fp32", "bf16"):
-                Run((1, 2), how, stage, precision, accumulation=2 if stage else 1).run()
-        if how == "mesh":
-            Run((2, 1), how, 1, "fp32").run()
+    @each_pair(how=["mesh", "mpu", "config"], stage=[0, 1, 2], precision=["fp32", "bf16"])
+    def test_equals_one_process(self, how: str, stage: int, precision: str) -> None:
+        Run((1, 2), how, stage, precision, accumulation=2 if stage else 1).run()
 
-    @pytest.mark.parametrize("style", STYLES)
-    def test_every_loss_style(self, style: str) -> None:
+    def test_ranks_that_share_no_sequence(self) -> None:
+        Run((2, 1), "mesh", 1, "fp32").run()
+
+    @each(style=STYLES, stage=[0, 2])
+    def test_every_loss_style(self, style: str, stage: int) -> None:
         # Kills: a divisor that is right for one way to write the loss and off by the degree for
         # another.
-        for stage in (0, 2):
-            Run((1, 2), "mesh", stage, "fp32", style=style).run()
+        Run((1, 2), "mesh", stage, "fp32", style=style).run()
 
-    @pytest.mark.parametrize(("heads", "key_heads"), [(5, 5), (4, 2), (4, 1), (3, 1), (6, 3)])
-    def test_heads(self, heads: int, key_heads: int) -> None:
-        for positions in (0, 1):
-            Run(
-                (1, 2), "mesh", 1, "fp32", heads=heads, key_heads=key_heads, positions=positions
-            ).run()
+    @each(heads=[(5, 5), (4, 2), (4, 1), (3, 1), (6, 3)], positions=[0, 1])
+    def test_heads(self, heads: tuple[int, int], positions: int) -> None:
+        Run((1, 2), "mesh", 1, "fp32", heads=heads, positions=positions).run()
 
 
 class TestSimulated(DistributedTest):
@@ -311,22 +305,25 @@ class TestSimulated(DistributedTest):
 class TestFourRanks(DistributedTest):
     world_size = 4
 
-    @pytest.mark.parametrize("sizes", [(2, 2), (1, 4)])
-    def test_equals_one_process(self, sizes: tuple[int, int]) -> None:
-        for how, stage, precision in (
-            ("mesh", 0, "fp32"),
-            ("mpu", 1, "fp32"),
-            ("mesh", 2, "bf16"),
-            ("config", 1, "bf16"),
-        ):
-            Run(sizes, how, stage, precision, accumulation=2).run()
+    @each(
+        row=[
+            ((2, 2), "mesh", 0, "fp32"),
+            ((2, 2), "mpu", 1, "fp32"),
+            ((2, 2), "config", 2, "bf16"),
+            ((1, 4), "mpu", 0, "fp32"),
+            ((1, 4), "mesh", 2, "bf16"),
+            ((1, 4), "config", 1, "bf16"),
+        ]
+    )
+    def test_equals_one_process(self, row: tuple[tuple[int, int], str, int, str]) -> None:
+        Run(*row, accumulation=2).run()
 
     # Not "gathered": on gloo, torch's own backward of all_gather takes ranks of a group for global
     # ones and raises.
-    @pytest.mark.parametrize("style", [style for style in STYLES if style != "gathered"])
+    @each(style=[style for style in STYLES if style != "gathered"])
     def test_every_loss_style(self, style: str) -> None:
         Run((2, 2), "mesh", 1, "fp32", style=style).run()
 
-    @pytest.mark.parametrize(("heads", "key_heads"), [(7, 7), (6, 3), (4, 2), (6, 2), (10, 5)])
-    def test_heads(self, heads: int, key_heads: int) -> None:
-        Run((1, 4), "mesh", 1, "fp32", heads=heads, key_heads=key_heads).run()
+    @each(heads=[(7, 7), (6, 3), (4, 2), (6, 2), (10, 5)])
+    def test_heads(self, heads: tuple[int, int]) -> None:
+        Run((1, 4), "mesh", 1, "fp32", heads=heads).run()
