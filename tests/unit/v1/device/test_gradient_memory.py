@@ -21,7 +21,7 @@ from deepspeed.verify import check_streams
 from unit.common import DistributedTest
 
 WIDTH = 128
-LAYERS = 12
+LAYERS = 8
 ROWS = 2
 MICRO_BATCHES = 4
 BUCKET = 4 * WIDTH * WIDTH  # bytes; one layer each

@@ -85,7 +85,6 @@ CASES = (
     Case("bf16"),
     Case("fp32", ahead=8, fused=8),
     Case("bf16", ahead=2, reuse=100),
-    Case("bf16", optimizer=True),
     Case("bf16", optimizer=True, ratio=0.75),
     Case("bf16", params=True),
     Case("bf16", params=True, optimizer=True, ahead=2),
