@@ -41,7 +41,7 @@ FAULTS = (
             ),
         ),
         FIX3,
-        "TestOneCollective and True",
+        "TestOneCollective",
     ),
     Fault(
         "squares are summed in bf16",

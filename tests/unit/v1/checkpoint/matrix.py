@@ -103,12 +103,15 @@ def pairwise(combinations: Sequence[Combination]) -> list[Combination]:
     """A share of them in which each two properties that occur together in some combination do so at
     least once.
 
-    Properties are the case, and ranks, stages and instances of both cuts. Greedy: always the next
-    that shows most new pairs, of those one whose runs are made anyway, with few ranks.
+    Properties are precision and stage, and ranks, stages and instances of both cuts. Greedy:
+    always the next that shows most new pairs, of those one whose runs are made anyway, with few
+    ranks.
     """
 
     def pairs(one: Combination) -> set[Any]:
-        return set(itertools.combinations(enumerate((one.case, *one.saved, *one.into)), 2))
+        return set(
+            itertools.combinations(enumerate((*one.case.split("-"), *one.saved, *one.into)), 2)
+        )
 
     def shared(one: Combination) -> int:
         return (("saved", one.case, one.saved) in runs) + (("into", one.case, one.into) in runs)

@@ -31,7 +31,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
 }
-STEPS, SAVED_AT = 4, 2
+STEPS, SAVED_AT = 3, 2
 
 
 def configuration(case: str, instances: int) -> dict[str, Any]:

@@ -373,9 +373,10 @@ class TestOthers(DistributedTest):
                         found = differences(wanted, held(engine, model))
                         assert found == [], (stage, one, found[:3])
                 engine.destroy()
+        if dist.get_world_size() == 2:  # no test of its own: the fixture runs for each
+            self.universal(class_tmpdir)
 
-    @pytest.mark.world_size(2)
-    def test_universal(self, saved_by_all: None, class_tmpdir: str) -> None:
+    def universal(self, class_tmpdir: str) -> None:
         # Kills: shards copied as if they were weights, a group's rates that are another's.
         source, folder = (os.path.join(class_tmpdir, name) for name in ("bf16-3-3", "universal"))
         wanted = torch.load(f"{source}.pt")
