@@ -249,7 +249,7 @@ def with_evaluations(zero: dict[str, Any]) -> list[str]:
 
     deepspeed.init_distributed(dist_backend="gloo")
     with simulate(seed=0, backward_streams=2), check_streams(raises=False) as found:
-        model = make_net()
+        model = make_net(depth=3)
         engine = engine_of(model, config_of(3, 1, **zero))
         for step in range(STEPS):
             engine.backward(loss_of(engine, tokens_of(step, 0)))

@@ -182,7 +182,8 @@ def crossings(into: Crossing) -> list[Crossing]:
         for one in every
         if TABLE
         or (one.precision == "bf16" and one.world == 4)
-        and (ways.index(one.way) + ways.index(into.way) + into.world // 2) % 4 == 0
+        and (ways.index(into.way) + into.world // 2) % 2 == 0
+        and (ways.index(one.way) + ways.index(into.way)) % 4 == 0
     ]
 
 

@@ -61,12 +61,13 @@ class TestOtherStages(DistributedTest):
     exec_timeout = 120
 
     def test_goes_on(self, SavedPipelines: Any, class_tmpdir: Any) -> None:
-        for case, keys in CASES.items():
-            for saved_world, saved_stages in ALL:
+        for number, (case, keys) in enumerate(CASES.items()):
+            for place, (saved_world, saved_stages) in enumerate(ALL):
                 name = f"{class_tmpdir}/{case}-{saved_world}-{saved_stages}"
                 wanted = torch.load(f"{name}.pt", weights_only=False)
                 for stages in STAGES[dist.get_world_size()]:
-                    if 4 not in (saved_stages, stages):
+                    into = ALL.index((dist.get_world_size(), stages))
+                    if 4 not in (saved_stages, stages) or (place + into) % 2 != number:
                         continue
                     engine = make(stages, seed=2, **keys)
                     train(engine, 1)  # state that loading must replace

@@ -63,13 +63,13 @@ def micro_batch(engine: Any, generator: torch.Generator, scale: float = 1.0) -> 
 
 
 def trained(settings: dict[str, Any], piece: int, staged: int) -> list[torch.Tensor]:
-    """Weights and masters after four steps."""
+    """Weights and masters after two steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(publisher, "UPDATE_NUMEL", piece)
         patch.setattr(sink, "STAGE_NUMEL", staged)
         engine = start(settings)
         generator = torch.Generator().manual_seed(deepspeed.comm.get_rank())
-        for _ in range(8):
+        for _ in range(4):
             micro_batch(engine, generator)
         kept = [*engine.module.parameters(), *(group.master for group in engine.optimizer.groups)]
         values = [tensor.detach().clone() for tensor in kept]

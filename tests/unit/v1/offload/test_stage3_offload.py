@@ -64,7 +64,7 @@ def adam_trained(precision: str, **zero: Any) -> Tensors:
     optimizer = DeepSpeedCPUAdam([p for p in model.parameters() if p.requires_grad], lr=0.01)
     config = {**config_of(3, **zero), precision: {"enabled": True}}
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-    train(engine, 3)
+    train(engine)
     engine.destroy()
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
@@ -78,7 +78,8 @@ class TestSameBits(DistributedTest):
         # Kills: shards that do not follow the masters, or are gathered before they do.
         wanted = trained(3)
         assert distance(wanted, reference()) < 1e-5
-        for gathers, offload in zip(GATHERS, (PARAMS, BOTH, BOTH, PARAMS), strict=True):
+        kinds = list(zip(GATHERS, (PARAMS, BOTH, BOTH, PARAMS), strict=True))
+        for gathers, offload in kinds[dist.get_world_size() - 2 :: 2]:  # each on some number
             assert same(trained(3, **gathers, **offload), wanted), (gathers, offload)
 
     def test_bf16(self) -> None:
@@ -97,11 +98,11 @@ class TestOnStreams(DistributedTest):
         # Kills: a unit gathered before its shard has arrived, a row filled while it is read, a
         # shard that is copied to the device before the host has written it.
         with simulate(backward_streams=2):
-            wanted = trained(3, steps=2)
+            wanted = trained(3)
         for index, gathers in enumerate(GATHERS):
             offload, schedule = ((PARAMS, 0), (BOTH, 3))[index % 2]
             with simulate(schedule=schedule, backward_streams=2), check_streams():
-                found = trained(3, steps=2, **gathers, **offload)
+                found = trained(3, **gathers, **offload)
             assert same(found, wanted), (gathers, offload)
 
     def test_half_precision_and_memory_that_is_not_locked(self) -> None:
@@ -181,7 +182,7 @@ class TestCosts(DistributedTest):
         # Kills: a shard that is copied for each parameter, a host that waits for a copy.
         for offload in (PARAMS, BOTH):
             waits_of = {}
-            for depth in (3, 9):
+            for depth in (2, 6):
                 with simulate() as device:
                     model = make_net(depth=depth)
                     engine = engine_of(model, config_of(3, 1, **GATHERS[1], **offload))
@@ -194,7 +195,7 @@ class TestCosts(DistributedTest):
                     places = waits.inside("deepspeed/runtime/zero")
                     waits_of[depth] = sum(places.values())
                     engine.destroy()
-            assert waits_of[3] == waits_of[9] <= 2, waits_of
+            assert waits_of[2] == waits_of[6] <= 2, waits_of
 
     def test_the_device_holds_no_shards(self) -> None:
         # Kills: a copy of the shards that stays on the device; shards or masters of units that are
@@ -253,7 +254,7 @@ class TestPlaces(DistributedTest):
                 engine = engine_of(model, config_of(3, **GATHERS[1], **second))
                 pinned = {device.is_pinned(param.ds_tensor) for param in model.parameters()}
                 assert pinned == {bool(second)}
-                train(engine, 4)
+                train(engine)
                 engine.destroy()
             found = {name: param.detach() for name, param in model.named_parameters()}
             assert distance(found, wanted) < 1e-5
@@ -262,16 +263,16 @@ class TestPlaces(DistributedTest):
         # Kills: weights that are loaded into masters and do not reach shards on the host.
         def resumed(first: dict[str, Any], second: dict[str, Any], tag: str) -> Tensors:
             engine = engine_of(make_net(), config_of(3, **GATHERS[1], **first))
-            train(engine, 2)
+            train(engine, 1)
             engine.save_checkpoint(str(tmp_path), tag=tag)
             engine.destroy()
-            model = make_net(depth=3)
+            model = make_net()
             with torch.no_grad():
                 for param in model.parameters():
                     param.fill_(0.25)
             other = engine_of(model, config_of(3, **GATHERS[1], **second))
             other.load_checkpoint(str(tmp_path), tag=tag)
-            train(other, 2, first=2)
+            train(other, 1, first=1)
             other.destroy()
             return {name: param.detach().clone() for name, param in model.named_parameters()}
 

@@ -35,7 +35,7 @@ from unit.v1.zero.stage3.models import (
     tokens_of,
 )
 
-STEPS = 3
+STEPS = 2
 # Of 0.01 there is nothing to offload: one of the parts is empty.
 RATIOS = (1.0, 0.6, 0.3, 0.01, 0.0)
 PARAMS = {"offload_param": {"device": "cpu"}}
@@ -121,7 +121,7 @@ class TestSameNumbers(DistributedTest):
             wanted, norms = run(engine, range(STEPS))
             if dist.get_world_size() == 1:
                 assert norms[0] > 0.05
-            for ratio in RATIOS[1:]:
+            for ratio in RATIOS[2::2] if clip else RATIOS[1:]:
                 engine = make_engine(ratio, gradient_clipping=clip)
                 found, others = run(engine, range(STEPS))
                 assert others == pytest.approx(norms, rel=1e-6)
@@ -156,10 +156,11 @@ class TestOnStreams(DistributedTest):
         # Kills: a bucket filled anew while a part of it is on its way to the host because another
         # part stays; a part rounded before it is updated; a device part that waits for the host's.
         overlap = {"overlap_comm": True, "reduce_scatter": False}
-        for precision in ({}, {"bf16": {"enabled": True}}):
+        bf16 = {"bf16": {"enabled": True}}
+        for precision, kinds in (({}, ({"reduce_scatter": False}, PARAMS)), (bf16, (overlap,))):
             with simulate(backward_streams=2):
                 wanted, _ = run(make_engine(1.0, **precision), range(2))
-            for number, zero in enumerate(({"reduce_scatter": False}, PARAMS, overlap)):
+            for number, zero in enumerate(kinds):
                 with simulate(schedule=number, backward_streams=2), check_streams():
                     engine = make_engine(0.5, zero=zero, **precision)
                     assert all(len(group.params) for group in engine.optimizer.groups)
@@ -204,7 +205,7 @@ class TestFiles(DistributedTest):
         for optimizer in ("sgd", "cpu adam"):
             wanted, _ = run(make_engine(1.0, optimizer), range(STEPS))
             ways = ((1.0, 0.4), (0.4, 0.01), (0.01, 0.7), (0.7, 0.0))
-            for number, (first, second) in enumerate(ways):
+            for number, (first, second) in enumerate(ways[optimizer == "sgd" :: 2]):
                 engine = make_engine(first, optimizer)
                 run(engine, range(1))
                 tag = f"{optimizer}{number}"
@@ -267,7 +268,7 @@ class TestScripts(DistributedTest):
         client = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
         config = config_of(3, **SHARDED, offload_optimizer={"device": "cpu", "ratio": 0.4})
         engine = deepspeed.initialize(model=model, optimizer=client, config=config)[0]
-        for index in range(8):
+        for index in range(4):
             micro_batch(engine, index)
         engine.destroy()
         found = {name: param.detach() for name, param in model.named_parameters()}
