@@ -1,11 +1,12 @@
 """Two ranks that save into a folder whose disk is full, then read-only; `test_disk` starts them
 where both can be had for real.
 
-Run as ``python disk_run.py FOLDER``: FOLDER is a small mounted file system of its own.
+Run as ``python disk_run.py FOLDER``: mounts a small file system there, which only the two see.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
@@ -19,6 +20,8 @@ from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.runtime.checkpointing.background_save import finish_saves, in_flight
 from unit.v1.checkpoint.runs import config, differences, look, start, train
 
+MOUNT = ("mount", "-t", "tmpfs", "-o", "size=1m", "none")
+NEW_MOUNTS = 0x20000  # CLONE_NEWNS of Linux
 ROOM_BYTES = 16384  # less than a rank's files
 
 
@@ -98,4 +101,12 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if ctypes.CDLL(None).unshare(NEW_MOUNTS):
+        raise OSError("unshare: no mounts of its own")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run([*MOUNT, sys.argv[1]], check=True)
+    other = os.fork()
+    os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(int(other == 0))))
     main(Path(sys.argv[1]))
+    if other and os.waitpid(other, 0)[1]:
+        sys.exit("rank 1 has failed")

@@ -94,11 +94,11 @@ class TestInTheBackground(DistributedTest):
         # Kills: a heartbeat that is not sent, or not read, so a rank that writes for longer than
         # SILENCE_S is given up.
         monkeypatch.setattr(background_save, "_HEARTBEAT_S", 0.1)
-        monkeypatch.setattr(background_save, "SILENCE_S", 0.8)
+        monkeypatch.setattr(background_save, "SILENCE_S", 0.5)
         write = SaveJob.write
 
         def slow(job: SaveJob, *args: Any) -> None:
-            time.sleep(2.0)
+            time.sleep(1.2)
             write(job, *args)
 
         if dist.get_rank() == 1:
