@@ -60,7 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stage2-bf16-round-robin": {**BF16, **zero(2, round_robin_gradients=True)},
     "stage2-lion": {**BF16, **LION, **zero(2)},
 }
-STEPS, SAVED_AT = 6, 3
+STEPS, SAVED_AT = 4, 2
 
 
 class TestResume(DistributedTest):
