@@ -1,4 +1,5 @@
-"""What every commit message has: a short subject, a blank line, a body that says why, a sign-off.
+"""What every commit message has: a short subject that begins with its area, a blank line, a body
+that says why, a sign-off.
 
 A commit-msg hook of pre-commit; git hands it the file with the message.
 """
@@ -11,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MAX_SUBJECT = 72
+# A folder or a subject, or two: "zero: ...", "comm, verify: ...", "v1/zero: ...".
+_AREA = re.compile(r"[a-z0-9_./-]+(, [a-z0-9_./-]+)*: \S")
 # What `git commit --verbose` shows below this line is no part of the message.
 _SCISSORS = re.compile(r"^# -+ >8 -+$")
 _SIGN_OFF = re.compile(r"^Signed-off-by: \S.* <\S+@\S+>$")
@@ -43,6 +46,8 @@ def problems(text: str) -> Iterator[str]:
         return
     if len(subject) > MAX_SUBJECT:
         yield f"the subject has {len(subject)} characters: shorten it to {MAX_SUBJECT}"
+    if not _AREA.match(subject):
+        yield "the subject names no area: begin it with one, such as 'zero3: ' or 'docs: '"
     if len(lines) > 1 and lines[1]:
         yield f"no blank line follows the subject, but {lines[1]!r}: put one between them"
     if not any(line and not _TRAILER.match(line) for line in lines[1:]):

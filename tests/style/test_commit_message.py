@@ -14,17 +14,18 @@ SCRIPT = ROOT / "scripts" / "check_commit_message.py"
 problems = runpy.run_path(str(SCRIPT))["problems"]
 
 SIGN_OFF = "Signed-off-by: A B <a@b.org>"
-GOOD = f"Say what changes\n\nAnd why it does.\n\n{SIGN_OFF}\n"
+GOOD = f"docs: say what changes\n\nAnd why it does.\n\n{SIGN_OFF}\n"
 
 
 @pytest.mark.parametrize(
     "text",
     [
         GOOD,
-        f"{'x' * 72}\n\nWhy.\n\nReviewed-by: C <c@d.org>\n{SIGN_OFF}\n",
+        GOOD.replace("docs", "v1/zero, bf16_optimizer"),
+        f"zero3: {'x' * 65}\n\nWhy.\n\nReviewed-by: C <c@d.org>\n{SIGN_OFF}\n",
         f"\n# a remark of git's\n{GOOD}# Please enter the message\n",
         f"{GOOD}# ------------------------ >8 ------------------------\ndiff --git a b\n",
-        "fixup! Say what changes\n",
+        "fixup! docs: say what changes\n",
     ],
 )
 def test_a_good_message_passes(text: str) -> None:
@@ -36,10 +37,13 @@ def test_a_good_message_passes(text: str) -> None:
     [
         ("", "the message is empty"),
         ("# only a remark\n", "the message is empty"),
-        (GOOD.replace("Say", "x" * 60 + " say"), "the subject has 77 characters"),
+        (GOOD.replace("say", "x" * 60 + " say"), "the subject has 83 characters"),
+        (GOOD.replace("docs: ", ""), "the subject names no area"),
+        (GOOD.replace("docs: ", "Docs: "), "the subject names no area"),
+        (GOOD.replace("docs: ", "docs:"), "the subject names no area"),
         (GOOD.replace("\n\nAnd", "\nAnd"), "no blank line follows the subject"),
-        (f"Say what changes\n\n{SIGN_OFF}\n", "there is no body"),
-        (f"Say what changes\n\n# Why.\n\n{SIGN_OFF}\n", "there is no body"),
+        (f"docs: say what changes\n\n{SIGN_OFF}\n", "there is no body"),
+        (f"docs: say what changes\n\n# Why.\n\n{SIGN_OFF}\n", "there is no body"),
         (GOOD.replace(SIGN_OFF, ""), "there is no 'Signed-off-by"),
         (GOOD.replace("<a@b.org>", ""), "there is no 'Signed-off-by"),
         (GOOD.replace(SIGN_OFF, f"# {SIGN_OFF}"), "there is no 'Signed-off-by"),
@@ -77,7 +81,9 @@ def test_git_refuses_to_commit_with_a_bad_message(tmp_path: Path) -> None:
     hook.parent.mkdir(exist_ok=True)
     hook.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{SCRIPT}" "$1"\n')
     hook.chmod(0o755)
-    refused = git("commit", "-q", "--allow-empty", "-m", "Say what changes")
+    refused = git("commit", "-q", "--allow-empty", "-m", "docs: say what changes")
     assert refused.returncode != 0 and "there is no body" in refused.stderr
-    done = git("commit", "-q", "-s", "--allow-empty", "-m", "Say what changes", "-m", "And why.")
+    done = git(
+        "commit", "-q", "-s", "--allow-empty", "-m", "docs: say what changes", "-m", "And why."
+    )
     assert done.returncode == 0, done.stderr
