@@ -3,10 +3,10 @@
 [Note: lifetimes across streams]
 A buffer written on one stream and read on another needs two things: the reader's stream waits for
 the writer's, and the memory isn't written again before the reader is done, by its owner or by
-whoever gets it after its last reference is gone. The first is `CommContext.wait_for`. For the
+whoever gets it after its last reference is gone. The first is `SideStream.wait_for`. For the
 second the streams that the memory came from wait for an event recorded behind the reader's last
-use: at once (`CommContext.release`), or two uses later, and until then a Python reference is held
-(`CommContext.keep_alive`).
+use: at once (`SideStream.release`), or two uses later, and until then a Python reference is held
+(`SideStream.keep_alive`).
 
 Why dropping the last reference is safe once those streams wait, without the host knowing that the
 reader is done: the allocator hands freed memory out again on the stream that it was allocated for,
@@ -26,8 +26,8 @@ comes from asynchronous handles.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -40,13 +40,7 @@ MAX_KEPT = 2
 
 
 class _Kept(NamedTuple):
-    """Tensors that the side stream uses.
-
-    Attributes:
-        tensors: The references.
-        producers: Streams that their memory was allocated for.
-        event: After the last use.
-    """
+    """Tensors that a side stream uses until `event`, of memory allocated for `producers`."""
 
     tensors: list[torch.Tensor]
     producers: tuple[Stream, ...]
@@ -61,12 +55,12 @@ def runs_ahead(tensor: torch.Tensor) -> bool:
     return not accelerator.resolves_data_dependency() and accelerator.on_accelerator(tensor)
 
 
-class CommContext:
-    """The reduction stream of one optimizer and what must outlive the work on it.
+class SideStream:
+    """A stream beside the one that computes, and what must outlive the work on it.
 
-    Without overlap the same stream is used, and the current one waits for it after every reduction:
-    gradients come from several streams and bucket buffers are reused either way, so one stream that
-    owns the buffers is what keeps both cases right.
+    One stream that owns the buffers keeps reductions right with and without overlap, though
+    gradients come from several streams and buffers are used again: without it the current stream
+    waits after every reduction.
 
     Args:
         overlap: Communicate beside backward.
@@ -74,22 +68,17 @@ class CommContext:
 
     Attributes:
         has_streams: Whether the device orders work by streams at all.
-        reduction_stream: The side stream; None on devices without streams.
+        stream: The stream; None on devices without.
     """
 
     def __init__(self, overlap: bool, name: str = "reduction stream") -> None:
         accelerator = get_accelerator()
         self.has_streams = not accelerator.resolves_data_dependency()
         self.overlap = overlap
-        self.reduction_stream: Stream | None = accelerator.Stream() if self.has_streams else None
-        if self.reduction_stream is not None:
-            accelerator.name_stream(self.reduction_stream, name)
+        self.stream: Stream | None = accelerator.Stream() if self.has_streams else None
+        if self.stream is not None:
+            accelerator.name_stream(self.stream, name)
         self._kept: deque[_Kept] = deque()
-
-    @property
-    def async_handles(self) -> bool:
-        """Whether overlap comes from asynchronous work handles instead of a stream."""
-        return self.overlap and not self.has_streams
 
     def current_stream(self) -> Stream:
         """The stream current here and now; inside a hook, the one that its gradient was produced
@@ -98,45 +87,38 @@ class CommContext:
         return get_accelerator().current_stream()
 
     def wait_for(self, producers: Iterable[Stream]) -> None:
-        """Let the reduction stream wait for all work issued so far on each of `producers`."""
-        if self.reduction_stream is not None:
+        """Let this stream wait for all work issued so far on each of `producers`."""
+        if self.stream is not None:
             for stream in producers:
-                self.reduction_stream.wait_stream(stream)
+                self.stream.wait_stream(stream)
 
-    @contextmanager
-    def on_reduction_stream(self) -> Iterator[None]:
-        """Issue work on the reduction stream, if the device has streams."""
-        context = (
-            nullcontext()
-            if self.reduction_stream is None
-            else get_accelerator().stream(self.reduction_stream)
-        )
-        with context:
-            yield
+    def issue(self) -> AbstractContextManager[None]:
+        """Issue the work of a `with` block on this stream, if the device has streams."""
+        if self.stream is None:
+            return nullcontext()
+        return get_accelerator().stream(self.stream)
 
     def release(self, producers: Iterable[Stream]) -> None:
-        """Let each of `producers` wait for what the reduction stream was given so far: their memory
-        that this uses may then be dropped, or written again.
+        """Let each of `producers` wait for what this stream was given so far: their memory that
+        this uses may then be dropped, or written again.
         """
-        if self.reduction_stream is not None:
-            done = self.reduction_stream.record_event()
+        if self.stream is not None:
+            done = self.stream.record_event()
             for stream in producers:
                 stream.wait_event(done)
 
     def keep_alive(self, tensors: list[torch.Tensor], producers: Collection[Stream]) -> None:
-        """Hold `tensors`, memory of `producers`, for the work issued so far on the reduction
-        stream.
+        """Hold `tensors`, memory of `producers`, for the work issued so far on this stream.
 
         At most `MAX_KEPT` are held: the producers wait for the oldest use before one more. So
         memory is bounded however far the host runs ahead, and the producers' work still goes on
         beside the use.
         """
-        if self.reduction_stream is None:
+        if self.stream is None:
             return
         while len(self._kept) >= MAX_KEPT:
             self._let_go()
-        event = self.reduction_stream.record_event()
-        self._kept.append(_Kept(tensors, tuple(producers), event))
+        self._kept.append(_Kept(tensors, tuple(producers), self.stream.record_event()))
 
     def _let_go(self) -> None:
         oldest = self._kept.popleft()
@@ -144,24 +126,24 @@ class CommContext:
         for stream in oldest.producers:
             stream.wait_event(oldest.event)
 
-    def issued(self) -> None:
-        """A reduction was issued: without overlap, let the current stream wait for it."""
-        if self.reduction_stream is not None and not self.overlap:
-            get_accelerator().current_stream().wait_stream(self.reduction_stream)
+    def join_unless_overlapped(self) -> None:
+        """Let the current stream wait for what was issued, without overlap."""
+        if self.stream is not None and not self.overlap:
+            get_accelerator().current_stream().wait_stream(self.stream)
 
     def join(self) -> None:
-        """Let the current stream wait for the reduction stream, and the producers for what was kept
-        alive, which is dropped.
+        """Let the current stream wait for this one, and the producers for what was kept alive,
+        which is dropped.
         """
-        if self.reduction_stream is not None:
-            get_accelerator().current_stream().wait_stream(self.reduction_stream)
+        if self.stream is not None:
+            get_accelerator().current_stream().wait_stream(self.stream)
             while self._kept:
                 self._let_go()
 
     def destroy(self) -> None:
         """Wait for outstanding work and let go of everything."""
-        if self.reduction_stream is not None:
-            self.reduction_stream.synchronize()
+        if self.stream is not None:
+            self.stream.synchronize()
         self._kept.clear()
 
 

@@ -6,7 +6,7 @@ needs the input, also over several backwards of one graph, and whether or not re
 reentrant.
 
 [Note: order of copies]
-A copy to the host runs on a side stream, behind the stream that made the tensor. `CommContext`
+A copy to the host runs on a side stream, behind the stream that made the tensor. `SideStream`
 keeps the tensor until the copy after the next is about to be issued; that stream then waits for the
 copy, so that a host that runs ahead holds two inputs and not all of them. The copy back runs on the
 stream of backward, behind that side stream. A block of a long buffer remembers the event of its
@@ -28,7 +28,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import settings
 from deepspeed.runtime.activation_checkpointing.settings import Settings
-from deepspeed.runtime.streams import CommContext
+from deepspeed.runtime.streams import SideStream
 
 
 def is_activation_to_checkpoint(item: Any) -> bool:
@@ -184,7 +184,7 @@ class InputStore:
             else None
         )
         self._copies = (
-            CommContext(overlap=True, name="activation copy stream") if self._to_host else None
+            SideStream(overlap=True, name="activation copy stream") if self._to_host else None
         )
 
     @property
@@ -240,7 +240,7 @@ class InputStore:
         )
         producer = copies.current_stream()
         copies.wait_for([producer])
-        with copies.on_reduction_stream():
+        with copies.issue():
             block = (
                 self._buffers.take(source, source.numel(), on_host=True)
                 if self._buffers is not None

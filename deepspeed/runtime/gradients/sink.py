@@ -15,7 +15,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.gradients.buckets import Segment
 from deepspeed.runtime.sharding.group import ShardedGroup
-from deepspeed.runtime.streams import CommContext, StagingBuffers, runs_ahead
+from deepspeed.runtime.streams import SideStream, StagingBuffers, runs_ahead
 
 # Elements that the host widens and adds at a time: what it widens stays in the cache. A whole slice
 # would cost memory of its own, and adding a narrow tensor to a wide one directly takes torch
@@ -159,7 +159,7 @@ class HostSink(DeviceSink):
         super().__init__()
         self._buffer_count = max(1, buffer_count)
         self._buffers = StagingBuffers(self._buffer_count)
-        self._copies = CommContext(overlap=True, name="gradient offload stream")
+        self._copies = SideStream(overlap=True, name="gradient offload stream")
         self._in_flight: deque[_Staged] = deque()
 
     def _add(
@@ -194,7 +194,7 @@ class HostSink(DeviceSink):
         there.
         """
         buffers = [self._buffers.take(part.numel(), part.dtype) for part in parts]
-        with self._copies.on_reduction_stream():
+        with self._copies.issue():
             for host, part in zip(buffers, parts, strict=True):
                 host[: part.numel()].copy_(part, non_blocking=True)
             # The copies are only ordered on the device; the host may read `buffers` once this event

@@ -35,7 +35,7 @@ from deepspeed.runtime.gradients.replicated import (
 )
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.fragments import FragmentTable
-from deepspeed.runtime.streams import CommContext
+from deepspeed.runtime.streams import SideStream
 
 
 class ReplicatedReduction:
@@ -75,7 +75,7 @@ class ReplicatedReduction:
         self._in_flight: deque[Flight] = deque()
         self._held: frozenset[nn.Parameter] = frozenset()
         self._handles: list[Any] = []
-        streams = CommContext(overlap)
+        streams = SideStream(overlap)
         # The host computes with the cores that would communicate, and gathers gradients in one
         # go more cheaply than bucket by bucket.
         self._streams = streams if overlap and streams.has_streams else None
@@ -210,7 +210,7 @@ class ReplicatedReduction:
         gradients = self._gradients[plan.group]
         gradients.collect_some(plan.params)
         streams.wait_for(self._producers[bucket])
-        with streams.on_reduction_stream():
+        with streams.issue():
             for segment in plan.segments:
                 part = gradients.flat[segment.shard_start : segment.shard_start + segment.numel]
                 rule, replicas = self._owner.reduce_rule, self._replicas[plan.group]
@@ -244,7 +244,7 @@ class ReplicatedReduction:
         if self._streams is None:
             return
         if self._in_flight:
-            with self._streams.on_reduction_stream():
+            with self._streams.issue():
                 while self._in_flight:
                     finish_all_reduce(self._in_flight.popleft())
             self._streams.join()

@@ -39,7 +39,7 @@ from deepspeed.runtime.sharding.parameter_reads import (
     unwatch_reads,
     watch_reads,
 )
-from deepspeed.runtime.streams import CommContext
+from deepspeed.runtime.streams import SideStream
 
 # Of torch's attributes, those that say nothing of a parameter's elements.
 _NO_READ = {
@@ -131,15 +131,15 @@ class ParameterArrivals:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._context = CommContext(overlap=True, name="parameter gathers")
+        self._gather = SideStream(overlap=True, name="parameter gathers")
         self._pending: list[tuple[Arrival, Sequence[nn.Parameter]]] = []
 
     def begin(self, gather: Callable[[], PendingShards], params: Sequence[nn.Parameter]) -> None:
         """Issue a gather that fills `params`, behind what the current stream was given so far."""
-        stream = self._context.reduction_stream
+        stream = self._gather.stream
         assert stream is not None, "a device without streams has nothing to leave alone"
-        self._context.wait_for([self._context.current_stream()])
-        with self._context.on_reduction_stream():
+        self._gather.wait_for([self._gather.current_stream()])
+        with self._gather.issue():
             gather().wait()  # this stream waits, not the host
         self._pending.append((Arrival(stream.record_event()), params))
 

@@ -46,7 +46,7 @@ from deepspeed.runtime.gradients.sequence_parts import has_parts
 from deepspeed.runtime.gradients.sink import DeviceSink, HostSink
 from deepspeed.runtime.gradients.static_sums import StaticSumGuard
 from deepspeed.runtime.sharding.state import load_sharded_state, sharded_state_dict
-from deepspeed.runtime.streams import CommContext
+from deepspeed.runtime.streams import SideStream
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.movable_states import MovableStates
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
@@ -182,7 +182,7 @@ class DeepSpeedZeroOptimizer(MovableStates):
         self.overlap_comm = overlap_comm
         self.ignore_unused_parameters = ignore_unused_parameters
         self._backward_started = backward_started
-        self.comm_context = CommContext(overlap_comm)
+        self.side_stream = SideStream(overlap_comm)
         self.sink = (
             HostSink(self.offload.buffer_count) if self.offload is not None else DeviceSink()
         )
@@ -194,7 +194,7 @@ class DeepSpeedZeroOptimizer(MovableStates):
         self._hook_handles: list[Any] = []
         self._reducing = False
         self._static_sums: StaticSumGuard | None = None
-        if self.comm_context.has_streams and not partition_grads and self.accumulator is None:
+        if self.side_stream.has_streams and not partition_grads and self.accumulator is None:
             named = ((param, self.param_names.get(param, "?")) for _, param in self._slots)
             self._static_sums = StaticSumGuard(named)
         self.create_gradient_handling_hooks()
@@ -339,11 +339,11 @@ class DeepSpeedZeroOptimizer(MovableStates):
         """Body of the gradient hook of slot `i`."""
         if self._backward_started is not None:
             self._backward_started()
-        if self.comm_context.has_streams:
+        if self.side_stream.has_streams:
             # [fix 2] The stream current here, inside the hook, is the one that produced this
             # gradient: autograd runs the hook on the stream of the accumulation node, which need
             # not be the default stream nor the one the optimizer was built on.
-            self.ipg_buckets[self._slots[i][0]].copy_streams.add(self.comm_context.current_stream())
+            self.ipg_buckets[self._slots[i][0]].copy_streams.add(self.side_stream.current_stream())
         # Streams are recorded in every micro-batch: the memory of a sum is that of the first.
         if not self._reducing:
             return
@@ -385,7 +385,7 @@ class DeepSpeedZeroOptimizer(MovableStates):
         """
         streams = self.ipg_buckets[index].copy_streams
         if streams:
-            streams.add(self.comm_context.current_stream())
+            streams.add(self.side_stream.current_stream())
         self.reduce_independent_p_g_buckets_and_remove_grads(index)
 
     def _clear_accumulator(self) -> None:
@@ -473,16 +473,16 @@ class DeepSpeedZeroOptimizer(MovableStates):
         # [fix 1] The gradients of one bucket come from as many streams as their hooks ran on.
         # Reading them is safe only after the work of *all* of these streams; the one current now is
         # right only if no hook recorded any.
-        self.comm_context.wait_for(bucket.copy_streams or {self.comm_context.current_stream()})
-        producers = bucket.copy_streams or {self.comm_context.current_stream()}
-        with self.comm_context.on_reduction_stream():
+        self.side_stream.wait_for(bucket.copy_streams or {self.side_stream.current_stream()})
+        producers = bucket.copy_streams or {self.side_stream.current_stream()}
+        with self.side_stream.issue():
             buffer = self._acquire_buffer(plan)
             bucket.buffer = [buffer]
             payload = self._fill_buffer(buffer, index, grads)
             # That was the last use of the gradients. Their producers wait for it, so they can be
             # dropped as soon as this is issued, and memory that the next micro-batch writes again
             # (a graph's) is not written before. See [Note: lifetimes across streams].
-            self.comm_context.release(producers)
+            self.side_stream.release(producers)
             if plan.used < plan.numel:
                 # What the buffer held before would be summed into the shards' padding, which the
                 # norm takes in.
@@ -501,7 +501,7 @@ class DeepSpeedZeroOptimizer(MovableStates):
                 self._reduce_between_instances(1)
             else:
                 self._finish_in_flight(0)
-        self.comm_context.issued()
+        self.side_stream.join_unless_overlapped()
 
     def _fill_buffer(
         self, buffer: BucketBuffer, index: int, grads: list[torch.Tensor | None]
@@ -541,7 +541,7 @@ class DeepSpeedZeroOptimizer(MovableStates):
         if self.instances.across is None:
             return
         inside = [reduction for reduction in self._in_flight if not reduction.is_between]
-        with self.comm_context.on_reduction_stream():
+        with self.side_stream.issue():
             for reduction in inside[: max(0, len(inside) - limit)]:
                 with self._waiting(reduction):
                     reduction.pending.sum_over(self.instances.across)
@@ -556,7 +556,7 @@ class DeepSpeedZeroOptimizer(MovableStates):
         """
         self._reduce_between_instances(limit)
         while len(self._in_flight) > limit:
-            with self.comm_context.on_reduction_stream():
+            with self.side_stream.issue():
                 self._finish(self._in_flight.popleft())
 
     def _waiting(self, reduction: Reduction) -> AbstractContextManager[None]:
@@ -589,7 +589,7 @@ class DeepSpeedZeroOptimizer(MovableStates):
             if buffer.tensor.dtype == dtype and buffer.tensor.numel() >= plan.numel:
                 if buffer.last_read is not None:
                     # Its owned part may still be on its way to the host, on another stream.
-                    self.comm_context.current_stream().wait_event(buffer.last_read)
+                    self.side_stream.current_stream().wait_event(buffer.last_read)
                 return self._free_buffers.pop(position)
         numel = plan.numel
         if self.contiguous_gradients:
@@ -619,7 +619,7 @@ class DeepSpeedZeroOptimizer(MovableStates):
     def finish_gradients(self) -> None:
         """See base class."""
         self._finish_in_flight(0)
-        self.comm_context.join()
+        self.side_stream.join()
         self.sink.finish()
 
     # Norm
@@ -753,6 +753,6 @@ class DeepSpeedZeroOptimizer(MovableStates):
         if self._static_sums is not None:
             self._static_sums.remove()
         self._finish_in_flight(0)
-        self.comm_context.destroy()
+        self.side_stream.destroy()
         self._free_buffers = []
         super().destroy()

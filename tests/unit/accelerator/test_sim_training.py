@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.runtime.streams import CommContext
+from deepspeed.runtime.streams import SideStream
 from unit.common import DistributedTest
 from unit.v1.contract.matrix import Case
 from unit.v1.contract.runner import run_cases
@@ -37,11 +37,11 @@ class TestTraining(DistributedTest):
 
     def test_undone_fix_1_is_not_a_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # Kills: a simulation that forgives a reduction that waits for the last producer only.
-        wait_for = CommContext.wait_for
+        wait_for = SideStream.wait_for
 
-        def only_current(self: CommContext, producers: Any) -> None:
+        def only_current(self: SideStream, producers: Any) -> None:
             wait_for(self, {self.current_stream()})
 
-        monkeypatch.setattr(CommContext, "wait_for", only_current)
+        monkeypatch.setattr(SideStream, "wait_for", only_current)
         with simulate(backward_streams=3), pytest.raises(AssertionError, match="off by nan"):
             run_cases([SHARED_BUCKET])

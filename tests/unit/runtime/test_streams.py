@@ -1,4 +1,4 @@
-"""CommContext on an accelerator that only writes down what is asked of it: waits, keep-alive,
+"""SideStream on an accelerator that only writes down what is asked of it: waits, keep-alive,
 join.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from deepspeed.runtime.streams import CommContext
+from deepspeed.runtime.streams import SideStream
 
 
 class FakeStream:
@@ -82,48 +82,48 @@ def fake() -> Iterator[FakeAccelerator]:
 def test_the_reduction_stream_waits_for_every_producer(fake):
     # Kills: waiting for one of several streams (fix 1), or for the stream current at construction
     # (fix 2).
-    context = CommContext(overlap=True)
+    side = SideStream(overlap=True)
     producers = [FakeStream(fake.log, "a"), FakeStream(fake.log, "b")]
-    context.wait_for(producers)
+    side.wait_for(producers)
     assert fake.log == [("wait", "side1", "a"), ("wait", "side1", "b")]
 
 
 def test_current_stream_is_asked_for_each_time(fake):
     # Kills: remembering the stream of the first question.
-    context = CommContext(overlap=True)
-    assert context.current_stream().name == "default"
+    side = SideStream(overlap=True)
+    assert side.current_stream().name == "default"
     with fake.stream(FakeStream(fake.log, "side hook")):
-        assert context.current_stream().name == "side hook"
+        assert side.current_stream().name == "side hook"
 
 
 def test_work_is_issued_on_the_reduction_stream(fake):
     # Kills: a block that leaves the caller on the side stream, or never enters it.
-    context = CommContext(overlap=True)
-    with pytest.raises(KeyError), context.on_reduction_stream():
-        assert fake.current is context.reduction_stream
+    side = SideStream(overlap=True)
+    with pytest.raises(KeyError), side.issue():
+        assert fake.current is side.stream
         raise KeyError("x")
     assert fake.current.name == "default"
 
 
 def test_released_memory_is_awaited_by_every_producer(fake):
     # Kills: an event recorded before the use, one producer only, a host that waits or asks.
-    context = CommContext(overlap=True)
-    context.release([FakeStream(fake.log, "a"), FakeStream(fake.log, "b")])
+    side = SideStream(overlap=True)
+    side.release([FakeStream(fake.log, "a"), FakeStream(fake.log, "b")])
     assert fake.log == [("record", "side1"), ("wait", "a", "side1 1"), ("wait", "b", "side1 1")]
 
 
-def kept(context, producers):
+def kept(side, producers):
     """Keep a tensor alive; a weak reference to it."""
     tensor = torch.zeros(4)
-    context.keep_alive([tensor], producers)
+    side.keep_alive([tensor], producers)
     return weakref.ref(tensor)
 
 
 def test_two_uses_are_under_way(fake):
     # Kills: dropping the reference at once: the allocator would hand the memory out while the side
     # stream reads it. Holding all that the host has issued, however far it runs ahead.
-    context = CommContext(overlap=True)
-    alive = [kept(context, [FakeStream(fake.log, name)]) for name in "abc"]
+    side = SideStream(overlap=True)
+    alive = [kept(side, [FakeStream(fake.log, name)]) for name in "abc"]
     gc.collect()
     assert [tensor() is not None for tensor in alive] == [False, True, True]
     assert fake.log == [
@@ -136,15 +136,15 @@ def test_two_uses_are_under_way(fake):
 
 def test_the_producers_wait_before_the_references_go(fake, monkeypatch):
     # Kills: references that go first, or while only one of several producers waits.
-    context = CommContext(overlap=True)
+    side = SideStream(overlap=True)
     producers = [FakeStream(fake.log, "a"), FakeStream(fake.log, "b")]
-    alive = kept(context, producers)
+    alive = kept(side, producers)
     waiting = []
     monkeypatch.setattr(
         FakeStream, "wait_event", lambda self, event: waiting.append((self.name, alive() is None))
     )
-    kept(context, [])
-    kept(context, [])
+    kept(side, [])
+    kept(side, [])
     gc.collect()
     assert waiting == [("a", False), ("b", False)] and alive() is None
 
@@ -152,11 +152,11 @@ def test_the_producers_wait_before_the_references_go(fake, monkeypatch):
 def test_join_lets_the_current_stream_wait_and_frees(fake):
     # Kills: a host synchronization instead of a stream wait, waiting in the wrong direction, a
     # producer that is forgotten, and a leak over steps.
-    context = CommContext(overlap=True)
-    alive = kept(context, [FakeStream(fake.log, "producer")])
+    side = SideStream(overlap=True)
+    alive = kept(side, [FakeStream(fake.log, "producer")])
     fake.log.clear()
     with fake.stream(FakeStream(fake.log, "trainer")):
-        context.join()
+        side.join()
     assert fake.log == [("wait", "trainer", "side1"), ("wait", "producer", "side1 1")]
     gc.collect()
     assert alive() is None
@@ -164,39 +164,36 @@ def test_join_lets_the_current_stream_wait_and_frees(fake):
 
 def test_destroy_waits_for_outstanding_work(fake):
     # Kills: freeing buffers that the device still uses.
-    context = CommContext(overlap=True)
-    context.keep_alive([torch.zeros(1)], [])
-    context.destroy()
+    side = SideStream(overlap=True)
+    side.keep_alive([torch.zeros(1)], [])
+    side.destroy()
     assert fake.log[-1] == ("synchronize", "side1")
 
 
 def test_without_overlap_the_current_stream_waits_after_every_reduction(fake):
     # Kills: computation that runs beside a reduction nobody asked to overlap.
-    context = CommContext(overlap=False)
-    with context.on_reduction_stream():
+    side = SideStream(overlap=False)
+    with side.issue():
         assert fake.current.name == "side1"
-    context.issued()
-    assert fake.log[-1] == ("wait", "default", "side1") and not context.async_handles
+    side.join_unless_overlapped()
+    assert fake.log[-1] == ("wait", "default", "side1")
 
 
 def test_with_overlap_nothing_waits_for_a_reduction_before_the_join(fake):
     # Kills: an overlap that serializes.
-    context = CommContext(overlap=True)
-    context.issued()
+    side = SideStream(overlap=True)
+    side.join_unless_overlapped()
     assert fake.log == []
 
 
-def test_devices_without_streams_overlap_by_handles():
-    # Kills: claiming a stream on the host, or no overlap at all there.
+def test_devices_without_streams_make_none():
+    # Kills: claiming a stream on the host.
     real = get_accelerator()
     stand_in = FakeAccelerator(streams=False)
     set_accelerator(stand_in)
     try:
-        context = CommContext(overlap=True)
-        assert (
-            context.async_handles and context.reduction_stream is None and not context.has_streams
-        )
-        assert not CommContext(overlap=False).async_handles
+        side = SideStream(overlap=True)
+        assert side.stream is None and not side.has_streams
         assert stand_in.made == 0
     finally:
         set_accelerator(real)

@@ -31,11 +31,11 @@ PUBLISHER = "deepspeed/runtime/sharding/publisher.py"
 
 
 JOIN = """\
-            get_accelerator().current_stream().wait_stream(self.reduction_stream)
+            get_accelerator().current_stream().wait_stream(self.stream)
             while self._kept:
                 self._let_go()
 """
-RELEASE = "            self.comm_context.release(producers)\n"
+RELEASE = "            self.side_stream.release(producers)\n"
 FILL = "            payload = self._fill_buffer(buffer, index, grads)\n"
 PRODUCER_NOT_AWAITED = r"never waits for <.*which wrote.*gradient of(.|\n)*average_tensor"
 FREED_TOO_EARLY = r"(?i)freed(.|\n)*_fill"
@@ -49,7 +49,7 @@ CHECKER = (
         ZERO,
         (
             (
-                "copy_streams.add(self.comm_context.current_stream())",
+                "copy_streams.add(self.side_stream.current_stream())",
                 "copy_streams.add(get_accelerator().default_stream())",
             ),
             (DIST_IMPORT, DIST_IMPORT + ACCELERATOR_IMPORT),
@@ -69,8 +69,8 @@ CHECKER = (
         ZERO,
         (
             (
-                "copy_streams.add(self.comm_context.current_stream())",
-                "copy_streams = {self.comm_context.current_stream()}",
+                "copy_streams.add(self.side_stream.current_stream())",
+                "copy_streams = {self.side_stream.current_stream()}",
             ),
         ),
         "streams: stage 2",
@@ -81,7 +81,7 @@ CHECKER = (
         ZERO,
         (
             (
-                "wait_for(bucket.copy_streams or {self.comm_context.current_stream()})",
+                "wait_for(bucket.copy_streams or {self.side_stream.current_stream()})",
                 "wait_for(bucket.copy_streams)",
             ),
         ),
@@ -93,9 +93,8 @@ CHECKER = (
         STREAMS,
         (
             (
-                "            if self.reduction_stream is None\n"
-                "            else get_accelerator().stream(self.reduction_stream)\n",
-                "",
+                "        return get_accelerator().stream(self.stream)\n",
+                "        return nullcontext()\n",
             ),
         ),
         "streams: stage 2",
@@ -330,8 +329,9 @@ LEDGER = (
         ZERO,
         (
             (
-                "        self.comm_context.issued()\n",
-                "        self.comm_context.issued()\n        self._free_buffers.append(buffer)\n",
+                "        self.side_stream.join_unless_overlapped()\n",
+                "        self.side_stream.join_unless_overlapped()\n"
+                "        self._free_buffers.append(buffer)\n",
             ),
         ),
         "ledger: stage 2",

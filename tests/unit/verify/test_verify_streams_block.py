@@ -14,7 +14,7 @@ import torch
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.runtime.streams import CommContext
+from deepspeed.runtime.streams import SideStream
 from deepspeed.verify import StreamRaceError, disable_stream_checking
 from unit.common import DistributedTest
 
@@ -57,7 +57,7 @@ class TestStreamsBlock(DistributedTest):
         # Kills: a key that is accepted and ignored; a rank that goes on and hangs in its next
         # collective.
         if dist.get_rank() == 1:
-            monkeypatch.setattr(CommContext, "wait_for", lambda self, producers: None)
+            monkeypatch.setattr(SideStream, "wait_for", lambda self, producers: None)
         expected = (
             "never waits for <backward stream" if dist.get_rank() == 1 else "another rank left"
         )

@@ -32,7 +32,7 @@ ZERO3 = (
         UNIT,
         (
             (
-                "            self.context.reduction_stream.wait_event(self._last_load)",
+                "            self.gather.stream.wait_event(self._last_load)",
                 "            pass",
             ),
         ),

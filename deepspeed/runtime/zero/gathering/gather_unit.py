@@ -44,7 +44,7 @@ from deepspeed.comm.shard_ops import PendingShards, gather_from_owners
 from deepspeed.runtime.sharding.cut_rows import WholeViews
 from deepspeed.runtime.sharding.flattening import joined
 from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
-from deepspeed.runtime.streams import CommContext
+from deepspeed.runtime.streams import SideStream
 from deepspeed.runtime.zero.gathering.gather_settings import GatherSettings
 from deepspeed.runtime.zero.gathering.memory_pool import MemoryPool, PoolBuffer, poison
 from deepspeed.runtime.zero.gathering.secondary_shards import SecondaryShards
@@ -68,13 +68,13 @@ class GatherResources:
     Args:
         settings: How parameters are gathered.
         owner: Who has the model.
-        context: The gather stream, if there is one already.
+        gather: The gather stream, if there is one already.
 
     Attributes:
         by_broadcast: One broadcast per rank instead of an all-gather.
         secondary_group: Ranks that keep copies of gathered rows; None: nobody does.
-        context: The gather stream.
-        load_context: The stream that shards are loaded on; the gather stream if they need not be.
+        gather: The gather stream.
+        load: The stream that shards are loaded on; the gather stream if they need not be.
         rows: Pool of what all-gathers fill.
         whole: Pool of whole parameters.
         shards_updated: Event after which shards may be read; None: they may be.
@@ -87,42 +87,42 @@ class GatherResources:
         self,
         settings: GatherSettings,
         owner: Any = None,
-        context: CommContext | None = None,
+        gather: SideStream | None = None,
     ) -> None:
         self.owner = owner
         self.by_broadcast = settings.by_broadcast
         self.secondary_group = settings.secondary_group
-        self.context = context or CommContext(settings.overlap, "gather stream")
-        self.load_context = (
-            CommContext(settings.overlap, "parameter load stream")
-            if settings.loads and self.context.has_streams
-            else self.context
+        self.gather = gather or SideStream(settings.overlap, "gather stream")
+        self.load = (
+            SideStream(settings.overlap, "parameter load stream")
+            if settings.loads and self.gather.has_streams
+            else self.gather
         )
         self._last_load: Any = None  # event behind it
         self.last_gather: Any = None
-        self.rows = MemoryPool(self.context.has_streams)
-        self.whole = MemoryPool(self.context.has_streams)
+        self.rows = MemoryPool(self.gather.has_streams)
+        self.whole = MemoryPool(self.gather.has_streams)
         self.shards_updated: Any = None
         self.num_updates = 0
         self.are_away = False
 
     def mark_updated(self) -> None:
         """Shards were written by what has been issued on the current stream."""
-        if self.context.has_streams:
+        if self.gather.has_streams:
             self.shards_updated = get_accelerator().Event()
             self.shards_updated.record(get_accelerator().current_stream())
 
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Issue what fills this rank's row; the gather stream waits for it."""
-        stream = self.load_context.reduction_stream
+        stream = self.load.stream
         if stream is not None and self.shards_updated is not None:
             stream.wait_event(self.shards_updated)
-        with self.load_context.on_reduction_stream():
+        with self.load.issue():
             yield
-        if stream is not None and self.load_context is not self.context:
+        if stream is not None and self.load is not self.gather:
             self._last_load = stream.record_event()
-            self.context.reduction_stream.wait_event(self._last_load)  # type: ignore[union-attr]  # both have one
+            self.gather.stream.wait_event(self._last_load)  # type: ignore[union-attr]  # both have one
 
     @property
     def is_poisoned(self) -> bool:
@@ -137,7 +137,7 @@ class GatherResources:
         """The host is about to write to shards, where they are there: wait until nothing loads them
         any more. Where they are on the device, what writes to them is on the current stream.
         """
-        if self.load_context is self.context:
+        if self.load is self.gather:
             self.before_update()
         elif self._last_load is not None:
             self._last_load.synchronize()
@@ -152,9 +152,8 @@ class GatherResources:
         """Let go of all memory behind what has been issued on the current stream: what the gather
         stream gets of it afterwards is written after that.
         """
-        for context in {self.context, self.load_context}:
-            if context.reduction_stream is not None:
-                context.wait_for([get_accelerator().current_stream()])
+        for side in {self.gather, self.load}:
+            side.wait_for([get_accelerator().current_stream()])
         self.rows.clear()
         self.whole.clear()
 
@@ -162,15 +161,15 @@ class GatherResources:
         """Let go of the memory that nobody has. The host waits for the device, so that nothing
         reads it any more, whichever stream it is of.
         """
-        if self.context.has_streams:
+        if self.gather.has_streams:
             get_accelerator().synchronize()
         self.rows.drop_free()
         self.whole.drop_free()
 
     def destroy(self) -> None:
         """Wait for outstanding work and let go of all memory."""
-        self.load_context.destroy()
-        self.context.destroy()
+        self.load.destroy()
+        self.gather.destroy()
         self.rows.clear()
         self.whole.clear()
 
@@ -333,7 +332,7 @@ class GatherUnit:
             filled = rows.tensor[: self.table.padded_numel]
             filled[own].copy_(shard, non_blocking=self._is_locked)
         try:
-            with shared.context.on_reduction_stream():
+            with shared.gather.issue():
                 self._issue(filled, group)
         except BaseException:
             # Not to be used again: what was issued before it failed may still write there.
@@ -347,12 +346,12 @@ class GatherUnit:
     def _issue(self, rows: torch.Tensor, group: dist.Group) -> None:
         shared, tag = self.resources, _FIRST_TAG + self.index
         pending = gather_from_owners(rows, group, shared.by_broadcast, async_op=True, tag=tag)
-        if shared.context.reduction_stream is not None:
+        if shared.gather.stream is not None:
             # The gather stream waits, not the host; what comes later on it comes after.
             pending.wait()
             self._keep(rows)
             self._gathered = get_accelerator().Event()
-            self._gathered.record(shared.context.reduction_stream)
+            self._gathered.record(shared.gather.stream)
             shared.last_gather = self._gathered
         self._pending = pending
 
@@ -378,7 +377,7 @@ class GatherUnit:
         self._secondary.forget()
         if self.resources.is_poisoned:
             # On the stream that reads copies and makes them.
-            with self.resources.context.on_reduction_stream():
+            with self.resources.gather.issue():
                 self._secondary.poison()
 
     def before_write(self) -> None:
@@ -400,7 +399,7 @@ class GatherUnit:
                 f"unit {self.name} was gathered before update {self.resources.num_updates} of the "
                 f"shards, after update {self._update}: nothing may be gathered over a step"
             )
-        if self.resources.context.has_streams:
+        if self.resources.gather.has_streams:
             stream = get_accelerator().current_stream()
             if stream not in self._readers:
                 stream.wait_event(self._copied)
@@ -413,7 +412,7 @@ class GatherUnit:
         assert rows is not None and self._pending is not None, (
             f"unit {self.name}: finished before it was started"
         )
-        current = get_accelerator().current_stream() if shared.context.has_streams else None
+        current = get_accelerator().current_stream() if shared.gather.has_streams else None
         if current is not None:
             current.wait_event(self._gathered)
             lone_waits.watch.issued(lambda: self.label, self._gathered.query)
@@ -511,7 +510,7 @@ class GatherUnit:
             return
         # The host waits where there are no streams; on others who fills the rows next waits.
         self._wait(self._pending)
-        stream = self.resources.context.reduction_stream
+        stream = self.resources.gather.stream
         self.resources.rows.give_back(self._rows, () if stream is None else (stream,))
         self._has_no_gather()
 

@@ -29,7 +29,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sharding.flattening import lies_on_host
 from deepspeed.runtime.sharding.group import expert_group_of
-from deepspeed.runtime.streams import CommContext
+from deepspeed.runtime.streams import SideStream
 from deepspeed.runtime.zero.gathering.gather_settings import GatherSettings
 from deepspeed.runtime.zero.gathering.gather_unit import GatherResources, GatherUnit
 from deepspeed.runtime.zero.gathering.memory_pool import poison
@@ -62,22 +62,19 @@ def _zero_params(params: Iterable[Any]) -> list[nn.Parameter]:
     return [param for param in dict.fromkeys(params) if is_zero_param(param)]
 
 
-class _GatherStream:
-    """The stream of all gathers by hand on a device."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[Any, Any], CommContext] = {}
-
-    def context(self) -> CommContext:
-        """Of the current device; another accelerator (the simulated one) has streams of its own."""
-        accelerator = get_accelerator()
-        of = (accelerator, accelerator.current_device())
-        if of not in self._made:
-            self._made = {of: CommContext(True, "gather stream")}
-        return self._made[of]
+_gather_streams: dict[tuple[object, object], SideStream] = {}
 
 
-_stream = _GatherStream()
+def _gather_stream() -> SideStream:
+    """Return the stream of gathers by hand on this device; another accelerator (a simulated one)
+    has streams of its own.
+    """
+    accelerator = get_accelerator()
+    of = (accelerator, accelerator.current_device())
+    if of not in _gather_streams:
+        _gather_streams.clear()
+        _gather_streams[of] = SideStream(True, "gather stream")
+    return _gather_streams[of]
 
 
 @torch.no_grad()
@@ -114,7 +111,7 @@ def hold_whole(params: Iterable[nn.Parameter]) -> None:
 
 def _gather(params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
     """Whole parameters of one kind, in memory that lives as long as they do."""
-    resources = GatherResources(GatherSettings(), context=_stream.context())
+    resources = GatherResources(GatherSettings(), gather=_gather_stream())
     unit = GatherUnit("read by hand", params, resources, takes_shards=False)
     unit.fetch()
     resources.let_go()

@@ -8,14 +8,14 @@ from unit.mutation.table.places import ENGINE, FIX1, FIX2, FIX3, FIX4, ZERO
 DIST_IMPORT = "from deepspeed import comm as dist\n"
 ACCELERATOR_IMPORT = "from deepspeed.accelerator import get_accelerator\n"
 RECORD_AND_COMMENT = """\
-        if self.comm_context.has_streams:
+        if self.side_stream.has_streams:
             # [fix 2] The stream current here, inside the hook, is the one that produced this
             # gradient: autograd runs the hook on the stream of the accumulation node, which need
             # not be the default stream nor the one the optimizer was built on.
-            self.ipg_buckets[self._slots[i][0]].copy_streams.add(self.comm_context.current_stream())
+            self.ipg_buckets[self._slots[i][0]].copy_streams.add(self.side_stream.current_stream())
 """
 WAIT = """\
-        self.comm_context.wait_for(bucket.copy_streams or {self.comm_context.current_stream()})
+        self.side_stream.wait_for(bucket.copy_streams or {self.side_stream.current_stream()})
 """
 WAIT_COMMENT = """\
         # [fix 1] The gradients of one bucket come from as many streams as their hooks ran on.
@@ -30,7 +30,7 @@ CLEAR = '''\
 REMAINING_STREAMS = """\
         streams = self.ipg_buckets[index].copy_streams
         if streams:
-            streams.add(self.comm_context.current_stream())
+            streams.add(self.side_stream.current_stream())
 """
 NORM_LOOP = """\
             squares[self._param_group_of(group_index)] += local(group_index).squeeze()
@@ -78,10 +78,10 @@ UNDO_FIXES = (
             (RECORD_AND_COMMENT, ""),
             (REMAINING_STREAMS, ""),
             (WAIT_COMMENT, ""),
-            (WAIT, "        self.comm_context.wait_for({self.comm_context.current_stream()})\n"),
+            (WAIT, "        self.side_stream.wait_for({self.side_stream.current_stream()})\n"),
             (
-                "        producers = bucket.copy_streams or {self.comm_context.current_stream()}\n",
-                "        producers = {self.comm_context.current_stream()}\n",
+                "        producers = bucket.copy_streams or {self.side_stream.current_stream()}\n",
+                "        producers = {self.side_stream.current_stream()}\n",
             ),
         ),
         FIX1,
@@ -91,7 +91,7 @@ UNDO_FIXES = (
         ZERO,
         (
             (
-                "copy_streams.add(self.comm_context.current_stream())",
+                "copy_streams.add(self.side_stream.current_stream())",
                 "copy_streams.add(get_accelerator().default_stream())",
             ),
             (DIST_IMPORT, DIST_IMPORT + ACCELERATOR_IMPORT),

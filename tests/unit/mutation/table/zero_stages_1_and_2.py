@@ -13,7 +13,7 @@ FAULTS = (
         ZERO,
         (
             (
-                "wait_for(bucket.copy_streams or {self.comm_context.current_stream()})",
+                "wait_for(bucket.copy_streams or {self.side_stream.current_stream()})",
                 "wait_for(bucket.copy_streams)",
             ),
         ),

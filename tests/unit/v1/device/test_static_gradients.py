@@ -14,7 +14,7 @@ import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim.static_memory import StaticGradients
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.runtime.streams import CommContext
+from deepspeed.runtime.streams import SideStream
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
 from unit.v1.looping import each
@@ -135,7 +135,7 @@ class TestStaticGradients(DistributedTest):
 
     def test_without_the_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # Kills: a test, or a checker, to which static memory is like any other.
-        monkeypatch.setattr(CommContext, "release", lambda self, producers: None)
+        monkeypatch.setattr(SideStream, "release", lambda self, producers: None)
         with simulate(), check_streams(raises=False) as checker:
             found = train(2, 3, True)
         assert deviates(found, 3)

@@ -20,7 +20,7 @@ import deepspeed
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.runtime.streams import CommContext
+from deepspeed.runtime.streams import SideStream
 from deepspeed.verify import StreamRaceError, check_streams
 from unit.common import DistributedTest
 
@@ -149,15 +149,15 @@ def every_layer(layer: int) -> bool:
 
 
 def undo_fix_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait_for = CommContext.wait_for
+    wait_for = SideStream.wait_for
     monkeypatch.setattr(
-        CommContext, "wait_for", lambda self, producers: wait_for(self, {self.current_stream()})
+        SideStream, "wait_for", lambda self, producers: wait_for(self, {self.current_stream()})
     )
 
 
 def undo_fix_2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        CommContext, "current_stream", lambda self: get_accelerator().default_stream()
+        SideStream, "current_stream", lambda self: get_accelerator().default_stream()
     )
 
 

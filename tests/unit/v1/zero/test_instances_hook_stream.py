@@ -20,7 +20,7 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.runtime.streams import CommContext
+from deepspeed.runtime.streams import SideStream
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
 
@@ -117,7 +117,7 @@ class TestBuiltUnderASideStream(DistributedTest):
         # test above would test nothing.
         expected = train(CONFIGS[stage])
         monkeypatch.setattr(
-            CommContext, "current_stream", lambda self: get_accelerator().default_stream()
+            SideStream, "current_stream", lambda self: get_accelerator().default_stream()
         )
         for schedule in range(1, 4):
             with simulate(schedule=schedule), check_streams(raises=False) as checker:
