@@ -18,6 +18,8 @@ import torch
 from deepspeed import comm as dist
 
 NO_PADDING = -1
+# What transformers calls the cache of keys and values: until 5.23, and from 5.24 on.
+_CACHE = ("past_key_values", "cache")
 
 
 class WholeMask(NamedTuple):
@@ -111,19 +113,19 @@ class LocalMask:
         from transformers import masking_utils  # startup: a client's library, once it is used
 
         sliding = self.arguments.get("local_size") is not None
-        create = (
+        create: Callable[..., Any] = (
             masking_utils.create_sliding_window_causal_mask
             if sliding
             else masking_utils.create_causal_mask
         )
         # Of embeddings it reads shape, dtype and device.
         embeddings = positions.new_empty(*positions.shape, 0, dtype=self.arguments["dtype"])
-        asked: Any = create(
+        asked = create(
             config=self.arguments["config"],
             inputs_embeds=embeddings,
             attention_mask=padding,
-            past_key_values=None,
             position_ids=positions,
+            **{_cache_argument(create): None},
         )
         return LocalMask(self._make, asked.arguments)
 
@@ -157,9 +159,16 @@ def check_library() -> None:
     """
     from transformers import __version__, masking_utils  # startup: see above
 
-    needed = {"config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids"}
-    if not needed <= set(inspect.signature(masking_utils.create_causal_mask).parameters):
+    create = masking_utils.create_causal_mask
+    needed = {"config", "inputs_embeds", "attention_mask", "position_ids"}
+    if not _cache_argument(create) or not needed <= set(inspect.signature(create).parameters):
         raise ImportError(
             f"transformers {__version__} makes masks in another way than Ulysses knows: use "
             "transformers >= 5.23"
         )
+
+
+def _cache_argument(create: Callable[..., Any]) -> str:
+    """The name of the cache among the arguments of a function that makes masks; "": it has none."""
+    taken = inspect.signature(create).parameters
+    return next((name for name in _CACHE if name in taken), "")

@@ -259,3 +259,23 @@ class TestRegistering(DistributedTest):
             del piece["attention_mask"]
         with pytest.raises(ValueError, match="others none"):
             model(**piece)
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache", "memory"])
+def test_the_cache_has_one_name_in_old_and_another_in_new_releases(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    # Kills: only the name of 5.23 asked for, which 5.24 does not have.
+    from transformers import masking_utils
+
+    from deepspeed.runtime.sequence_parallel.sequence_masks import check_library
+
+    source = f"def create(config, inputs_embeds, attention_mask, {name}, position_ids): ..."
+    made: dict[str, Any] = {}
+    exec(source, made)
+    monkeypatch.setattr(masking_utils, "create_causal_mask", made["create"])
+    if name == "memory":
+        with pytest.raises(ImportError, match="makes masks in another way"):
+            check_library()
+    else:
+        check_library()
