@@ -190,29 +190,34 @@ def not_honoured() -> set[str]:
     return paths
 
 
+def visible(model: type[BaseModel], keys: str, path: str, hidden: set[str]) -> Iterator[Row]:
+    """Yield the keys of a block, each followed by those inside it, without what is hidden."""
+    for row in rows_of(model, keys, path):
+        if row.path not in hidden:
+            yield row
+            inner = nested_model(row.field)
+            if inner is not None and path:
+                yield from visible(inner, row.keys, row.path, hidden)
+
+
 def block(model: type[BaseModel], keys: str, path: str, hidden: set[str]) -> Iterator[str]:
-    """Yield the lines of a block's table and of the blocks inside it.
+    """Yield the lines of a block's table; at the top level those of the blocks below it too.
 
     Args:
         model: its class.
-        keys: path of JSON keys, for the headline.
-        path: path of field names.
+        keys: JSON key, for the headline; empty for the top level.
+        path: field name.
         hidden: paths to leave out.
     """
-    rows = [row for row in rows_of(model, keys, path) if row.path not in hidden]
+    rows = list(visible(model, keys, path, hidden))
     if not rows:
         return
-    yield f"## `{keys}`" if keys else "## Top level"
-    yield ""
-    if keys:
-        yield (model.__doc__ or "").strip().split("\n")[0]
-        yield ""
-    yield "| key | type | default | meaning |"
-    yield "|---|---|---|---|"
+    yield f"## `{keys}`\n" if keys else "## Top level\n"
+    yield "| key | type | default | meaning |\n|---|---|---|---|"
     for row in rows:
-        yield f"| `{row.keys.rpartition('.')[2]}` | {row.cells} |"
+        yield f"| `{row.keys.removeprefix(f'{keys}.')}` | {row.cells} |"
     yield ""
-    for row in rows:
+    for row in rows if not path else ():
         inner = nested_model(row.field)
         if inner is not None:
             yield from block(inner, row.keys, row.path, hidden)
@@ -242,9 +247,12 @@ def refused() -> Iterator[str]:
         others = inside(block_of(each), rows, but=each.path)
         yield f"| `{rows[each.path].keys}` | {others} | {each.remedy} |"
     yield "\n### Keys without effect\n"
-    yield "| key | type | default | meaning | needs |\n|---|---|---|---|---|"
+    yield "| keys | they need |\n|---|---|"
+    needs: dict[str, list[str]] = {}
     for inert in inert_keys():
-        yield f"| `{rows[inert.path].keys}` | {cells(inert.path, rows)} | {inert.without} |"
+        needs.setdefault(inert.without, []).append(f"`{rows[inert.path].keys}`")
+    for need, keys in needs.items():
+        yield f"| {', '.join(keys)} | {need} |"
 
 
 def block_of(refusal: Refusal) -> str:
