@@ -18,17 +18,11 @@ from deepspeed._absent_internals import (
 
 
 class Absence(NamedTuple):
-    """Names of upstream's that are absent for one reason.
+    """Names of upstream's that are absent for one reason."""
 
-    Attributes:
-        where: Regular expression of the package, or of the class as `module.Class`.
-        names: Regular expression of the names.
-        why: Why, and what to use instead.
-    """
-
-    where: str
-    names: str
-    why: str
+    where: str  # regular expression of the package, or of the class as `module.Class`
+    names: str  # regular expression of the names
+    why: str  # and what to use instead
 
 
 FRAGMENTS = "use deepspeed.utils.safe_get_full_fp32_param and its like, which every stage has"
@@ -347,12 +341,7 @@ ABSENCES: tuple[Absence, ...] = (
 
 
 def reason(package: str, name: str) -> str | None:
-    """Why `package.name` is absent; None if it is not one of the known absences.
-
-    Args:
-        package: A module, or a class as `module.Class`.
-        name: The attribute.
-    """
+    """Why `package.name` is absent; None if it is not one of the known absences."""
     if name.startswith("__"):  # Python's own questions
         return None
     if f"{package}.{name}" in INTERNAL_MODULES:

@@ -21,14 +21,8 @@ def lazy_attributes(
 ) -> Callable[[str], Any]:
     """A module `__getattr__` for `package`.
 
-    Args:
-        package: `__name__` of the package.
-        names: Attribute -> module that defines it.
-        submodules: Submodules reachable as attributes without importing them first, as users of
-            upstream do.
-        tables: `module:attribute` of dicts that hold further attributes, which are derived.
-
     `from package import *` brings `names` and those of `tables` too, unless there are submodules: a
+
     whole package would load.
     """
     names = names or {}

@@ -120,14 +120,7 @@ class _Unusable(type):
 
 
 def stand_in(name: str, module: str, why: str) -> _Unusable:
-    """A class that can be imported, derived from and assigned to; calling it or a method of it
-    raises NotImplementedError.
-
-    Args:
-        name: Of the class.
-        module: Where it is.
-        why: The error's text.
-    """
+    """Make a class to import, derive from and assign to; calling it raises NotImplementedError."""
     return _Unusable(name, (), {"__module__": module, "__qualname__": name, "why": why})
 
 
@@ -137,12 +130,7 @@ class _Maker(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a made module; None for what is not upstream's, and for an absent one if
-        somebody only asks whether it is there.
-
-        Raises:
-            AbsentModuleError: It is upstream's, and not here.
-        """
+        """Find a made module's spec; None for what is not upstream's or only asked after."""
         package, _, name = fullname.rpartition(".")
         if not (package + ".").startswith("deepspeed."):
             return None

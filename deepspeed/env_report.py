@@ -32,12 +32,7 @@ LAUNCHERS = ("ssh", "pdsh", "mpirun", "srun")
 
 
 def op_report(verbose: bool = True) -> None:
-    """Print a table of the native ops: whether each is in the installed package, and whether it can
-    be used here.
-
-    Args:
-        verbose: also print why an op cannot be used.
-    """
+    """Print a table of the native ops: installed, and usable here."""
     # startup: op builders are imported for the report only
     from deepspeed.ops.op_builder import ALL_OPS
 
@@ -53,9 +48,7 @@ def op_report(verbose: bool = True) -> None:
 
 
 def debug_report() -> None:
-    """Print versions and places of Python, torch and deepspeed, the accelerator, and the shared
-    memory's size.
-    """
+    """Print versions and places of python, torch and deepspeed, the accelerator, shared memory."""
     print(_heading("Environment"))
     for label, value in environment_facts():
         print(f"{label} {_dots(label)} {value}")
@@ -130,9 +123,7 @@ def installed_cann_path() -> str | None:
 
 
 def installed_cann_version() -> str | None:
-    """Return the version of the Ascend toolkit (CANN), or None when it is not installed or does not
-    say.
-    """
+    """Return the version of the Ascend toolkit (CANN), or None when it does not say."""
     home = installed_cann_path()
     info = (
         os.path.join(home, f"{platform.machine()}-linux", "ascend_toolkit_install.info")
@@ -203,12 +194,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:
-    """Print the report.
-
-    Args:
-        hide_operator_status: leave out the table of native ops.
-        hide_errors_and_warnings: leave out why an op cannot be used.
-    """
+    """Print the report."""
     if not hide_operator_status:
         op_report(verbose=not hide_errors_and_warnings)
     debug_report()

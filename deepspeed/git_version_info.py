@@ -16,13 +16,7 @@ _UNKNOWN = "unknown"
 
 
 def _read_version() -> tuple[str, str, str]:
-    """Return (version, git hash, git branch) of a built package, or of the source checkout around
-    this file.
-
-    Raises:
-        RuntimeError: neither the generated module nor ``version.txt`` is there, so the installation
-            is incomplete.
-    """
+    """Return (version, git hash, git branch) of a built package, or of the checkout."""
     if importlib.util.find_spec(_GENERATED_MODULE) is not None:
         generated = importlib.import_module(_GENERATED_MODULE)
         return generated.version, generated.git_hash, generated.git_branch
@@ -39,9 +33,7 @@ version, git_hash, git_branch = _read_version()
 
 
 def __getattr__(name: str) -> Any:
-    """Compute ``installed_ops``, ``compatible_ops``, ``torch_info`` and ``accelerator_name`` on
-    first use: asking for them looks for a compiler, or loads torch.
-    """
+    """Compute what looks for a compiler or loads torch on first use."""
     if name == "torch_info":
         return _torch_info()
     if name == "accelerator_name":
@@ -59,9 +51,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _torch_info() -> dict[str, Any]:
-    """Versions, major and minor, of torch and of what it was built with ("0.0": without), and
-    whether the device computes in bf16.
-    """
+    """Give the versions of torch and of what it was built with ("0.0": without)."""
     import torch  # startup: see above
 
     from deepspeed.accelerator import get_accelerator

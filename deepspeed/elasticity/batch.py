@@ -20,17 +20,7 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 def elastic_batch_sizes(
     param_dict: dict[str, Any], data_parallel_size: int, world_size: int
 ) -> tuple[int, int, int]:
-    """Return train batch, micro-batch and accumulation steps.
-
-    Args:
-        param_dict: configuration with an enabled `elasticity` block.
-        data_parallel_size: ranks that share the data.
-        world_size: all ranks.
-
-    Raises:
-        ElasticityError: the block is wrong, does not fit these ranks, differs from the scheduler's,
-            or stands beside batch keys.
-    """
+    """Return train batch, micro-batch and accumulation steps of an enabled `elasticity` block."""
     block = param_dict[ELASTICITY]
     config = ElasticityConfig(block)
     if world_size != data_parallel_size * config.model_parallel_size:

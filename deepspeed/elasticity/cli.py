@@ -17,12 +17,7 @@ RULE = "-" * 42
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run the command and return its exit code: 2, with one line on stderr, if the configuration
-    does not allow an answer.
-
-    Args:
-        args: command line; the process's own by default.
-    """
+    """Run the command; return 2, with one line on stderr, if there is no answer."""
     parser = argparse.ArgumentParser(
         prog="ds_elastic", description="Show the batch and world sizes of elastic training."
     )

@@ -32,39 +32,20 @@ class ElasticityIncompatibleWorldSize(ElasticityError):
 
 
 class ElasticityConfig:
-    """A checked `elasticity` block.
-
-    Args:
-        param_dict: the block; keys that are missing take upstream's defaults. Of an enabled block
-            `max_train_batch_size` and `micro_batch_sizes` must be given.
-
-    Attributes:
-        max_acceptable_batch_size: largest global batch, in samples.
-        micro_batches: samples per forward on one rank to choose from.
-        min_gpus, max_gpus: fewest and most ranks.
-        num_gpus_per_node: ranks of one node (version 0.2 counts in nodes).
-        model_parallel_size: ranks that hold one copy of the model (version 0.2).
-        min_time: minutes between two changes of the world; read by resource schedulers only.
-        prefer_larger_batch_size: of equally good batches, take the larger.
-        ignore_non_elastic_batch_info: override batch keys that stand beside the block instead of
-            refusing them.
-        version: of the algorithm, 0.1 or 0.2.
-
-    Raises:
-        ElasticityConfigError: a value is wrong.
-    """
+    """A checked `elasticity` block; missing keys take upstream's defaults."""
 
     enabled: bool
-    max_acceptable_batch_size: int
-    micro_batches: list[int]
-    min_gpus: int
+    max_acceptable_batch_size: int  # largest global batch, in samples
+    micro_batches: list[int]  # samples per forward on one rank to choose from
+    min_gpus: int  # fewest and most ranks
     max_gpus: int
-    num_gpus_per_node: int
-    model_parallel_size: int
-    min_time: int
-    prefer_larger_batch_size: bool
+    num_gpus_per_node: int  # ranks of one node (version 0.2 counts in nodes)
+    model_parallel_size: int  # ranks that hold one copy of the model (version 0.2)
+    min_time: int  # minutes between two changes of the world; read by resource schedulers only
+    prefer_larger_batch_size: bool  # of equally good batches, take the larger
+    # Override batch keys that stand beside the block instead of refusing them.
     ignore_non_elastic_batch_info: bool
-    version: float
+    version: float  # of the algorithm, 0.1 or 0.2
 
     def __init__(self, param_dict: dict[str, Any]) -> None:
         if param_dict.get("enabled"):

@@ -15,18 +15,14 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Logs
 
 
 class _WithVariables(DefaultLogsSpecs):
-    """Log files as torch has them; the agent shows it every process's variables before the
-    start.
-    """
+    """Log files as torch has them; the agent shows it every process's variables before."""
 
     def __init__(self, log_dir: str | None, variables: dict[str, str]) -> None:
         super().__init__(log_dir=log_dir)
         self._variables = variables
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Complete the variables, where the agent has not set them, and return the paths of the
-        logs.
-        """
+        """Complete the variables where the agent has not set them."""
         for environment in envs.values():
             for name, value in self._variables.items():
                 environment.setdefault(name, value)
@@ -34,16 +30,7 @@ class _WithVariables(DefaultLogsSpecs):
 
 
 class DSElasticAgent(LocalElasticAgent):
-    """Starts a node's processes, and starts them again when one fails or the set of nodes changes.
-
-    Args:
-        spec: what to start, how often to restart it, and the rendezvous of the nodes.
-        env: variables for the processes; those that the agent sets (`RANK`, `WORLD_SIZE`, ...) are
-            the agent's.
-        start_method: how processes of a Python function are started.
-        exit_barrier_timeout: seconds to wait for the other nodes at the end.
-        log_dir: folder for the processes' output; None is a temporary one.
-    """
+    """Starts a node's processes, and again when one fails or the set of nodes changes."""
 
     def __init__(
         self,

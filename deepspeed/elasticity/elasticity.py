@@ -43,9 +43,7 @@ HCN_LIST: list[int] = [
 
 
 class _Choice(NamedTuple):
-    """Global batch, the world sizes it fits, and a micro-batch size for the present one (0: none is
-    known).
-    """
+    """Global batch, the sizes it fits, and a micro-batch for the present one (0: unknown)."""
 
     batch: int
     valid: list[int]
@@ -53,13 +51,7 @@ class _Choice(NamedTuple):
 
 
 def get_candidate_batch_sizes(base_list: list[int], max_acceptable_batch_size: int) -> list[int]:
-    """Return, for each base that is not too large, its largest highly composite multiple within the
-    limit.
-
-    Args:
-        base_list: sizes in samples.
-        max_acceptable_batch_size: the limit, in samples.
-    """
+    """Return each base's largest highly composite multiple within the limit, sorted."""
     candidates = {
         base * max(factor for factor in HCN_LIST if factor * base <= max_acceptable_batch_size)
         for base in base_list
@@ -72,9 +64,7 @@ def get_candidate_batch_sizes(base_list: list[int], max_acceptable_batch_size: i
 def get_valid_gpus(
     batch_size: int, micro_batches: list[int], min_valid_gpus: int, max_valid_gpus: int
 ) -> list[int]:
-    """Return the numbers of ranks within the limits that `batch_size` divides among, in rising
-    order.
-    """
+    """Return the numbers of ranks within the limits that `batch_size` divides among, sorted."""
     fitting: set[int] = set()
     for micro in micro_batches:
         if batch_size % micro == 0:
@@ -117,11 +107,7 @@ def get_best_candidates(
 def _compatible_batch(
     config: ElasticityConfig, max_batch: int, min_count: int, max_count: int
 ) -> tuple[int, list[int]]:
-    """Choose a batch for counts (of ranks, or of nodes) between two limits.
-
-    Raises:
-        ValueError: a micro-batch is larger than the largest batch.
-    """
+    """Choose a batch for counts (of ranks, or of nodes) between two limits."""
     if max(config.micro_batches) > max_batch:
         raise ValueError(
             "All micro batches must be less than or equal to max_acceptable_batch_size: "
@@ -154,12 +140,11 @@ def _choose_v01(config: ElasticityConfig, world_size: int, return_microbatch: bo
 
 
 def _choose_v02(config: ElasticityConfig, world_size: int) -> _Choice:
-    """Version 0.2: count in whole nodes, in which model-parallel groups have their place.
+    """Choose by version 0.2, which counts in nodes, in which model-parallel groups have a place.
 
     Valid numbers are data-parallel sizes. A world that is none of them (half a node is away) gets a
-    batch of its own:
-    the multiple of a micro-batch times its data-parallel size that comes closest to the largest
-    batch.
+    batch of its own: the multiple of a micro-batch times its data-parallel size that comes closest
+    to the largest batch.
     """
     parallel = config.model_parallel_size
     if config.num_gpus_per_node % parallel:
@@ -320,14 +305,7 @@ def elasticity_enabled(ds_config: dict[str, Any]) -> bool:
 
 
 def ensure_immutable_elastic_config(runtime_elastic_config_dict: dict[str, Any]) -> None:
-    """Refuse an `elasticity` block that is not the one a resource scheduler planned with.
-
-    A scheduler leaves its block in environment variable `DEEPSPEED_ELASTICITY_CONFIG`; without it
-    nothing can be compared.
-
-    Raises:
-        ElasticityConfigError: largest batch, micro-batches or version differ.
-    """
+    """Refuse an `elasticity` block that is not the one a resource scheduler planned with."""
     text = os.environ.get(DEEPSPEED_ELASTICITY_CONFIG)
     if text is None:
         logger.warning(

@@ -2,7 +2,5 @@
 
 
 def is_torch_elastic_compatible() -> bool:
-    """Say whether this torch has an elastic agent that can be extended; every torch that this
-    package accepts has.
-    """
+    """Say whether this torch's elastic agent can be extended; every one accepted can be."""
     return True

@@ -35,21 +35,7 @@ WORKER = Path(__file__).with_name("worker_exec.py")
 
 
 def run_with_agent(plan: LaunchPlan, folder: Path, logs: RankLogs) -> dict[int, Exit]:
-    """Run the processes until all have ended well or one has not; then no process is left.
-
-    Args:
-        plan: what to run.
-        folder: existing folder for files that pass between agent and processes.
-        logs: readers of the processes' output, started.
-
-    Returns:
-        The processes that failed, by local rank.
-
-    Raises:
-        Interrupted: this process got a signal.
-        RuntimeError: the port that the plan names is in use, or the nodes of an elastic job cannot
-            meet, or another of them has ended the job.
-    """
+    """Run the processes until all ended well or one did not; return the failed by local rank."""
     # startup: the agent is needed here only, and programs import this package for a constant
     import torch.distributed.launcher.api  # noqa: F401 with all that the agent needs
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -165,9 +151,7 @@ def _run(plan: LaunchPlan, endpoint: str, folder: Path, logs: RankLogs) -> None:
 def _rendezvous_of_nodes(
     plan: LaunchPlan, elastic: Elastic, folder: Path, logs: RankLogs
 ) -> dict[str, Any]:
-    """Return the part of torch's `LaunchConfig` for an elastic job, and tell torch of the
-    rendezvous and the agent that it has.
-    """
+    """Register the rendezvous and the agent of elastic jobs with torch; return their settings."""
     # startup: see run_with_agent
     from deepspeed.launcher import rendezvous, restarts
 
@@ -194,9 +178,7 @@ def _rendezvous_of_nodes(
 
 
 def _rendezvous_of_one(endpoint: str) -> dict[str, Any]:
-    """Return the part of torch's `LaunchConfig` for a launch of this node alone, without
-    restarts.
-    """
+    """Return the settings of a launch of this node alone, without restarts."""
     return {
         "min_nodes": 1,
         "max_nodes": 1,
@@ -210,9 +192,7 @@ def _rendezvous_of_one(endpoint: str) -> dict[str, Any]:
 
 
 def kill_ranks(history: list[RankHistory]) -> None:
-    """Kill the processes of every rank that still runs; each rank leads a process group of its
-    own.
-    """
+    """Kill every rank that still runs; each leads a process group of its own."""
     for seen in history:
         if seen.pid is not None and seen.exited_at is None:
             with contextlib.suppress(ProcessLookupError):

@@ -11,8 +11,7 @@ DEEPSPEED_ENVIRONMENT_NAME: str = os.environ.get("DS_ENV_FILE", ".deepspeed_env"
 DEEPSPEED_ENVIRONMENT_PATHS: list[str] = [os.path.expanduser("~"), "."]
 """Folders in which that file is looked for."""
 
-DLTS_HOSTFILE: str = "/job/hostfile"
-"""Where the hostfile stands when --hostfile is not given."""
+DLTS_HOSTFILE: str = "/job/hostfile"  # where the hostfile stands when --hostfile is not given
 
 TORCH_DISTRIBUTED_DEFAULT_PORT: int = 29500
 LOCAL_MASTER_ADDR: str = "127.0.0.1"

@@ -56,9 +56,7 @@ def beat_interval(timeout: float) -> float:
 
 @dataclass(frozen=True)
 class CoordinatorAddress:
-    """How a launcher finds the coordinator: addresses to try in order, a port, and a word that
-    tells jobs apart.
-    """
+    """Where launchers find the coordinator: addresses in order, a port, a word of the job."""
 
     addresses: list[str]
     port: int
@@ -70,11 +68,7 @@ class CoordinatorAddress:
 
     @classmethod
     def decode(cls, text: str) -> "CoordinatorAddress":
-        """Read what `encode` wrote.
-
-        Raises:
-            ValueError: it is something else.
-        """
+        """Read what `encode` wrote."""
         try:
             return cls(**json.loads(base64.urlsafe_b64decode(text)))
         except (ValueError, TypeError) as error:
@@ -86,9 +80,7 @@ class CoordinatorAddress:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How the job ended: the code to exit with, and every failure with its launcher's name, the
-    cause first.
-    """
+    """The job's exit code, and every failure with its launcher's name, the cause first."""
 
     code: int
     failures: list[tuple[str, Failure]]
@@ -96,9 +88,7 @@ class Verdict:
 
 @dataclass
 class _Member:
-    """One launcher: its name, its connection once it has come, and whether it still has something
-    to do.
-    """
+    """One launcher; `settled`: it has nothing left to do."""
 
     label: str
     writer: asyncio.StreamWriter | None = None
@@ -124,12 +114,9 @@ class Coordinator:
     Args:
         labels: one name per launcher, as error messages say it.
         addresses: this machine's addresses as the launchers see them.
-        master_addr: address that the ranks shall meet at; "" finds out where rank 0 can be reached.
+        master_addr: where the ranks meet; "" finds out where rank 0 can be reached.
         port: port to listen on; 0 is any.
         token: the word that launchers must say; a random one if not given.
-
-    Raises:
-        OSError: the port is in use.
     """
 
     def __init__(
@@ -171,21 +158,11 @@ class Coordinator:
         return self._verdict
 
     def stop(self, signum: int) -> None:
-        """End the job because this process got a signal; a second call cuts the processes' grace
-        short. Returns at once.
-        """
+        """End the job, without waiting; a second call cuts the processes' grace short."""
         self._call(lambda: self._interrupt(signum))
 
     def fail(self, member: int | None, subject: str, how: str, code: int) -> None:
-        """Report a failure that no launcher can report itself; ignored where that member has
-        settled or spoken.
-
-        Args:
-            member: the launcher that is gone with it; None is all those that have not come.
-            subject: who failed.
-            how: behind "failed first, with".
-            code: the exit code that this stands for.
-        """
+        """Report a failure for a launcher that cannot; None stands for all that have not come."""
         self._call(lambda: self._fail_from_outside(member, Failure(subject, how, code)))
 
     def close(self) -> None:

@@ -29,13 +29,8 @@ class CoordinatorClient:
     """One launcher's connection, served by a thread; a context manager.
 
     Call order: enter, `join()`, start the processes, then one of `report_end` and `wait()`.
-
-    Args:
-        coordinator: where the coordinator is.
-        member: this launcher's number.
-        port: the port that rank 0 will open, if this launcher starts it.
-        on_stop: called on the thread with a signal's number when the processes have to end, and
-            again when at once; None is for a coordinator that is lost.
+    `on_stop` is called on the thread with a signal's number when the processes have to end, and
+    again when at once; None is for a coordinator that is lost.
 
     Raises:
         ConnectionError: on entering: the coordinator cannot be reached.
@@ -87,17 +82,13 @@ class CoordinatorClient:
         self._socket.close()
 
     def join(self) -> tuple[str, int] | None:
-        """Wait until all launchers have come; return where the ranks meet, or None when the job
-        ended before.
-        """
+        """Wait for all launchers; return where the ranks meet, None if the job ended before."""
         with self._changed:
             self._changed.wait_for(lambda: self._go is not None or self._over())
             return None if self._over() else self._go
 
     def report_end(self, failure: Failure | None) -> None:
-        """Say that this launcher's processes have ended: with a failure, or well, or because they
-        were told to.
-        """
+        """Say that this launcher's processes have ended, with a failure or without."""
         message: dict[str, Any] = {"failure": asdict(failure) if failure else None}
         if self.stopped_at is not None:
             message["type"] = "stopped"

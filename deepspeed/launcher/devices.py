@@ -10,9 +10,7 @@ import os
 
 
 def visible_slots() -> dict[int, str]:
-    """Return each usable slot with its name in the visibility variable; empty when there is only
-    the CPU.
-    """
+    """Return each usable slot with its name in the visibility variable; none on the CPU."""
     # startup: importing this package must not look for devices
     from deepspeed.accelerator import get_accelerator
 
@@ -38,11 +36,7 @@ def _restriction(variables: list[str]) -> list[str] | None:
 
 
 def device_environment(slots: list[int]) -> dict[str, str]:
-    """Return the variables that show processes the devices `slots` and no others; none on the CPU.
-
-    Raises:
-        ValueError: a slot is not usable from this process.
-    """
+    """Return variables that show processes the devices `slots` alone; none on the CPU."""
     usable = visible_slots()
     if not usable:
         return {}

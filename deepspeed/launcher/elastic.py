@@ -17,12 +17,9 @@ MAX_RESTARTS = 100
 """Failures that one node may restart from, as upstream has it; nodes that come do not count."""
 QUICK_FAILURES = 3
 """So many in a row, each soon after its start, and a node gives up: the next would be the same."""
-QUICK_FAILURE_SECONDS = 30.0
-"""What is soon after a start."""
-RENDEZVOUS_BACKEND = "deepspeed-c10d"
-"""The name under which torch finds `rendezvous`."""
-LAST_CALL_SECONDS = 5
-"""How long a round that has enough nodes waits for more before it begins."""
+QUICK_FAILURE_SECONDS = 30.0  # what is soon after a start
+RENDEZVOUS_BACKEND = "deepspeed-c10d"  # the name under which torch finds `rendezvous`
+LAST_CALL_SECONDS = 5  # how long a round that has enough nodes waits for more before it begins
 
 
 @dataclass(frozen=True)
@@ -34,16 +31,7 @@ class Elastic:
 
 
 def elastic_of(min_nodes: int, max_nodes: int, known_nodes: int) -> Elastic:
-    """Return the limits that the flags mean; -1 is for a flag that was left out.
-
-    Args:
-        min_nodes: --min_elastic_nodes; 1 if left out.
-        max_nodes: --max_elastic_nodes; the nodes that are known, or the least number, if left out.
-        known_nodes: nodes that the command line names.
-
-    Raises:
-        ValueError: a limit is below 1, or they are the wrong way round.
-    """
+    """Return the limits that the flags mean; -1 is for a flag that was left out."""
     for name, value in (("min_elastic_nodes", min_nodes), ("max_elastic_nodes", max_nodes)):
         if value != -1 and value < 1:
             raise ValueError(f"--{name}={value}: give a positive number")
@@ -64,11 +52,6 @@ def rendezvous_settings(
 
     One of the agents serves the rendezvous: the first that can listen on it, so the address must
     be one node's own.
-
-    Args:
-        elastic: how many nodes.
-        master_addr: address of the node that serves.
-        master_port: its port; None is the default.
     """
     port = TORCH_DISTRIBUTED_DEFAULT_PORT if master_port is None else master_port
     # Every round of processes needs a store of its own: in the agents' store, which outlives them,
@@ -88,10 +71,7 @@ def rendezvous_settings(
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return this machine's address as `host` sees it: the other nodes come that way too.
-
-    A host name would have to be known to every node, which it is not between containers.
-    """
+    """Return this machine's address as `host` sees it; its name need not be known to every node."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[
             0

@@ -20,16 +20,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def forwarded_environment(environment: Mapping[str, str], prefixes: list[str]) -> dict[str, str]:
-    """Return the variables of a launching process that all nodes get, files of settings included;
-    those win.
-
-    Args:
-        environment: of the launching process.
-        prefixes: how the names of variables begin that are handed on.
-
-    Raises:
-        ValueError: a line of a file is no `KEY=VALUE`.
-    """
+    """Return the variables that all nodes get; those of settings files win."""
     chosen = {
         key: value
         for key, value in environment.items()
@@ -47,11 +38,7 @@ def forwarded_environment(environment: Mapping[str, str], prefixes: list[str]) -
 
 
 def parse_environment_file(text: str, path: str) -> dict[str, str]:
-    """Read `KEY=VALUE` lines; values are taken as they stand, `#` starts a comment line.
-
-    Raises:
-        ValueError: a line has another form.
-    """
+    """Read `KEY=VALUE` lines; values are taken as they stand, `#` starts a comment line."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         stripped = line.strip()

@@ -33,45 +33,29 @@ class Exit:
 
 @dataclass(frozen=True)
 class Failure:
-    """What one launcher says of a failure; plain values, so that it travels as JSON.
+    """What one launcher says of a failure; plain values, so that it travels as JSON."""
 
-    Attributes:
-        subject: who failed: a rank with its process id, or a node.
-        how: the way it ended.
-        code: the code that the launch exits with on account of it.
-        age: seconds between the failure and this report.
-        lasted: seconds between the failure and the end.
-        signal: number of the signal that ended it, unless a launcher sent that or it speaks of a
-            lost peer; else 0.
-        others: sentences about processes that failed after it.
-        heading: line above `last_words`.
-        last_words: what the process last wrote to stderr.
-    """
-
-    subject: str
-    how: str
-    code: int
-    age: float = 0.0
-    lasted: float = 0.0
+    subject: str  # who failed: a rank with its process id, or a node
+    how: str  # the way it ended
+    code: int  # the code that the launch exits with on account of it
+    age: float = 0.0  # seconds between the failure and this report
+    lasted: float = 0.0  # seconds between the failure and the end
+    # Number of the signal that ended it, unless a launcher sent that or it speaks of a lost peer;
+    # else 0.
     signal: int = 0
+    # Sentences about processes that failed after it.
     others: list[str] = field(default_factory=list)
-    heading: str = ""
-    last_words: list[str] = field(default_factory=list)
+    heading: str = ""  # line above `last_words`
+    last_words: list[str] = field(default_factory=list)  # what the process last wrote to stderr
 
 
 @dataclass(frozen=True)
 class End:
-    """When a process, or one launcher's part of a job, failed.
+    """When a process, or one launcher's part of a job, failed."""
 
-    Attributes:
-        moment: monotonic seconds of its traceback, or else of its end.
-        ended: of its end.
-        signal: as in `Failure`.
-    """
-
-    moment: float
-    ended: float
-    signal: int = 0
+    moment: float  # monotonic seconds of its traceback, or else of its end
+    ended: float  # of its end
+    signal: int = 0  # as in `Failure`
 
 
 def cause_of(ends: Sequence[End]) -> int:
@@ -102,14 +86,7 @@ def make_failure(
     first_rank: int = 0,
     stopped_at: float | None = None,
 ) -> Failure:
-    """Return the report on processes that failed.
-
-    Args:
-        exits: the failed processes by local rank; not empty.
-        history: what was seen of every process, by local rank.
-        first_rank: global rank of local rank 0.
-        stopped_at: when the launcher was told to end the processes (monotonic seconds), if it was.
-    """
+    """Return the report on the failed processes `exits`; `stopped_at` is in monotonic seconds."""
     ends = ends_of({rank: end.code for rank, end in exits.items()}, history, stopped_at)
     first = list(ends)[cause_of(list(ends.values()))]
     seen, code, end = history[first], exits[first].code, ends[first]
@@ -144,8 +121,7 @@ def make_failure(
 def failed_before(
     moment: float, history: Sequence[RankHistory], first_rank: int = 0
 ) -> Failure | None:
-    """Return the report on processes that failed shortly before `moment`, if there is one: the job
-    was told to stop before the agent had reported them.
+    """Return the report on processes that failed shortly before the job was told to stop.
 
     The exit code of one that raised and had not ended by then will never be known: it was ended
     from outside while it was cleaning up.
@@ -168,13 +144,7 @@ def failed_before(
 def ends_of(
     codes: Mapping[int, int], history: Sequence[RankHistory], stopped_at: float | None = None
 ) -> dict[int, End]:
-    """Return the ends of failed processes by rank, without those that can only be consequences.
-
-    Args:
-        codes: exit codes of the failed ranks by rank; negative for a signal.
-        history: what was seen of every rank, by rank.
-        stopped_at: see `make_failure`.
-    """
+    """Return the ends of failed processes by rank, without those that can only be consequences."""
     times = {rank: history[rank].exited_at for rank in codes}
     # One that was gone before it had said its id ended first, unless a launcher ended it.
     early = [rank for rank in codes if times[rank] is None and codes[rank] != -signal.SIGTERM]
@@ -215,12 +185,7 @@ def describe_exit(exit_code: int) -> str:
 
 
 def write_failures(failures: Sequence[tuple[str, Failure]]) -> None:
-    """Write what happened to stderr, the cause and its last words at the end.
-
-    Args:
-        failures: reports, each with the name of its launcher ("" where there is only one); the
-            cause comes first.
-    """
+    """Write what happened to stderr, the cause (given first) and its last words at the end."""
     (where, first), *later = failures
     lines = [
         sentence

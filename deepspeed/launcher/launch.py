@@ -71,9 +71,7 @@ Start = Callable[[LaunchPlan, Path, RankLogs], dict[int, Exit]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one launcher's processes ended: well, with a failure, or because this launcher got a
-    signal.
-    """
+    """How one launcher's processes ended: well, with a failure, or by a signal to the launcher."""
 
     failure: Failure | None = None
     interruption: Interrupted | None = None
@@ -87,8 +85,7 @@ def run(
     Args:
         plan: what to start.
         start: runs the processes; None is torch's agent.
-        on_lost: called when the processes have been ended because the job's other launchers are out
-            of reach.
+        on_lost: called when the other launchers are out of reach and the processes have ended.
 
     Returns:
         0, or the exit code of the rank that failed first (128 + n for signal n), or 128 + n when
@@ -116,9 +113,7 @@ def _run_alone(plan: LaunchPlan, start: Start | None) -> int:
 
 
 class _Stopper:
-    """Lets another thread interrupt the main thread while that runs processes, and neither before
-    nor after.
-    """
+    """Lets another thread interrupt the main thread, but only while that runs processes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -148,9 +143,7 @@ class _Stopper:
 def _run_member(
     plan: LaunchPlan, place: Place, start: Start | None, on_lost: Callable[[], None]
 ) -> int:
-    """Run this launcher's processes once all launchers have come, and end them when the job ends
-    anywhere.
-    """
+    """Run this launcher's processes once all launchers have come, and end them with the job."""
     port = usable_port(plan.master_port) if place.first_rank == 0 else 0
     stopper = _Stopper()
     client = CoordinatorClient(
@@ -176,9 +169,7 @@ def _run_member(
 def _run_between(
     plan: LaunchPlan, start: Start | None, client: CoordinatorClient, stopper: _Stopper
 ) -> Failure | None:
-    """Run the processes between the job's go and its stop; return what is to be said of their
-    end.
-    """
+    """Run the processes between the job's go and its stop; return how they failed, if they did."""
     with raising_signals():
         master = client.join()
     if master is None:
@@ -216,13 +207,7 @@ def write_verdict(verdict: Verdict) -> None:
 def _run_ranks(
     plan: LaunchPlan, start: Start | None, stopped_at: Callable[[], float | None] = lambda: None
 ) -> Outcome:
-    """Run the processes with their output piped through this one.
-
-    Args:
-        plan, start: as for `run`.
-        stopped_at: the moment (monotonic seconds) at which the job told this launcher to stop, if
-            it did.
-    """
+    """Run the processes, their output piped through this one, until `stopped_at`."""
     start = start or run_with_agent
     first = plan.first_rank
     folder = Path(tempfile.mkdtemp(prefix="deepspeed_"))
@@ -329,11 +314,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def decode_world_info(world_info: str) -> dict[str, list[int]]:
-    """Decode what `runner.encode_world_info` made.
-
-    Raises:
-        ValueError: it is no base64 of a JSON object.
-    """
+    """Decode what `runner.encode_world_info` made."""
     try:
         decoded = json.loads(base64.urlsafe_b64decode(world_info))
     except ValueError as error:
@@ -359,13 +340,7 @@ def main() -> None:
 
 
 def run_told(coordinator: str | None, member: int, launch: Callable[[], int]) -> int:
-    """Run a launch, and tell the job's coordinator when it cannot begin: others would wait for this
-    launcher.
-
-    Args:
-        coordinator, member: as in `Place`; no coordinator for a launch that stands alone.
-        launch: what to run; its errors are passed on.
-    """
+    """Run a launch, and tell the job, which would wait for it, when it cannot begin."""
     try:
         return launch()
     except (ValueError, RuntimeError) as error:
@@ -400,11 +375,7 @@ def _tell(coordinator: str, member: int, failure: Failure) -> None:
 
 
 def make_node_plan(args: argparse.Namespace) -> LaunchPlan:
-    """Turn one node's parsed flags into a plan.
-
-    Raises:
-        ValueError: the flags contradict each other or ask for what this node has not.
-    """
+    """Turn one node's parsed flags into a plan."""
     world = decode_world_info(args.world_info)
     elastic = None
     if args.enable_elastic_training:

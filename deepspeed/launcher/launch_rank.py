@@ -67,9 +67,7 @@ def run_directly(plan: LaunchPlan, folder: Path, logs: RankLogs) -> dict[int, Ex
 
 
 def _end(process: "subprocess.Popen[bytes]", signum: int) -> None:
-    """End the process and its group: gracefully, then for good. Another signal cuts the grace
-    short.
-    """
+    """End the process and its group, at last for good; another signal cuts the grace short."""
     try:
         os.killpg(process.pid, signum)
         process.wait(TERMINATE_SECONDS)
@@ -96,12 +94,7 @@ def end_daemon(name: str | None) -> None:
 
 
 def make_rank_plan(args: argparse.Namespace) -> LaunchPlan:
-    """Turn one process's parsed flags and the engine's variables into a plan.
-
-    Raises:
-        ValueError: the engine has placed the process elsewhere than the job's hostfile says, or set
-            no rank.
-    """
+    """Turn one process's parsed flags and the engine's variables into a plan."""
     world = decode_world_info(args.world_info)
     missing = [
         name

@@ -45,21 +45,15 @@ class _Stream:
 
 @dataclass
 class RankHistory:
-    """What is known of one process.
+    """What is known of one process."""
 
-    Attributes:
-        pid: its process id; None until it has started.
-        exited_at: monotonic seconds of its end; None while it runs.
-        code: its exit code, negative for a signal; None while it runs, and where its parent took
-            the code first.
-        traceback_at: monotonic seconds of the last traceback on its stderr.
-        stderr_tail: its last lines on stderr, without prefix.
-    """
-
-    pid: int | None = None
-    exited_at: float | None = None
+    pid: int | None = None  # its process id; None until it has started
+    exited_at: float | None = None  # monotonic seconds of its end; None while it runs
+    # Its exit code, negative for a signal; None while it runs, and where its parent took the code
+    # first.
     code: int | None = None
-    traceback_at: float | None = None
+    traceback_at: float | None = None  # monotonic seconds of the last traceback on its stderr
+    # Its last lines on stderr, without prefix.
     stderr_tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=MEMORY_LINES))
 
     def forget(self) -> None:
@@ -68,9 +62,7 @@ class RankHistory:
         self.stderr_tail.clear()
 
     def last_traceback(self) -> list[bytes]:
-        """Return the lines of the last traceback with the ones it is chained to, or else the last
-        20 lines.
-        """
+        """Return the last traceback with those it is chained to, or else the last 20 lines."""
         lines = list(self.stderr_tail)
         starts = [index for index, line in enumerate(lines) if TRACEBACK_START in line]
         if not starts:
@@ -84,7 +76,7 @@ class RankHistory:
 
 
 class RankLogs:
-    """Reads what `num_ranks` local processes write, on a thread of its own.
+    """Reads what the local processes write, on a thread of its own.
 
     Call order: construct, `start()`, let the processes open `stdout_path(n)` and `stderr_path(n)`
     and write "<local rank> <pid> <rank>" to `control_path`, wait for them, `stop()`. `history` may
@@ -95,10 +87,7 @@ class RankLogs:
         folder: existing folder for the pipes; the caller removes it afterwards.
         global_ranks: the global rank of each local rank.
         log_dir: write each rank to `<log_dir>/<time>_rank<n>.log` instead of this process's output.
-        on_start: called on the reading thread with (global rank, pid) when a process has started.
-
-    Raises:
-        OSError: `log_dir` cannot be made or written.
+        on_start: called on the reading thread with (global rank, pid) of a new process.
     """
 
     def __init__(
@@ -171,9 +160,7 @@ class RankLogs:
         return os.open(path, os.O_RDWR | os.O_NONBLOCK)
 
     def _pump(self) -> None:
-        """Read until stopped, then once more until every pipe is empty: nothing a dead process
-        wrote is lost.
-        """
+        """Read until stopped, then until every pipe is empty: no word of a dead process is lost."""
         while True:
             last_round = self._stopping.is_set()
             events = self._selector.select(timeout=0 if last_round else IDLE_FLUSH_SECONDS)
@@ -210,9 +197,7 @@ class RankLogs:
                 self._on_start(rank, pid)
 
     def _begin_again(self, local_rank: int, rank: int) -> None:
-        """Forget the process that this one replaces, if the agent has restarted it, maybe as
-        another rank.
-        """
+        """Forget the process that this one replaces after a restart, maybe as another rank."""
         if local_rank in self._pidfds:
             # Its end may not have been read yet, and would be taken for the new one's.
             self._mark_exited(local_rank)
@@ -256,9 +241,7 @@ class RankLogs:
         os.close(descriptor)
 
     def _take(self, stream: _Stream, chunk: bytes) -> None:
-        """Pass on whole lines; a carriage return ends a line too, so that progress bars of ranks do
-        not mix.
-        """
+        """Pass on whole lines; a carriage return ends one too, so that progress bars do not mix."""
         text = stream.pending + chunk
         end = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
         stream.pending = text[end:]
@@ -278,9 +261,7 @@ class RankLogs:
         self._write(stream, lead + b"".join(marked))
 
     def _flush_idle(self, force: bool) -> None:
-        """Show unfinished lines, such as a question to the user, once nothing more follows them for
-        a while.
-        """
+        """Show unfinished lines, such as a question, once nothing has followed them for a while."""
         for key in list(self._selector.get_map().values()):
             stream = key.data
             if not isinstance(stream, _Stream) or not stream.pending:

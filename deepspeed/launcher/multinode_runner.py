@@ -41,12 +41,7 @@ SSH_OPTIONS = (
 
 
 class MultiNodeRunner(abc.ABC):
-    """Builds the command that starts a job's launchers over one engine.
-
-    Args:
-        args: parsed flags of `deepspeed`; `coordinator` holds where the launchers meet.
-        world_info_base64: `{host: slots}` of the job, as `runner.encode_world_info` wrote it.
-    """
+    """Builds the command that starts a job's launchers over one engine."""
 
     rank_variables: tuple[str, str] | None = None
     """Variables in which the engine tells a process its rank and local rank; None where it starts
@@ -78,16 +73,7 @@ class MultiNodeRunner(abc.ABC):
     def get_cmd(
         self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]
     ) -> list[str]:
-        """Return the command that starts the job.
-
-        Args:
-            environment: of the process that will run the command; what the engine takes from there
-                is put into it.
-            active_resources: slots by host.
-
-        Raises:
-            ValueError: the engine cannot do what the flags ask for.
-        """
+        """Return the command that starts the job."""
 
     def get_cmds(
         self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]
@@ -104,11 +90,7 @@ class MultiNodeRunner(abc.ABC):
         return list(self.args.user_args)
 
     def validate_args(self) -> None:
-        """Refuse flags that this engine cannot honour.
-
-        Raises:
-            ValueError: with the flag and a remedy.
-        """
+        """Refuse flags that this engine cannot honour."""
         try:
             self.launcher_args()
         except ValueError as error:
@@ -117,9 +99,7 @@ class MultiNodeRunner(abc.ABC):
             ) from error
 
     def launcher_command(self, node_rank: str | None) -> list[str]:
-        """Return the command of a launcher on a node: of the whole node `node_rank`, or of one
-        process for None.
-        """
+        """Return the command of the launcher of node `node_rank`, or of one process for None."""
         args = self.args
         module = (
             "deepspeed.launcher.launch_rank" if self.rank_variables else "deepspeed.launcher.launch"
@@ -156,9 +136,7 @@ class MultiNodeRunner(abc.ABC):
         return [*command, self.user_script, *self.user_arguments]
 
     def _python(self) -> list[str]:
-        """Return the interpreter; behind a script of --venv_script it is the one which that puts
-        into PATH.
-        """
+        """Return the interpreter; with --venv_script the one that the script puts into PATH."""
         if not self.args.venv_script:
             return [sys.executable]
         return ["bash", "-c", 'source "$0" && exec python "$@"', self.args.venv_script]
@@ -173,17 +151,14 @@ class PDSHRunner(MultiNodeRunner):
 
     @property
     def name(self) -> str:
-        """See the base class."""
         return PDSH_LAUNCHER
 
     def backend_exists(self) -> bool:
-        """See the base class."""
         return shutil.which("pdsh") is not None
 
     def get_cmd(
         self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]
     ) -> list[str]:
-        """See the base class."""
         environment["PDSH_RCMD_TYPE"] = "ssh"
         ssh = [
             *SSH_OPTIONS,
@@ -221,17 +196,14 @@ class SSHRunner(MultiNodeRunner):
 
     @property
     def name(self) -> str:
-        """See the base class."""
         return SSH_LAUNCHER
 
     def backend_exists(self) -> bool:
-        """See the base class."""
         return shutil.which("ssh") is not None
 
     def get_cmd(
         self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]
     ) -> list[str]:
-        """See the base class; `active_resources` holds one host."""
         if len(active_resources) != 1:
             raise ValueError(
                 f"--launcher={self.name}: one command starts one host, not "
@@ -242,7 +214,6 @@ class SSHRunner(MultiNodeRunner):
     def get_cmds(
         self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]
     ) -> list[list[str]]:
-        """See the base class."""
         return [
             self._host_command(host, node_rank) for node_rank, host in enumerate(active_resources)
         ]
@@ -273,17 +244,14 @@ class OpenMPIRunner(_RankRunner):
 
     @property
     def name(self) -> str:
-        """See the base class."""
         return OPENMPI_LAUNCHER
 
     def backend_exists(self) -> bool:
-        """See the base class."""
         return find_program(("mpirun.openmpi", "mpirun", "mpiexec"), "Open MPI") is not None
 
     def get_cmd(
         self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]
     ) -> list[str]:
-        """See the base class."""
         program = find_program(("mpirun.openmpi", "mpirun", "mpiexec"), "Open MPI") or "mpirun"
         hosts = ",".join(f"{host}:{len(slots)}" for host, slots in active_resources.items())
         agent = shlex.join(["ssh", *ssh_command(self.args.ssh_port)[1:]])
@@ -328,17 +296,14 @@ class MPICHRunner(_RankRunner):
 
     @property
     def name(self) -> str:
-        """See the base class."""
         return MPICH_LAUNCHER
 
     def backend_exists(self) -> bool:
-        """See the base class."""
         return find_program(self.programs, self.version_word) is not None
 
     def get_cmd(
         self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]
     ) -> list[str]:
-        """See the base class."""
         program = find_program(self.programs, self.version_word) or "mpiexec"
         hosts = ",".join(f"{host}:{len(slots)}" for host, slots in active_resources.items())
         # hydra hands on the environment of its own process, whatever the values hold.
@@ -367,24 +332,19 @@ class IMPIRunner(MPICHRunner):
 
     @property
     def name(self) -> str:
-        """See the base class."""
         return IMPI_LAUNCHER
 
 
 class MVAPICHRunner(MPICHRunner):
-    """MVAPICH, whose starter is a hydra too; it is told from MPICH's by `mpiname`, which it brings
-    along.
-    """
+    """MVAPICH's hydra, told from MPICH's by the program `mpiname` beside it."""
 
     programs = ("mpiexec.hydra", "mpirun", "mpiexec")
 
     @property
     def name(self) -> str:
-        """See the base class."""
         return MVAPICH_LAUNCHER
 
     def backend_exists(self) -> bool:
-        """See the base class."""
         return find_program(("mpiname",), "MVAPICH") is not None and super().backend_exists()
 
 
@@ -395,15 +355,12 @@ class SlurmRunner(_RankRunner):
 
     @property
     def name(self) -> str:
-        """See the base class."""
         return SLURM_LAUNCHER
 
     def backend_exists(self) -> bool:
-        """See the base class."""
         return shutil.which("srun") is not None
 
     def validate_args(self) -> None:
-        """See the base class."""
         super().validate_args()
         if self.args.ssh_port is not None:
             raise ValueError(
@@ -414,7 +371,6 @@ class SlurmRunner(_RankRunner):
     def get_cmd(
         self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]
     ) -> list[str]:
-        """See the base class."""
         slots = {tuple(host_slots) for host_slots in active_resources.values()}
         if len(slots) != 1:
             raise ValueError(
@@ -459,11 +415,7 @@ def make_runner(
     world_info_base64: str,
     resource_pool: Mapping[str, int | Sequence[int]],
 ) -> MultiNodeRunner:
-    """Return the runner of --launcher.
-
-    Raises:
-        ValueError: there is no such engine, it is not installed, or it cannot honour a flag.
-    """
+    """Return the runner of --launcher."""
     kind = RUNNERS.get(args.launcher.lower())
     if kind is None:
         raise ValueError(
@@ -494,17 +446,13 @@ def ssh_command(port: int | None) -> list[str]:
 
 
 def shell_line(command: Sequence[str], exports: Mapping[str, str]) -> str:
-    """Return what a login shell on a node shall do: set variables, go to this folder, become the
-    command.
-    """
+    """Return a shell's line that sets variables, goes to this folder and becomes the command."""
     variables = "".join(f"export {key}={shlex.quote(value)}; " for key, value in exports.items())
     return f"{variables}cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
 
 
 def find_program(names: Sequence[str], version_word: str) -> str | None:
-    """Return the first of the programs that is there and says `version_word` of itself; several
-    bear the name mpirun.
-    """
+    """Return the first of the programs whose version names `version_word`: several are mpirun."""
     for name in names:
         path = shutil.which(name)
         if path is None:

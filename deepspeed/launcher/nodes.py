@@ -41,8 +41,7 @@ from deepspeed.launcher.signals import (
 )
 from deepspeed.utils.logging import logger
 
-ENGINE_END_SECONDS = 5.0
-"""For the engine's own end, once all launchers have been told theirs."""
+ENGINE_END_SECONDS = 5.0  # for the engine's own end, once all launchers have been told theirs
 SSH_CHECK_SECONDS = 20.0
 
 
@@ -52,21 +51,7 @@ def run_nodes(
     world_info: str,
     export_envs: list[str],
 ) -> int:
-    """Start the job over the engine that the flags name, and answer for its end.
-
-    Args:
-        args: parsed flags; `coordinator` is added to them.
-        active: slots by host.
-        world_info: the same, as `runner.encode_world_info` wrote it.
-        export_envs: how the names of variables begin that all nodes get.
-
-    Returns:
-        0, the exit code of the first failure anywhere, or 128 + n when this process was ended by
-        signal n.
-
-    Raises:
-        ValueError: the engine is not there, or cannot honour a flag; a host cannot be reached.
-    """
+    """Start the job over the engine that the flags name; return its exit code, as `launch.run`."""
     args.coordinator = ""  # known once there is a coordinator; the engine is refused before
     runner = make_runner(args, world_info, active)
     if runner.name in (PDSH_LAUNCHER, SSH_LAUNCHER) and not args.no_ssh_check:
@@ -162,9 +147,7 @@ def _watch(
     process: "subprocess.Popen[bytes]",
     hosts: list[str],
 ) -> None:
-    """Wait for one of the engine's commands; launchers that have not reported by its end never
-    will.
-    """
+    """Wait for one of the engine's commands; who has not reported by its end never will."""
     code = process.wait()
     program = (
         os.path.basename(str(process.args[0])) if isinstance(process.args, list) else "the engine"
@@ -214,10 +197,6 @@ def run_by_hand(
 
     Node 0 is where the launchers meet: at the port above the master's, which each node knows
     without being told.
-
-    Raises:
-        ValueError: flags are missing, or the port is in use.
-        ConnectionError: node 0 cannot be reached.
     """
     if args.node_rank < 0:
         raise ValueError(
@@ -249,11 +228,7 @@ def run_by_hand(
 
 
 def check_ssh(hosts: list[str], port: int | None, extra: list[str]) -> None:
-    """Try to run a command on each host.
-
-    Raises:
-        ValueError: a host did not let us; the text names it and what ssh said.
-    """
+    """Try to run a command on each host."""
 
     def attempt(host: str) -> str | None:
         command = [
@@ -314,9 +289,7 @@ def own_addresses(hosts: list[str]) -> list[str]:
 
 
 def _source_address(host: str) -> str | None:
-    """Return the address this machine would use to talk to a host; None where the name is ssh's own
-    or has no route.
-    """
+    """Return the address this machine would use to talk to a host, None without a route."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:

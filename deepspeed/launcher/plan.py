@@ -21,40 +21,26 @@ from deepspeed.utils.logging import logger
 
 @dataclass(frozen=True)
 class Place:
-    """Where a launcher's processes stand in a job of several launchers.
+    """Where a launcher's processes stand in a job of several launchers."""
 
-    Attributes:
-        node_rank: rank of this node.
-        num_nodes: number of nodes.
-        first_rank: global rank of this launcher's first process.
-        world_size: number of processes of the job.
-        coordinator: where the launchers of the job meet, as
-            `coordinator.CoordinatorAddress.encode` wrote it.
-        member: this launcher's number there.
-        local_rank: local rank of this launcher's first process; above 0 where each process has a
-            launcher of its own.
-        local_size: number of the job's processes on this node.
-        reports: whether this launcher writes the job's failures itself; otherwise the command that
-            started it does.
-    """
-
-    node_rank: int
-    num_nodes: int
-    first_rank: int
-    world_size: int
+    node_rank: int  # rank of this node
+    num_nodes: int  # number of nodes
+    first_rank: int  # global rank of this launcher's first process
+    world_size: int  # number of processes of the job
+    # Where the launchers of the job meet, as `coordinator.CoordinatorAddress.encode` wrote it.
     coordinator: str
-    member: int
+    member: int  # this launcher's number there
+    # Local rank of this launcher's first process; above 0 where each process has a launcher of its
+    # own.
     local_rank: int
-    local_size: int
+    local_size: int  # number of the job's processes on this node
+    # Whether this launcher writes the job's failures itself; otherwise the command that started it
+    # does.
     reports: bool = False
 
 
 def place_of_node(world: dict[str, list[int]], node_rank: int, coordinator: str) -> Place:
-    """Return the place of the launcher that starts all processes of one node.
-
-    Raises:
-        ValueError: there is no such node.
-    """
+    """Return the place of the launcher that starts all processes of one node."""
     sizes = [len(slots) for slots in world.values()]
     if not 0 <= node_rank < len(sizes):
         raise ValueError(
@@ -75,12 +61,7 @@ def place_of_node(world: dict[str, list[int]], node_rank: int, coordinator: str)
 
 
 def place_of_rank(world: dict[str, list[int]], rank: int, coordinator: str) -> Place:
-    """Return the place of a launcher that starts one process only; ranks fill the nodes one after
-    the other.
-
-    Raises:
-        ValueError: there is no such rank.
-    """
+    """Return the place of a launcher of one process; ranks fill one node after the other."""
     before = 0
     for node_rank, slots in enumerate(world.values()):
         if 0 <= rank - before < len(slots):
@@ -101,38 +82,26 @@ def place_of_rank(world: dict[str, list[int]], rank: int, coordinator: str) -> P
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What to start on this node.
+    """What to start on this node."""
 
-    Attributes:
-        command: the program and its arguments, without --local_rank.
-        num_ranks: number of processes.
-        pass_local_rank: add `--local_rank=<n>` behind the program (upstream's habit).
-        local_rank_index: position in `command` at which that argument goes.
-        master_addr: address of the store that the processes meet at.
-        master_port: its port; 0 takes a free one, None takes 29500 or a free one when that is in
-            use.
-        environment: variables for every process, over the launcher's own.
-        cores: one core list per rank to bind it to; empty for no binding.
-        log_dir: folder of one log file per rank, instead of prefixed lines on the launcher's
-            output.
-        save_pid: id under which a file with the launcher's process id is kept while it runs; None
-            for no file.
-        place: where these processes stand in a job of several launchers; None when they are the
-            whole job.
-        elastic: between how many nodes the job may run; None for one launch without restarts.
-    """
-
-    command: list[str]
-    num_ranks: int
-    pass_local_rank: bool = True
-    local_rank_index: int = 1
-    master_addr: str = LOCAL_MASTER_ADDR
+    command: list[str]  # the program and its arguments, without --local_rank
+    num_ranks: int  # number of processes
+    pass_local_rank: bool = True  # add `--local_rank=<n>` behind the program (upstream's habit)
+    local_rank_index: int = 1  # position in `command` at which that argument goes
+    master_addr: str = LOCAL_MASTER_ADDR  # address of the store that the processes meet at
+    # Its port; 0 takes a free one, None takes 29500 or a free one when that is in use.
     master_port: int | None = None
+    # Variables for every process, over the launcher's own.
     environment: dict[str, str] = field(default_factory=dict)
+    # One core list per rank to bind it to; empty for no binding.
     cores: list[list[int]] = field(default_factory=list)
+    # Folder of one log file per rank, instead of prefixed lines on the launcher's output.
     log_dir: str | None = None
+    # Id under which a file with the launcher's process id is kept while it runs; None for no file.
     save_pid: int | None = None
+    # Where these processes stand in a job of several launchers; None when they are the whole job.
     place: Place | None = None
+    # Between how many nodes the job may run; None for one launch without restarts.
     elastic: Elastic | None = None
 
     @property
@@ -166,18 +135,14 @@ class LaunchPlan:
         }
 
     def _cross_environment(self) -> dict[str, str]:
-        """Return this node's place among the nodes. In an elastic job only the agent knows it, and
-        `worker_exec` sets it.
-        """
+        """Return this node's place; in an elastic job `worker_exec` sets it."""
         return {
             "CROSS_RANK": str(self.place.node_rank if self.place else 0),
             "CROSS_SIZE": str(self.place.num_nodes if self.place else 1),
         }
 
     def write_for_workers(self, path: Path, control: Path) -> None:
-        """Write what `worker_exec` reads: every process's command, variables and cores, and where
-        to say its id.
-        """
+        """Write what `worker_exec` reads, with where it says its id."""
         ranks = range(self.num_ranks)
         plan = {
             "launcher_pid": os.getpid(),
@@ -189,9 +154,7 @@ class LaunchPlan:
         path.write_text(json.dumps(plan), encoding="utf-8")
 
     def _job_environment(self, place: Place, index: int) -> dict[str, str]:
-        """Return the variables that place one process in the whole job, over the agent's, which
-        knows its node only.
-        """
+        """Return one process's place in the job, over the agent's, which knows its node only."""
         rank, world_size = str(place.first_rank + index), str(place.world_size)
         return {
             "RANK": rank,
@@ -217,12 +180,7 @@ def num_available_cores() -> int:
 def build_command(
     script: str, script_args: list[str], module: bool, no_python: bool
 ) -> tuple[list[str], int]:
-    """Return the command that runs a user's script, and where in it --local_rank goes (right behind
-    the script).
-
-    Raises:
-        ValueError: both `module` and `no_python` are set.
-    """
+    """Return the command that runs a user's script, and where in it --local_rank goes."""
     if module and no_python:
         raise ValueError(
             "Don't use both the '--no_python' flag and the '--module' flag at the same time."
@@ -239,12 +197,7 @@ def build_command(
 def bound_cores(
     bind_cores_to_rank: bool, bind_core_list: str | None, num_ranks: int
 ) -> list[list[int]]:
-    """Return each rank's cores, or an empty list when no binding was asked for.
-
-    Raises:
-        ValueError: the list does not parse, is given without --bind_cores_to_rank, or has too few
-            or foreign cores.
-    """
+    """Return each rank's cores, or an empty list when no binding was asked for."""
     if not bind_cores_to_rank:
         if bind_core_list:
             raise ValueError(
@@ -274,12 +227,7 @@ def free_port() -> int:
 
 
 def usable_port(port: int | None) -> int:
-    """Return the port that rank 0 shall open: the named one, 29500 for None, or a free one where 0
-    or None allow it.
-
-    Raises:
-        ValueError: the named port is in use.
-    """
+    """Return the port that rank 0 opens: the named one; 29500 or a free one for None; 0 is any."""
     if port == 0:
         return free_port()
     wanted = TORCH_DISTRIBUTED_DEFAULT_PORT if port is None else port

@@ -59,9 +59,7 @@ def children_ended() -> Iterator[list[bool]]:
 
 
 def _start_reaper() -> "tuple[subprocess.Popen[bytes], str]":
-    """Start the process that cleans up if this one cannot; returns it and the word by which it
-    knows descendants.
-    """
+    """Start the process that cleans up if this one cannot; return it and its word."""
     word = secrets.token_hex(16)
     # A session of its own: what a terminal or a shell sends to this process's group must not end it
     # first. -I -S and no output: it must not hold a pipe open that somebody reads to its end.
@@ -77,9 +75,7 @@ def _start_reaper() -> "tuple[subprocess.Popen[bytes], str]":
 
 
 def _kill_descendants(pid: int, spared: int | None) -> None:
-    """Kill what `pid` has started, again and again: a descendant may be starting another right
-    now.
-    """
+    """Kill what `pid` has started, again and again: one may be starting another."""
     # startup: psutil is needed only after a failure
     import psutil
 
@@ -97,9 +93,7 @@ def _kill_descendants(pid: int, spared: int | None) -> None:
 
 
 def terminate_process_tree(pid: int) -> None:
-    """End a process and all its descendants: SIGTERM to all, SIGKILL to those left after a few
-    seconds.
-    """
+    """End a process and its descendants: SIGTERM, and SIGKILL after a few seconds."""
     import psutil  # startup: see _kill_descendants
 
     try:

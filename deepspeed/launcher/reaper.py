@@ -32,9 +32,7 @@ def main() -> None:
 
 
 def kill_marked(mark: bytes) -> None:
-    """Kill the processes whose environment has `mark`, again and again: one may be starting another
-    right now.
-    """
+    """Kill processes whose environment has `mark`, until there is none: one may start another."""
     deadline = time.monotonic() + GIVE_UP_SECONDS
     while time.monotonic() < deadline:
         marked = [pid for pid in _processes() if mark in _environment(pid)]
@@ -54,9 +52,7 @@ def _processes() -> list[int]:
 
 
 def _environment(pid: int) -> list[bytes]:
-    """The variables that a process was started with; none for other users' processes and for those
-    that have ended.
-    """
+    """Return the variables that a process was started with; none if that cannot be read."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as stream:
             return stream.read().split(b"\0")

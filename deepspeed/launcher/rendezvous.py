@@ -33,15 +33,12 @@ ON_CUT = "on_cut"
 timeout.
 """
 END_SECONDS = 2.0
-_GAVE_UP = "gave-up"
-"""Takes the place of the beat's number in a node's sign of life."""
+_GAVE_UP = "gave-up"  # takes the place of the beat's number in a node's sign of life
 
 
 @dataclass
 class Round:
-    """One round of processes, as this node sees it: who else is in it, when each was last heard,
-    and whether one of them has given up.
-    """
+    """One round of processes as this node sees it: its nodes, and when each was last heard."""
 
     word: str
     rank: int
@@ -56,9 +53,7 @@ class Round:
         return f"deepspeed/alive/{self.word}/{rank}"
 
     def listen(self, other: int, word: str, timeout: float) -> None:
-        """Note a node's latest sign of life ("" before its first), and whether that is too long
-        ago.
-        """
+        """Note a node's latest sign of life ("" before its first), and whether it is too old."""
         now = time.monotonic()
         name = f"node {other} ({word.split()[0]})" if word else f"node {other}"
         # Clocks of nodes are not compared: that the word changes is the sign.
@@ -80,12 +75,8 @@ class NodeWatch:
     """Tells the other nodes that this one lives, and listens for them and for the rendezvous.
 
     On threads, not in the agent's loop: that stands still while processes are stopped, at the end,
-    and behind a cut.
-
-    Args:
-        endpoint: HOST:PORT of the rendezvous.
-        timeout: seconds of silence after which a node, or this node's job, is lost.
-        on_cut: called, on a thread, when the rendezvous has not answered for the timeout.
+    and behind a cut. `on_cut` is called on a thread when the rendezvous has not answered for
+    `timeout` seconds.
     """
 
     def __init__(self, endpoint: str, timeout: float, on_cut: Callable[[], None]) -> None:
@@ -106,9 +97,7 @@ class NodeWatch:
         atexit.register(self.end)
 
     def tell_giving_up(self) -> None:
-        """Tell the other nodes of the round that this one gives up, and give them time to hear it:
-        it may serve the rendezvous.
-        """
+        """Tell the round's other nodes that this one, which may serve them, gives up."""
         if self.round is not None and self.round.nodes > 1:
             self.round.gave_up = True
             # The next beat says it, and the others listen at their next.
@@ -165,9 +154,7 @@ class NodeWatch:
 
 
 class WatchedRendezvous(RendezvousHandler):
-    """torch's dynamic rendezvous, which has a round ended also when one of its nodes is lost or
-    gives up.
-    """
+    """torch's dynamic rendezvous, whose round ends also when a node is lost or gives up."""
 
     def __init__(self, inner: RendezvousHandler, watch: NodeWatch) -> None:
         self._inner = inner
@@ -196,9 +183,7 @@ class WatchedRendezvous(RendezvousHandler):
         self._watch.tell_giving_up()
 
     def num_nodes_waiting(self) -> int:
-        """Return for how many nodes a new round shall begin; that a node was lost, or has given
-        up, asks for one as well.
-        """
+        """Return for how many nodes a new round shall begin; a lost node asks for one too."""
         return self._inner.num_nodes_waiting() or int(self._asks_for_an_end())
 
     def _asks_for_an_end(self) -> bool:
@@ -212,24 +197,19 @@ class WatchedRendezvous(RendezvousHandler):
         return self._inner.shutdown()
 
     def get_backend(self) -> str:
-        """See the base class, as for all below."""
         return RENDEZVOUS_BACKEND
 
     def get_run_id(self) -> str:
-        """The word that nodes of one job have in common."""
         return self._inner.get_run_id()
 
     def is_closed(self) -> bool:
-        """Say whether the job is over."""
         return self._inner.is_closed()
 
     def set_closed(self) -> None:
-        """Have the job be over."""
         self._inner.set_closed()
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether processes use the agents' store."""
         return self._inner.use_agent_store
 
 

@@ -14,10 +14,7 @@ _HOSTFILE_ENTRY = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)")
 
 
 def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
-    """Read an MPI-style hostfile (`worker-0 slots=4` lines, `#` comments).
-
-    Returns:
-        Slots by host, in the file's order; None when there is no such file.
+    """Read slots by host from an MPI-style hostfile; None when there is no such file.
 
     Raises:
         ValueError: a line does not parse, a host occurs twice, or no host is named.
@@ -54,11 +51,7 @@ def _parse_hostfile(hostfile_lines: list[str], path: str = "(lines)") -> dict[st
 
 
 def parse_node_config(node_config: str) -> tuple[str, list[int]]:
-    """Split `NAME[:SLOT[,SLOT ...]]` into a host and its slots; no slots means all of them.
-
-    Raises:
-        ValueError: the text has another form.
-    """
+    """Split `NAME[:SLOT[,SLOT ...]]` into host and slots, none for all; ValueError otherwise."""
     host, colon, slots = node_config.strip().partition(":")
     if not colon:
         return host, []
@@ -75,9 +68,6 @@ def parse_node_config_list(node_config_list: str) -> dict[str, list[int]]:
     """Split `NODE_SPEC[@NODE_SPEC ...]` into slots by host, as `parse_node_config` reads each part.
 
     A host that occurs twice has the slots of both, each once and in rising order, or all.
-
-    Raises:
-        ValueError: a part does not parse.
     """
     nodes: dict[str, list[int]] = {}
     for part in node_config_list.split("@"):
@@ -91,16 +81,10 @@ def parse_node_config_list(node_config_list: str) -> dict[str, list[int]]:
 def parse_resource_filter(
     host_info: dict[str, list[int]], include_str: str = "", exclude_str: str = ""
 ) -> dict[str, list[int]]:
-    """Keep the included slots of `host_info`, or all but the excluded ones.
+    """Keep the slots that `include_str` names, or all but those of `exclude_str`.
 
-    Args:
-        host_info: slots by host.
-        include_str: `NODE_SPEC[@NODE_SPEC ...]` to keep; a host without slots keeps all of its own.
-        exclude_str: the same language, to drop. At most one of the two may be given.
-
-    Returns:
-        Slots by host, sorted and without duplicates, in `host_info`'s order; hosts with no slot
-        left are gone.
+    Both are `NODE_SPEC[@NODE_SPEC ...]`; a host without slots means all of its own. The result is
+    sorted, without duplicates, in `host_info`'s order and without hosts that have no slot left.
 
     Raises:
         ValueError: both filters are given, or one names a host or slot that `host_info` lacks.
@@ -135,23 +119,17 @@ def parse_resource_filter(
 def parse_inclusion_exclusion(
     resource_pool: dict[str, int], inclusion: str, exclusion: str
 ) -> dict[str, list[int]]:
-    """Turn slot counts by host into slot lists by host and filter them, as `parse_resource_filter`
-    does.
-    """
+    """Filter slot counts by host as `parse_resource_filter` does; return slots by host."""
     return parse_resource_filter(
         {host: list(range(count)) for host, count in resource_pool.items()}, inclusion, exclusion
     )
 
 
 def parse_num_nodes(str_num_nodes: str, elastic_training: bool) -> tuple[int, int]:
-    """Read --num_nodes: `N`, or `MIN:MAX` with elastic training.
-
-    Returns:
-        (minimum, maximum); the maximum is -1 for the form `N`.
+    """Read --num_nodes: `N` as (N, -1), or `MIN:MAX` with elastic training.
 
     Raises:
         RuntimeError: `MIN:MAX` without elastic training, or more than two numbers.
-        ValueError: a part is no number.
     """
     parts = str_num_nodes.split(":")
     if len(parts) == 1:
@@ -164,11 +142,7 @@ def parse_num_nodes(str_num_nodes: str, elastic_training: bool) -> tuple[int, in
 
 
 def parse_core_list(text: str) -> list[int]:
-    """Read `1,3-5,7` as [1, 3, 4, 5, 7].
-
-    Raises:
-        ValueError: a part is neither a number nor an ascending range, or a core occurs twice.
-    """
+    """Read `1,3-5,7` as [1, 3, 4, 5, 7]."""
     cores: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
@@ -183,12 +157,7 @@ def parse_core_list(text: str) -> list[int]:
 
 
 def split_cores(cores: list[int], num_ranks: int) -> list[list[int]]:
-    """Deal `cores` to ranks in runs of equal length; cores left over stay unused, so that no rank
-    is slower.
-
-    Raises:
-        ValueError: there are fewer cores than ranks.
-    """
+    """Deal `cores` in runs of equal length; what is left stays unused, so no rank is slower."""
     each = len(cores) // num_ranks
     if each == 0:
         raise ValueError(

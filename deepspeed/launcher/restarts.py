@@ -18,9 +18,7 @@ from deepspeed.utils.logging import logger
 
 class PatientAgent(LocalElasticAgent):
     """Restarts processes as torch's agent does, until `QUICK_FAILURES` in a row have come within
-    `QUICK_FAILURE_SECONDS` of their start.
-
-    The agent then ends as after its last restart, and says how each process ended.
+    `QUICK_FAILURE_SECONDS` of their start; then ends as after its last restart.
     """
 
     _started_at = 0.0

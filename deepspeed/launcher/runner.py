@@ -292,11 +292,7 @@ def encode_world_info(world_info: dict[str, list[int]]) -> str:
 
 
 def refuse_unsupported(args: argparse.Namespace) -> None:
-    """Refuse what this release cannot do.
-
-    Raises:
-        ValueError: a flag asks for autotuning; the text names it and its value.
-    """
+    """Refuse what this release cannot do."""
     for name, neutral, remedy in _REFUSED:
         if getattr(args, name) != neutral:
             raise ValueError(f"--{name}={getattr(args, name)}: {remedy}")
@@ -308,9 +304,6 @@ def choose_resources(args: argparse.Namespace) -> dict[str, list[int]]:
     Without a hostfile they are this machine's devices; on the CPU, --include and --num_gpus are
     taken at their word, and without them there is one process, as for a plain `python` run.
     --no_ssh --num_nodes N without a hostfile means N nodes like this one.
-
-    Raises:
-        ValueError: flags contradict each other, or name hosts or slots that are not there.
     """
     limited = args.num_gpus != -1 or args.num_nodes != "-1"
     if limited and (args.include or args.exclude):
@@ -364,9 +357,7 @@ def _available(args: argparse.Namespace, num_nodes: int) -> dict[str, list[int]]
 
 
 def _local_slots(args: argparse.Namespace) -> list[int]:
-    """Return this machine's slots: its devices, or on the CPU just as many as the flags speak
-    of.
-    """
+    """Return this machine's devices, or on the CPU as many slots as the flags speak of."""
     devices = list(visible_slots())
     if devices:
         return devices
@@ -390,16 +381,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Launch as the flags say: here, on several nodes over an engine, or this node's part of a job
-    started by hand.
-
-    Returns:
-        The exit code, as `launch.run` and `nodes.run_nodes` describe it.
-
-    Raises:
-        ValueError: the flags ask for something this release, this machine or their combination does
-            not allow.
-    """
+    """Launch as the flags say, here, over an engine, or by hand; return the exit code."""
     refuse_unsupported(args)
     elastic = read_elastic(args)
     active = choose_resources(args)
@@ -430,13 +412,7 @@ def launch(args: argparse.Namespace) -> int:
 
 
 def read_elastic(args: argparse.Namespace) -> Elastic | None:
-    """Return the limits of an elastic job, or None where none is asked for; `--num_nodes MIN:MAX`
-    is read and spent.
-
-    Raises:
-        ValueError: a limit without --elastic_training, or limits that do not fit each other.
-        RuntimeError: `MIN:MAX` without --elastic_training.
-    """
+    """Return the limits of an elastic job, None where none is asked for; spends `MIN:MAX` nodes."""
     if not args.elastic_training:
         for name in ("min_elastic_nodes", "max_elastic_nodes"):
             if getattr(args, name) != -1:
@@ -486,11 +462,7 @@ def _refuse_engine_flags(args: argparse.Namespace, remedy: str) -> None:
 
 
 def make_plan(args: argparse.Namespace, slots: list[int]) -> LaunchPlan:
-    """Turn parsed flags into what `launch.run` starts on this machine.
-
-    Raises:
-        ValueError: this machine does not allow what the flags ask for.
-    """
+    """Turn parsed flags into what `launch.run` starts on this machine."""
     if not args.no_ssh:
         _refuse_engine_flags(
             args,

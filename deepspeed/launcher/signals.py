@@ -29,8 +29,7 @@ from typing import Any
 
 MIN_APART_SECONDS = 0.3
 """Signals closer together are one: `timeout` and some terminals deliver theirs twice."""
-REPEAT_SECONDS = 0.5
-"""How long the agent may go on after a signal before it is sent again."""
+REPEAT_SECONDS = 0.5  # how long the agent may go on after a signal before it is sent again
 
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _AGENT_LOOP = "_invoke_run"
@@ -94,14 +93,7 @@ def noting_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def raising_signals(error: Callable[[int], BaseException] = Interrupted) -> Iterator[None]:
-    """Within the block, let signals raise on the main thread.
-
-    Args:
-        error: makes what is raised from the signal's number.
-
-    Raises:
-        BaseException: what `error` makes, at once for a signal that has been noted.
-    """
+    """Within the block, let signals raise on the main thread."""
 
     raises = False
 
@@ -140,16 +132,12 @@ def _handled_by(handler: Callable[[int, FrameType | None], Any]) -> Iterator[Non
 
 
 class AgentWatch:
-    """Sees to it that a signal reaches torch's agent, and that a second Ctrl-C is heard; a context
-    manager for the main thread, around the agent's run.
+    """Sees to it that a signal reaches torch's agent, and that a second Ctrl-C is heard
+    (`on_second`, on the thread); a context manager for the main thread, around the agent's run.
 
-    Works on a thread through the wakeup descriptor, into which Python writes each signal's number
-    whatever handlers do with it; the agent replaces handlers while it runs.
-
-    `first_at` is when the first signal came, in monotonic seconds.
-
-    Args:
-        on_second: called on the thread when SIGINT arrives after another signal.
+    Works through the wakeup descriptor, into which Python writes each signal's number whatever
+    handlers do with it; the agent replaces handlers while it runs. `first_at` is when the first
+    signal came, in monotonic seconds.
     """
 
     def __init__(self, on_second: Callable[[], None]) -> None:

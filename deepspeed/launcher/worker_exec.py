@@ -16,9 +16,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Read the plan, prepare this process, and exec the rank's command; exits with 127 if that
-    cannot be run.
-    """
+    """Read the plan, prepare this process, and become the rank's command; 127 if that fails."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # As `signals.die_at_once`: a Ctrl-C kills this process without a traceback.
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -14,44 +14,22 @@ Event = tuple[str, Any, int]
 
 
 class Monitor(ABC):
-    """One place to write events to.
-
-    Args:
-        monitor_config: Its configuration block.
-
-    Attributes:
-        monitor_config: The same.
-        enabled: Whether the block is; a monitor that is not opens and writes nothing.
-    """
+    """One place to write events to."""
 
     def __init__(self, monitor_config: Any) -> None:
         self.monitor_config = monitor_config
-        self.enabled: bool = monitor_config.enabled
+        self.enabled: bool = monitor_config.enabled  # if not, it opens and writes nothing
 
     @abstractmethod
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """Write events.
-
-        Args:
-            event_list: `(name, value, step)` each; the value is a number or a tensor of one
-                element.
-        """
+        """Write events."""
 
     def close(self) -> None:  # noqa: B027  # most monitors have nothing to let go of
         """Write what is buffered and let go of files and connections; no event may follow."""
 
 
 def require(module: str, package: str, block: str) -> None:
-    """Raise unless `module` can be imported.
-
-    Args:
-        module: Its name.
-        package: The package that has it, as pip knows it.
-        block: The configuration block that needs it.
-
-    Raises:
-        ImportError: Names the three.
-    """
+    """Raise ImportError unless `module` can be imported, which `block` needs."""
     if importlib.util.find_spec(module) is None:
         raise ImportError(
             f'{block}.enabled: true needs the package {package}, which is not installed: run "pip '

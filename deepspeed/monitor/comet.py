@@ -13,24 +13,12 @@ START_KEYS = ("api_key", "project", "workspace", "experiment_key", "mode", "onli
 
 
 class CometMonitor(Monitor):
-    """Logs to an experiment, at most one point of each name in `samples_log_interval` steps (the
-    engine's steps are samples).
-
-    Args:
-        comet_config: The `comet` block.
-
-    Attributes:
-        experiment: The experiment; None if not enabled or closed.
-        samples_log_interval: Steps between two points of one name.
-
-    Raises:
-        ImportError: Without the package.
-    """
+    """Logs to an experiment, at most one point of a name in `samples_log_interval` samples."""
 
     def __init__(self, comet_config: Any) -> None:
         super().__init__(comet_config)
         self.samples_log_interval = comet_config.samples_log_interval
-        self.experiment: Any = None
+        self.experiment: Any = None  # None if not enabled or closed
         self._last_step: dict[str, int] = {}
         if self.enabled:
             require("comet_ml", "comet-ml", "comet")
@@ -44,7 +32,6 @@ class CometMonitor(Monitor):
                 self.experiment.set_name(comet_config.experiment_name)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """See base class."""
         if self.experiment is None:
             return
         for name, value, step in event_list:
@@ -58,7 +45,6 @@ class CometMonitor(Monitor):
         return last is None or step < last or step - last >= self.samples_log_interval
 
     def close(self) -> None:
-        """See base class."""
         if self.experiment is not None:
             self.experiment.end()
             self.experiment = None

@@ -11,17 +11,10 @@ from deepspeed.monitor.base import Event, Monitor
 
 
 class csvMonitor(Monitor):  # noqa: N801  # upstream's name
-    """Appends `step,value` lines to `output_path/job_name/NAME.csv`; without an output path below
-    `~/csv_monitor`.
+    """Appends `step,value` to `output_path/job_name/NAME.csv`, by default below `~/csv_monitor`.
 
     In file names the slashes of an event's name are underscores; the column's title is the part
     after the last slash.
-
-    Args:
-        csv_config: The `csv_monitor` block.
-
-    Attributes:
-        log_dir: The folder.
     """
 
     def __init__(self, csv_config: Any) -> None:
@@ -36,7 +29,6 @@ class csvMonitor(Monitor):  # noqa: N801  # upstream's name
         return os.path.join(self.log_dir, name.replace("/", "_").replace(os.sep, "_") + ".csv")
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """See base class; a line is on its way to the disk when this returns."""
         if not self.enabled:
             return
         for name, value, step in event_list:

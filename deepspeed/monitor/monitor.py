@@ -19,18 +19,13 @@ if TYPE_CHECKING:
 
 
 class MonitorMaster(Monitor):
-    """All enabled monitors. Rank 0 opens and writes them; on other ranks `write_events` does
-    nothing, so scripts need not ask.
+    """All enabled monitors, written by rank 0; on other ranks `write_events` does nothing.
 
     A monitor that cannot write (a full disk, a server that is away) does not end the training: it
     is named in a warning once, and asked again with the next events.
 
-    Args:
-        monitor_config: The blocks, `deepspeed.monitor.config.DeepSpeedMonitorConfig`.
-
     Raises:
-        ImportError: If an enabled monitor's package is not installed, on every rank alike; names
-            the package and the command.
+        ImportError: An enabled monitor's package is not installed; on every rank alike.
     """
 
     def __init__(self, monitor_config: Any) -> None:
@@ -92,15 +87,6 @@ class MonitorMaster(Monitor):
         return [monitor for monitor in found if monitor is not None]
 
     def write_events(self, event_list: Sequence[Event], of_engine: bool = False) -> None:
-        """See base class.
-
-        Args:
-            event_list: `(name, number, step)` each.
-            of_engine: They are what the engine tells of each step, which a record has already.
-
-        Raises:
-            ValueError: If an event is not (name, number, step).
-        """
         monitors = self._of_events() if of_engine else self.monitors
         if not monitors:
             return
@@ -144,7 +130,6 @@ class MonitorMaster(Monitor):
             )
 
     def close(self) -> None:
-        """See base class."""
         for monitor in self.monitors:
             with self._guarded(monitor):
                 monitor.close()
@@ -153,11 +138,7 @@ class MonitorMaster(Monitor):
 
 
 def checked(event: Event) -> tuple[str, float, int]:
-    """An event with its value as a float.
-
-    Raises:
-        ValueError: If it is not (name, number, step).
-    """
+    """An event with its value as a float."""
     try:
         name, value, step = event
         return str(name), float(value), int(step)

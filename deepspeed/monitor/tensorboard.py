@@ -12,18 +12,7 @@ from deepspeed.monitor.base import Event, Monitor, require
 
 
 class TensorBoardMonitor(Monitor):
-    """Writes scalars to `output_path/job_name`; without an output path to `~/tensorboard/job_name`.
-
-    Args:
-        tensorboard_config: The `tensorboard` block.
-
-    Attributes:
-        log_dir: The folder.
-        summary_writer: torch's writer; None if not enabled or closed.
-
-    Raises:
-        ImportError: Without the package.
-    """
+    """Writes scalars to `output_path/job_name`; without a path to `~/tensorboard/job_name`."""
 
     def __init__(self, tensorboard_config: Any) -> None:
         super().__init__(tensorboard_config)
@@ -31,7 +20,7 @@ class TensorBoardMonitor(Monitor):
             os.path.expanduser("~"), "tensorboard"
         )
         self.log_dir = os.path.join(base, tensorboard_config.job_name)
-        self.summary_writer: Any = None
+        self.summary_writer: Any = None  # None if not enabled or closed
         if self.enabled:
             require("tensorboard", "tensorboard", "tensorboard")
             # optional: needs the package, and takes a second
@@ -41,12 +30,6 @@ class TensorBoardMonitor(Monitor):
             self.summary_writer = SummaryWriter(log_dir=self.log_dir)
 
     def write_events(self, event_list: Sequence[Event], flush: bool = True) -> None:
-        """See base class.
-
-        Args:
-            event_list: `(name, value, step)` each.
-            flush: Have them in the file before returning.
-        """
         if self.summary_writer is None:
             return
         for name, value, step in event_list:
@@ -60,7 +43,6 @@ class TensorBoardMonitor(Monitor):
             self.summary_writer.flush()
 
     def close(self) -> None:
-        """See base class."""
         if self.summary_writer is not None:
             self.summary_writer.close()
             self.summary_writer = None

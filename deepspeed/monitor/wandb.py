@@ -9,27 +9,14 @@ from deepspeed.monitor.base import Event, Monitor, require
 
 
 class WandbMonitor(Monitor):
-    """Logs to a run of its own, or to the one that the script has begun with `wandb.init`.
-
-    Args:
-        wandb_config: The `wandb` block.
-
-    Attributes:
-        group: Group of the run.
-        team: Team (entity) of the run.
-        project: Project of the run.
-        run: The run; None if not enabled or closed.
-
-    Raises:
-        ImportError: Without the package.
-    """
+    """Logs to a run of its own, or to the one that the script has begun with `wandb.init`."""
 
     def __init__(self, wandb_config: Any) -> None:
         super().__init__(wandb_config)
         self.group = wandb_config.group
         self.team = wandb_config.team
         self.project = wandb_config.project
-        self.run: Any = None
+        self.run: Any = None  # None if not enabled or closed
         self._owns_run = False
         if self.enabled:
             require("wandb", "wandb", "wandb")
@@ -50,7 +37,7 @@ class WandbMonitor(Monitor):
             self.run.log(data, step=step, commit=commit)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """See base class; values of one step go in one call."""
+        # Values of one step go in one call.
         by_step: dict[int, dict[str, Any]] = {}
         for name, value, step in event_list:
             by_step.setdefault(step, {})[name] = value
@@ -58,7 +45,7 @@ class WandbMonitor(Monitor):
             self.log(values, step=step)
 
     def close(self) -> None:
-        """See base class; a run of the script's stays open."""
+        # A run of the script's stays open.
         if self.run is not None and self._owns_run:
             self.run.finish()
         self.run = None

@@ -42,19 +42,12 @@ _Queued = Kernel | StreamWait | Communication
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits of one device.
+    """The limits of one device."""
 
-    Attributes:
-        queues: Hardware queues (CUDA_DEVICE_MAX_CONNECTIONS); streams take them in turn.
-        processors: Streaming multiprocessors.
-        per_collective: Of them, what a kernel of a collective holds at most.
-        per_message: What one between two ranks holds; channels of pipelines ask for four.
-    """
-
-    queues: int = 8
-    processors: int = 132
-    per_collective: int = 32
-    per_message: int = 4
+    queues: int = 8  # hardware queues (CUDA_DEVICE_MAX_CONNECTIONS); streams take them in turn
+    processors: int = 132  # streaming multiprocessors
+    per_collective: int = 32  # of them, what a kernel of a collective holds at most
+    per_message: int = 4  # what one between two ranks holds; channels of pipelines ask for four
 
     def needs(self, entry: Communication) -> int:
         """Processors of a kernel."""
@@ -64,16 +57,11 @@ class Budget:
 
 @dataclass
 class RankLog:
-    """What one rank issued.
+    """What one rank issued."""
 
-    Attributes:
-        entries: In the order of issue.
-        names: Of the streams.
-        before, after: How many operations of each kind it had issued when the log began and ended.
-    """
-
-    entries: Sequence[Entry]
-    names: Sequence[str]
+    entries: Sequence[Entry]  # in the order of issue
+    names: Sequence[str]  # of the streams
+    # before, after: How many operations of each kind it had issued when the log began and ended.
     before: dict[str, int]
     after: dict[str, int]
 
@@ -194,7 +182,7 @@ class _Device:
         return "\n".join(line for line in lines if line)
 
     def _waiting(self, queue: deque[tuple[int, _Queued]]) -> str:
-        """What of a queue does not begin, and why; empty if it is computation that waits."""
+        """Say what of a queue does not begin, and why; empty if computation waits."""
         (_, head), name = queue[0], self._log.names
         reason = self._obstacle(head)
         first = next((entry for _, entry in queue if isinstance(entry, Communication)), None)
@@ -213,12 +201,7 @@ def _missing(entry: Communication | HostMeeting, devices: Sequence[_Device]) -> 
 
 
 def deadlock(logs: Sequence[RankLog], budget: Budget) -> str:
-    """How devices of these limits hang in what was issued; empty if they do not.
-
-    Args:
-        logs: By rank, of the same part of the program.
-        budget: The limits.
-    """
+    """How devices of these limits hang in what was issued; empty if they do not."""
     devices = [_Device(log, budget) for log in logs]
     while True:
         moves = [device.issue(devices) | device.begin() for device in devices]

@@ -15,13 +15,10 @@ if TYPE_CHECKING:
 
 
 class LedgerBook:
-    """The ledgers of one `ledger()` block.
-
-    Attributes:
-        ledgers: One per engine, in the order in which they were attached.
-    """
+    """The ledgers of one `ledger()` block."""
 
     def __init__(self) -> None:
+        # One per engine, in the order in which they were attached.
         self.ledgers: list[GradientLedger] = []
 
     @property
@@ -36,9 +33,7 @@ class LedgerBook:
 
     @property
     def zero_gradients(self) -> tuple[str, ...]:
-        """Parameters whose gradient was exactly zero on all ranks at the last step of their
-        engine.
-        """
+        """Parameters whose gradient was zero on all ranks at the last step of their engine."""
         return tuple(name for ledger in self.ledgers for name in ledger.zero_gradients)
 
     def report(self) -> str:

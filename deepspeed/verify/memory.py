@@ -1,6 +1,4 @@
-"""Who holds the simulated device's memory at its peak, by the names that buffers have in reports
-and by the place that allocated the rest.
-"""
+"""The holders of the simulated device's memory at its peak, by name or by place of allocation."""
 
 from __future__ import annotations
 
@@ -14,15 +12,11 @@ from deepspeed.utils import memory_names
 
 @dataclass
 class MemoryPeak:
-    """Filled at the end of `memory_peak`.
+    """Filled at the end of `memory_peak`."""
 
-    Attributes:
-        nbytes: Most bytes that were allocated at once.
-        by_owner: Who held them, most first: a buffer's name (as in races: "gradient of ..."), or
-            ``FILE:LINE in FUNCTION``, where it was allocated.
-    """
-
-    nbytes: int = 0
+    nbytes: int = 0  # most bytes that were allocated at once
+    # Who held them, most first: a buffer's name (as in races: "gradient of ..."), or ``FILE:LINE in
+    # FUNCTION``, where it was allocated.
     by_owner: dict[str, int] = field(default_factory=dict)
 
 

@@ -56,16 +56,7 @@ def _chart(
     scale: str = "linear",
     zero: bool = False,
 ) -> dict[str, Any]:
-    """Named values of the run, and the first of them of the run before.
-
-    Args:
-        title: Of the chart.
-        run, before: The runs.
-        names: Names of values, and how they are labelled.
-        unit: Of the values.
-        scale: "linear", "log", or "choice": the reader's.
-        zero: Whether the axis begins there.
-    """
+    """Named values of the run, and the first of them of the run before."""
     series = [
         _series(run.curves.points, name, label, color)
         for (name, label), color in zip(names, COLORS, strict=False)

@@ -55,11 +55,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def find_record(given: str) -> Path:
-    """The record that an argument names: itself, or the newest of a folder.
-
-    Raises:
-        Misuse: There is none.
-    """
+    """The record that an argument names: itself, or the newest of a folder."""
     path = Path(given)
     if path.is_file():
         return path
@@ -73,14 +69,7 @@ def find_record(given: str) -> Path:
 
 
 class Watcher:
-    """One record, its page, and what is beside it.
-
-    Args:
-        record: The record's file.
-        before: Another one to show beside it; None for none.
-        output: The page's file.
-        refresh_s: Seconds after which an open page looks for a newer one.
-    """
+    """One record, its page, and what is beside it."""
 
     def __init__(self, record: Path, before: Path | None, output: Path, refresh_s: float) -> None:
         self._reader = RecordReader(record)

@@ -18,17 +18,10 @@ DRAWING_SHARE = 0.01
 
 
 class WatchMonitor(Monitor):
-    """Appends to a record of its own in `output_path/job_name`, and keeps that folder's page up to
-    date; without an output path below `~/ds_watch`.
+    """Writes a record and its page to `output_path/job_name`, by default below `~/ds_watch`.
 
     Drawing takes the same time however long the run is, and comes at most every `refresh_seconds`,
     less often if it would take more than `DRAWING_SHARE` of rank 0's time.
-
-    Args:
-        watch_config: The `watch` block.
-
-    Attributes:
-        log_dir: The folder.
     """
 
     def __init__(self, watch_config: Any) -> None:
@@ -44,13 +37,11 @@ class WatchMonitor(Monitor):
         self._ended = False
 
     def describe(self, about: Mapping[str, Any]) -> None:
-        """Say what the record's first line is. It is written with the line after it: a run without
-        steps leaves nothing behind.
-        """
+        """Set the first line, written with the second: a run without steps leaves nothing."""
         self._about = dict(about)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
-        """See base class: values of scripts, drawn over what the script counts."""
+        """Record values of scripts, drawn over what the script counts."""
         for name, value, at in event_list:
             self.record({"event": name, "value": float(value), "at": at})
 
@@ -83,7 +74,6 @@ class WatchMonitor(Monitor):
         self._draw_at = done + max(self._refresh_s, (done - begun) / DRAWING_SHARE)
 
     def close(self) -> None:
-        """See base class."""
         self.end()
 
     def end(self, error: BaseException | None = None) -> None:

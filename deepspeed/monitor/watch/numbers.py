@@ -26,14 +26,14 @@ def number(value: float | None) -> str:
 
 
 def milliseconds(value: float | None) -> str:
-    """With the unit that fits."""
+    """Write a time with the unit that fits."""
     if value is None:
         return NONE
     return f"{number(value)} ms" if value < 1e4 else f"{number(value / 1e3)} s"
 
 
 def number_of_bytes(value: float | None) -> str:
-    """With the unit that fits."""
+    """Write a size with the unit that fits."""
     if value is None:
         return NONE
     power = 0
@@ -44,7 +44,7 @@ def number_of_bytes(value: float | None) -> str:
 
 
 def change(now: float, before: float) -> str:
-    """By how much `now` differs, as +1.2%; empty where it cannot be said or rounds to nothing."""
+    """Say how `now` differs, as +1.2%; nothing where it cannot be said or rounds to nothing."""
     if not (math.isfinite(now) and math.isfinite(before)) or before == 0:
         return ""
     percent = 100 * (now - before) / abs(before)

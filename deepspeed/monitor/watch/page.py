@@ -40,32 +40,17 @@ SKIPS_SHOWN = 8
 
 
 class Figure(NamedTuple):
-    """One of the numbers at the top.
-
-    Attributes:
-        name: What it is.
-        value: As text.
-        before: Of the run before, as text; empty without.
-        change: Against that, as text; empty where it means nothing.
-        is_better: Whether the change is for the better; None where that cannot be said.
-    """
+    """One of the numbers at the top."""
 
     name: str
     value: str
-    before: str = ""
+    before: str = ""  # of the run before
     change: str = ""
-    is_better: bool | None = None
+    is_better: bool | None = None  # None where that cannot be said
 
 
 def render(run: Run, before: Run | None, refresh_s: float = 0.0, unreadable: int = 0) -> str:
-    """The page.
-
-    Args:
-        run: The run to show.
-        before: Another one beside it.
-        refresh_s: Seconds after which an open page looks for a newer one; 0: never.
-        unreadable: Lines of the record that were left out.
-    """
+    """Draw the page, which looks for a newer one after `refresh_s` seconds (0: never)."""
     beside = before if before is not None and before.last is not None else None
     body = "".join(
         (

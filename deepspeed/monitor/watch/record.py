@@ -61,19 +61,11 @@ def _plain(value: Any) -> Any:
 
 
 class RecordReader:
-    """Reads a record from its beginning, and later what was added.
-
-    Args:
-        path: The file.
-
-    Attributes:
-        path: The same.
-        unreadable: Whole lines so far that are no JSON object; they are left out.
-    """
+    """Reads a record from its beginning, and later what was added."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.unreadable = 0
+        self.unreadable = 0  # whole lines so far that are no JSON object; they are left out
         self._position = 0
 
     def new_lines(self) -> list[Line]:
@@ -102,9 +94,7 @@ def _decoded(text: bytes) -> Line | None:
 
 
 def run_before(path: Path) -> Path | None:
-    """The record of the run that began last before that of `path`: of the same folder, or without
-    one of the folders beside it; None if it is the first.
-    """
+    """Find the record of the run before: in the same folder, else in those beside it."""
     # By number, not by name: the ten-thousandth has a longer one.
     earlier = list(takewhile(lambda record: record.name != path.name, records_in(path.parent)))
     if earlier:

@@ -21,19 +21,13 @@ PHASES = ("forward", "backward", "communication", "step")
 
 
 class Point:
-    """A few neighbouring steps.
-
-    Attributes:
-        first, last: Their range on the x axis.
-        values: By name `[sum, count, lowest, highest]` of the finite values.
-        skipped: How many of the steps were skipped.
-    """
+    """A few neighbouring steps."""
 
     __slots__ = ("first", "last", "skipped", "values")
 
     def __init__(self, x: float) -> None:
-        self.first = self.last = x
-        self.values: dict[str, list[float]] = {}
+        self.first = self.last = x  # their range on the x axis
+        self.values: dict[str, list[float]] = {}  # by name `[sum, count, lowest, highest]`
         self.skipped = 0
 
     def add(self, name: str, value: float) -> None:
@@ -67,11 +61,7 @@ class Point:
 
 
 class Curves:
-    """Values over steps, in at most `2 * POINTS` points.
-
-    Attributes:
-        points: In the order of steps.
-    """
+    """Values over steps, in at most `2 * POINTS` points."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []
@@ -79,9 +69,7 @@ class Curves:
         self._in_last = 0
 
     def add(self, x: float, values: Mapping[str, float], skipped: bool = False) -> None:
-        """The values of one step. A step that was there already has been taken back, by loading a
-        checkpoint, with all that came after it.
-        """
+        """Add a step's values. One that was there already was taken back by a load."""
         while self.points and self.points[-1].last >= x:
             self.points.pop()
             self._in_last = self._steps_per_point
@@ -140,34 +128,21 @@ class Mean:
 
 
 class Run:
-    """One run, built from the lines of its record.
-
-    Attributes:
-        about: The first line.
-        last: The last step's line; None before there is one.
-        steps: How many there are.
-        skipped: How many of them were skipped.
-        skips: The last of those, as lines.
-        curves: Of the values of steps, by the names of `values_of`.
-        scripts: Curves of scripts' values by name, over what the script counts.
-        left_out: Names of scripts' values for which there was no room.
-        means: Of milliseconds by phase, and of `total`.
-        ended: When it ended; None if it has not, or was killed.
-        error: What ended it, as text; empty otherwise.
-    """
+    """One run, built from the lines of its record."""
 
     def __init__(self) -> None:
         self.about: Line = {}
-        self.last: Line | None = None
+        self.last: Line | None = None  # the last step's line; None before there is one
         self.steps = 0
         self.skipped = 0
-        self.skips: deque[Line] = deque(maxlen=SKIPS_KEPT)
-        self.curves = Curves()
+        self.skips: deque[Line] = deque(maxlen=SKIPS_KEPT)  # the last of those, as lines
+        self.curves = Curves()  # of the values of steps, by the names of `values_of`
+        # Curves of scripts' values by name, over what the script counts.
         self.scripts: dict[str, Curves] = {}
-        self.left_out: set[str] = set()
-        self.means: dict[str, Mean] = {}
-        self.ended: float | None = None
-        self.error = ""
+        self.left_out: set[str] = set()  # names of scripts' values for which there was no room
+        self.means: dict[str, Mean] = {}  # of milliseconds by phase, and of `total`
+        self.ended: float | None = None  # when it ended; None if it has not, or was killed
+        self.error = ""  # what ended it, as text; empty otherwise
         self._recent: deque[dict[str, float]] = deque(maxlen=RECENT)
         self._counted = {"samples": Mean(), "tokens": Mean()}
 
@@ -232,9 +207,7 @@ class Run:
 
 
 def same_steps(run: Run, before: Run | None) -> tuple[Point, Point] | None:
-    """The last steps that both runs have, as a point of each; None if they have none in common.
-    Several where a point of one of them stands for several.
-    """
+    """Find the last steps that both runs have, as a point of each; None if there are none."""
     if not (before and run.curves.points and before.curves.points):
         return None
     last = min(each.curves.points[-1].last for each in (run, before))

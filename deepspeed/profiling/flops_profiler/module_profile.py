@@ -16,17 +16,12 @@ _ATTRIBUTE = "_ds_module_profile"
 
 @dataclass
 class ModuleProfile:
-    """What one module did in the forwards that were profiled, its children included.
+    """What one module did in the forwards that were profiled, its children included."""
 
-    Attributes:
-        flops: Operations of its forwards.
-        spans: The times of those whose seconds nobody has asked for.
-        calls: How many there were.
-    """
-
-    flops: int = 0
+    flops: int = 0  # operations of its forwards
+    # The times of those whose seconds nobody has asked for.
     spans: list[Span] = field(default_factory=list)
-    calls: int = 0
+    calls: int = 0  # how many there were
     _read_s: float = 0.0
 
     @property
@@ -52,9 +47,7 @@ def set_profile(module: nn.Module, profile: ModuleProfile | None) -> None:
 
 
 def _summed(module: nn.Module, read: Callable[[ModuleProfile], float]) -> float:
-    """What a module's own forward showed; of a container that is never called itself, the sum over
-    its children.
-    """
+    """Read a module's own forward; of a container that is never called, its children's sum."""
     profile = profile_of(module)
     if profile is None:
         return 0
@@ -69,9 +62,7 @@ def get_module_flops(module: nn.Module) -> int:
 
 
 def get_module_macs(module: nn.Module) -> int:
-    """Multiply-accumulate operations; everything that is counted is made of them, two operations
-    each.
-    """
+    """Multiply-accumulate operations: two of the counted operations each."""
     return get_module_flops(module) // 2
 
 

@@ -58,15 +58,7 @@ __all__ = [
 def _attention_flops(
     query: torch.Size, key: torch.Size, value: torch.Size, *args: Any, **kwargs: Any
 ) -> int:
-    """Two products per head: queries with keys, the result with values.
-
-    Args:
-        query: Shape [batch, heads, queries, width].
-        key: Shape [batch, heads, keys, width].
-        value: Shape [batch, heads, keys, width of values].
-        args: Of the operator, without influence on the count.
-        kwargs: As args.
-    """
+    """Two products per head: queries with keys, the result with values."""
     batch, heads, queries, width = query
     return 2 * batch * heads * queries * key[-2] * (width + value[-1])
 
@@ -83,14 +75,7 @@ class FlopsProfiler:
     Args:
         model: The model; of an engine, its module.
         ds_engine: The engine that trains it, for the report's sizes.
-        recompute_fwd_factor: Forwards that a backward computes again (1.0 with activation
-            checkpointing), for the report.
-
-    Attributes:
-        started: Whether forwards are being profiled.
-        backward_duration: Seconds of backward, if whoever profiles a step measured them
-            (`runtime.step_observers.step_profile`); 0 otherwise.
-        step_duration: Likewise, of the optimizer step.
+        recompute_fwd_factor: Forwards that a backward computes again, for the report.
     """
 
     def __init__(
@@ -99,9 +84,11 @@ class FlopsProfiler:
         self.model = model
         self.ds_engine = ds_engine
         self.recompute_fwd_factor = recompute_fwd_factor
-        self.started = False
+        self.started = False  # whether forwards are being profiled
+        # Seconds of backward, if whoever profiles a step measured them
+        # (`runtime.step_observers.step_profile`); 0 otherwise.
         self.backward_duration = 0.0
-        self.step_duration = 0.0
+        self.step_duration = 0.0  # likewise, of the optimizer step
         self._counter = FlopCounterMode(display=False, custom_mapping=_HOST_KERNELS)
         self._counting = False
         self._handles: list[Any] = []
@@ -113,12 +100,7 @@ class FlopsProfiler:
     # Profiling
 
     def start_profile(self, ignore_list: Sequence[type[nn.Module]] | None = None) -> None:
-        """Profile forwards from now on.
-
-        Args:
-            ignore_list: Types of modules whose forwards do not count, neither for themselves nor
-                for those that call them.
-        """
+        """Profile forwards from now on, except those of modules of the types in `ignore_list`."""
         if self.started:
             self.stop_profile()
         self.reset_profile()

@@ -124,7 +124,7 @@ def _rate(flops: float, seconds: float) -> str:
 
 
 def _by_depth(model: nn.Module) -> list[dict[str, list[nn.Module]]]:
-    """Of each depth, the modules by the name of their class."""
+    """List for each depth the modules by the name of their class."""
     depths: list[dict[str, list[nn.Module]]] = []
     layer = [model]
     while layer:

@@ -6,17 +6,7 @@ _SCALES = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """`num` with a decimal prefix.
-
-    Args:
-        num: The number.
-        units: The prefix to use ("T", "G", "M", "K", "", "m" or "u"); None: the largest that leaves
-            at least 1.
-        precision: Digits after the point.
-
-    Raises:
-        ValueError: For another prefix.
-    """
+    """Write `num` with a decimal prefix ("T" to "u"), None: the largest that leaves at least 1."""
     if units is None:
         units = (
             next((unit for unit, scale in _SCALES.items() if abs(num) >= scale), "u") if num else ""
@@ -54,13 +44,7 @@ def params_to_string(params_num: float, units: str | None = None, precision: int
 
 
 def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
-    """Seconds: "1.23 ms".
-
-    Args:
-        duration: Seconds.
-        units: "s", "ms", "us" or a prefix of seconds; None: what fits.
-        precision: Digits after the point.
-    """
+    """Write seconds, in units ("s", "ms", "us") or what fits: "1.23 ms"."""
     if units is not None and units.endswith("s"):
         units = units[:-1]
     return f"{number_to_string(duration, units, precision)}s"

@@ -128,16 +128,7 @@ class Settings:
 
 
 def verify(settings: Settings, visible: bool = False) -> Report:
-    """Check a model under a configuration; what the command does, without its output.
-
-    Args:
-        settings: What to check.
-        visible: Show progress on standard error.
-
-    Raises:
-        UsageError: If an argument is wrong.
-        DeepSpeedConfigError, ElasticityError: If the configuration is.
-    """
+    """Check a model under a configuration; what the command does, without its output."""
     for name, least in (("world_size", 1), ("steps", 1), ("schedules", 0), ("seed", 0)):
         if getattr(settings, name) < least:
             raise UsageError(
@@ -182,8 +173,7 @@ def verify(settings: Settings, visible: bool = False) -> Report:
 
 
 def _try_model(settings: Settings, config: dict[str, Any], shape: Shape) -> tuple[int, str, str]:
-    """One forward and backward here, where a mistake is told at once and not in the logs of the
-    ranks.
+    """Run one forward and backward here, where a mistake is told at once.
 
     Returns:
         Trainable elements of the model, why its global batch cannot be cut in other ways, and why

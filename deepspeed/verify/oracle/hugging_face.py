@@ -27,16 +27,7 @@ MAX_PARAMETERS = 500_000_000
 def build_model(
     spec: str, seed: int, rows: int
 ) -> tuple[nn.Module, Callable[[int, int, int], dict[str, torch.Tensor]]]:
-    """A language model and random token batches for it.
-
-    Args:
-        spec: What stands behind `hf:`.
-        seed: For the tokens.
-        rows: Sequences per micro-batch.
-
-    Raises:
-        UsageError: If transformers is missing, or does not know the model or an override.
-    """
+    """A language model and random token batches for it."""
     try:
         # optional: transformers is an extra
         import transformers
@@ -70,9 +61,7 @@ def build_model(
 
 
 def _model_class(transformers: Any, config: Any) -> Any:
-    """The language model that a configuration is for: from a sequence to another, of masked tokens,
-    or of the next token.
-    """
+    """Find the language model of a configuration: to a sequence, of masked or of next tokens."""
     if config.is_encoder_decoder:
         if getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0

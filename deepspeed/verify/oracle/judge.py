@@ -40,12 +40,12 @@ MOMENT_ROUNDINGS, WEIGHT_ROUNDINGS = 16, 2
 
 
 def _weight_tolerance(dtype: torch.dtype) -> float:
-    """Of the size of weights that are kept in `dtype`."""
+    # Of the size of weights that are kept in `dtype`.
     return FP32_TOLERANCE if dtype == torch.float32 else WEIGHT_ROUNDINGS * ROUNDOFF[dtype]
 
 
 def _update_tolerance(dtype: torch.dtype) -> float:
-    """Of the size of an update of weights that are kept in `dtype`, as their moments are."""
+    # Of the size of an update of weights that are kept in `dtype`, as their moments are.
     return UPDATE_TOLERANCE if dtype == torch.float32 else MOMENT_ROUNDINGS * ROUNDOFF[dtype]
 
 
@@ -65,37 +65,27 @@ class Deviation:
 
 @dataclass
 class StepFindings:
-    """One step against its reference.
-
-    Attributes:
-        step: Its number.
-        gradients: Against the reference in the model's precision; fp32: against the whole batch.
-        whole: Against the whole batch in double precision.
-        split: The model alone: mean of micro-batches against the whole batch, both in double
-            precision.
-        parameters: After the step.
-        norm: The reported norm.
-        products: Per parameter: <system, reference> and <reference, reference>, whose quotient
-            measures the divisor.
-        skipped: Why the step is not compared; empty if it is.
-    """
+    """One step against its reference."""
 
     step: int
+    # Against the reference in the model's precision; fp32: against the whole batch.
     gradients: dict[str, Deviation] = field(default_factory=dict)
+    # Against the whole batch in double precision.
     whole: dict[str, Deviation] = field(default_factory=dict)
+    # The model alone: mean of micro-batches against the whole batch, both in double precision.
     split: dict[str, Deviation] = field(default_factory=dict)
-    parameters: dict[str, Deviation] = field(default_factory=dict)
+    parameters: dict[str, Deviation] = field(default_factory=dict)  # after the step
     norm: Deviation | None = None
+    # Per parameter: <system, reference> and <reference, reference>, whose quotient measures the
+    # divisor.
     products: dict[str, tuple[float, float]] = field(default_factory=dict)
-    skipped: str = ""
+    skipped: str = ""  # why the step is not compared; empty if it is
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> StepFindings:
-        """From what `to_json` gave."""
         changed = dict(data)
         for key in ("gradients", "whole", "split", "parameters"):
             changed[key] = {name: Deviation(**value) for name, value in data[key].items()}
@@ -107,7 +97,7 @@ class StepFindings:
 
 
 def deviation(found: torch.Tensor | None, wanted: torch.Tensor, bound: float) -> Deviation:
-    """Of one tensor; what is missing counts as zero."""
+    """Compare one tensor; what is missing counts as zero."""
     value = torch.zeros_like(wanted) if found is None else found
     return Deviation((value.double() - wanted.double()).norm().item(), bound, wanted.norm().item())
 
@@ -115,7 +105,7 @@ def deviation(found: torch.Tensor | None, wanted: torch.Tensor, bound: float) ->
 def deviations(
     found: Mapping[str, torch.Tensor], wanted: Tensors, bounds: dict[str, float]
 ) -> dict[str, Deviation]:
-    """Of every tensor."""
+    """Compare every tensor."""
     return {name: deviation(found.get(name), value, bounds[name]) for name, value in wanted.items()}
 
 
@@ -127,15 +117,7 @@ def judge_step(
     sum_factor: float,
     whole_is_the_reference: bool,
 ) -> StepFindings:
-    """Gradient, norm and divisor of one step.
-
-    Args:
-        record: What the system did.
-        expected: What it must have done.
-        largest: What the narrowest dtype of a sum can hold.
-        sum_factor: By what the configuration multiplies the mean (`gradient_allreduce_op` "sum").
-        whole_is_the_reference: Compare with the whole batch where there is one (fp32).
-    """
+    """Gradient, norm and divisor of one step."""
     findings = StepFindings(record.step)
     # NaN compares false: it is an overflow too.
     overflows = not expected.peak < largest
@@ -187,9 +169,7 @@ def _scaled(
 def judge_sgd(
     findings: StepFindings, record: StepRecord, expected: Expected, clip: float, sum_factor: float
 ) -> None:
-    """Parameters after a step of SGD from the reference's own gradient; see `[Note:
-    parameters]`.
-    """
+    """Judge parameters after a step of SGD from the reference's own gradient."""
     if findings.skipped or findings.norm is None:
         return
     norm, norm_bound = findings.norm.size, findings.norm.bound
@@ -213,21 +193,10 @@ def judge_sgd(
 
 
 class ReferenceOptimizer:
-    """The configuration's optimizer over whole fp32 parameters, fed with the gradients that the
-    system reports.
-
-    Args:
-        run: Whose configuration.
-        before: fp32 weights before the first step.
-        module: A copy of the model, which gets these weights: what its parameters are may decide
-            how they are updated.
-
-    Attributes:
-        note: What it is, if it is not torch's own optimizer.
-    """
+    """The configuration's optimizer over whole fp32 parameters, fed with the system's gradients."""
 
     def __init__(self, run: Run, before: Tensors, module: torch.nn.Module) -> None:
-        self.note = ""
+        self.note = ""  # what it is, if it is not torch's own optimizer
         self.params = {name: module.get_parameter(name) for name in before}
         for name, value in before.items():
             self.params[name].data = value.clone()

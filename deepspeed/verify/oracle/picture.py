@@ -33,11 +33,7 @@ HEADINGS = (
 
 
 def require_plotting(path: str) -> None:
-    """Refuse early what cannot be written at the end.
-
-    Raises:
-        UsageError: For an unknown suffix, a missing folder, or without matplotlib.
-    """
+    """Refuse early what cannot be written at the end."""
     if Path(path).suffix not in SUFFIXES:
         raise UsageError(f"--report {path}: the file must end in {' or '.join(SUFFIXES)}")
     if not Path(path).resolve().parent.is_dir():

@@ -64,27 +64,17 @@ class RunKind(str, Enum):
 
 @dataclass(frozen=True)
 class Run:
-    """One engine's life.
+    """One engine's life."""
 
-    Attributes:
-        name: Shown in progress and report.
-        kind: See `RunKind`.
-        config: DeepSpeed configuration.
-        shape: How the global batch is cut.
-        steps: Optimizer steps.
-        schedule: Which simulated schedule, for SIM.
-        backend: torch.compile backend, for COMPILED.
-        piece_numel: Most elements of a piece, for SIM; see `deepspeed.verify.sizes`. 0: sizes and
-            streams are the configuration's and autograd's own.
-    """
-
-    name: str
+    name: str  # shown in progress and report
     kind: RunKind
     config: dict[str, Any]
-    shape: Shape
-    steps: int
-    schedule: int = 0
-    backend: str = ""
+    shape: Shape  # how the global batch is cut
+    steps: int  # optimizer steps
+    schedule: int = 0  # which simulated schedule, for SIM
+    backend: str = ""  # torch.compile backend, for COMPILED
+    # Most elements of a piece, for SIM; see `deepspeed.verify.sizes`. 0: sizes and streams are the
+    # configuration's and autograd's own.
     piece_numel: int = 0
 
     @property
@@ -95,37 +85,24 @@ class Run:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a rank needs to know.
-
-    Attributes:
-        model: `--model`.
-        data: `--data`.
-        seed: `--seed`.
-        steps: `--steps`.
-        shape: The configuration's cut of the global batch.
-        runs: In this order.
-        no_split: Why the global batch is not cut in other ways; empty if it is.
-        no_whole: Why the data's micro-batches cannot be joined to one batch; empty if they can.
-        no_compile: Why the model is not compiled; empty if it is.
-    """
+    """Everything that a rank needs to know."""
 
     model: str
     data: str | None
     seed: int
     steps: int
-    shape: Shape
+    shape: Shape  # the configuration's cut of the global batch
     runs: list[Run] = field(default_factory=list)
-    no_split: str = ""
+    no_split: str = ""  # why the global batch is not cut in other ways; empty if it is
+    # Why the data's micro-batches cannot be joined to one batch; empty if they can.
     no_whole: str = ""
-    no_compile: str = ""
+    no_compile: str = ""  # why the model is not compiled; empty if it is
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
-        """From what `to_json` gave."""
         runs = [
             Run(**{**run, "kind": RunKind(run["kind"]), "shape": Shape(**run["shape"])})
             for run in data["runs"]
@@ -145,19 +122,12 @@ class _DataParallel:
 
 @dataclass(frozen=True)
 class Precision:
-    """How the configuration rounds.
+    """How the configuration rounds."""
 
-    Attributes:
-        model: Dtype of the weights.
-        sums: Narrowest dtype that a sum over micro-batches or ranks passes through.
-        autocast: Dtype of torch.autocast, or None.
-        buffers: Dtype that buffers are cast to; None: they keep their own.
-    """
-
-    model: torch.dtype
-    sums: torch.dtype
-    autocast: torch.dtype | None
-    buffers: torch.dtype | None = None
+    model: torch.dtype  # dtype of the weights
+    sums: torch.dtype  # narrowest dtype that a sum over micro-batches or ranks passes through
+    autocast: torch.dtype | None  # dtype of torch.autocast, or None
+    buffers: torch.dtype | None = None  # dtype that buffers are cast to; None: they keep their own
 
     @property
     def is_single(self) -> bool:
@@ -231,21 +201,12 @@ def with_low_scale(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def quiet(config: dict[str, Any]) -> dict[str, Any]:
-    """Without what writes somewhere, and without checks of the configuration's own: each has its
-    run here.
-    """
+    """Leave out what writes somewhere, and checks that have a run of their own here."""
     return {key: value for key, value in copy.deepcopy(config).items() if key not in LEFT_OUT}
 
 
 def in_several_buckets(config: dict[str, Any], numel: int, gathers: bool) -> dict[str, Any]:
-    """The configuration with buckets that a small model fills several of: one bucket alone is never
-    beside another.
-
-    Args:
-        config: The configuration.
-        numel: Trainable elements of the model.
-        gathers: Cut gathers too: one of all parameters is another path.
-    """
+    """Cut buckets, for `gathers` those too, so that a small model fills several."""
     changed = copy.deepcopy(config)
     zero = dict(changed.get("zero_optimization") or {})
     enough = max(1, numel // SIM_BUCKETS)
@@ -258,9 +219,7 @@ def in_several_buckets(config: dict[str, Any], numel: int, gathers: bool) -> dic
 def simulated_run(
     configs: list[dict[str, Any]], shape: Shape, numel: int, steps: int, schedule: int
 ) -> Run:
-    """The run of one schedule on the simulated device. Schedules take turns with the
-    configurations, and with gathers in pieces and whole.
-    """
+    """Make one schedule's run on the simulated device; configurations and gathers take turns."""
     config = configs[schedule % len(configs)]
     return Run(
         f"schedule {schedule}",
@@ -274,12 +233,7 @@ def simulated_run(
 
 
 def shape_of(config: dict[str, Any], world: int) -> Shape:
-    """How this configuration cuts the global batch.
-
-    Raises:
-        UsageError: For a configuration of what this command does not run.
-        DeepSpeedConfigError: For one that is wrong.
-    """
+    """How this configuration cuts the global batch."""
     read = read_config(config, world)
     if int(read.tree.zero_optimization.stage) > 2:
         raise UsageError(
@@ -313,21 +267,7 @@ def make_plan(
     no_split: str = "",
     no_whole: str = "",
 ) -> Plan:
-    """The runs that `ds_verify` makes for these arguments.
-
-    Args:
-        config: The user's.
-        model: `--model`.
-        data: `--data`.
-        shape: `shape_of(config, world)`.
-        numel: Trainable elements of the model.
-        steps: `--steps`.
-        schedules: `--schedules`.
-        backend: `--compile`.
-        seed: `--seed`.
-        no_split: Why the global batch must not be cut in other ways.
-        no_whole: Of it, what is the data's.
-    """
+    """List the runs that `ds_verify` makes for these arguments."""
     base = with_shape(quiet(config), shape)
     sgd = with_sgd(base)
     runs = [Run("SGD", RunKind.SGD, sgd, shape, steps)]

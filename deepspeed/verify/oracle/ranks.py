@@ -31,30 +31,20 @@ LOG_LINES = 12
 
 @dataclass
 class Outcome:
-    """What became of one run.
+    """What became of one run."""
 
-    Attributes:
-        ranks: Result of each rank; empty if the run failed.
-        failure: Why there is no result: a text that names the rank.
-        kind: Class name of the exception that ended it, if there was one.
-    """
-
+    # Result of each rank; empty if the run failed.
     ranks: list[dict[str, Any]] = field(default_factory=list)
-    failure: str = ""
-    kind: str = ""
+    failure: str = ""  # why there is no result: a text that names the rank
+    kind: str = ""  # class name of the exception that ended it, if there was one
 
 
 @dataclass
 class Session:
-    """What became of a plan.
+    """What became of a plan; `not_started`: why the ranks did not come to their first run."""
 
-    Attributes:
-        outcomes: By the name of the run.
-        ready: What every rank said of its model and data; empty if no launch came so far.
-    not_started: Why the ranks did not come to their first run; empty if they did.
-    """
-
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)  # by the name of the run
+    # What every rank said of its model and data; empty if no launch came so far.
     ready: list[dict[str, Any]] = field(default_factory=list)
     not_started: str = ""
 
@@ -63,13 +53,7 @@ Progress = Callable[[str, dict[str, Any]], None]
 
 
 def run_plan(plan: Plan, timeout_s: float, progress: Progress) -> Session:
-    """Run everything, starting the ranks anew after each run that failed.
-
-    Args:
-        plan: What to run.
-        timeout_s: How long ranks may say nothing.
-        progress: Called with (event, values) of rank 0's events and all "judged" ones.
-    """
+    """Run everything, starting the ranks anew after each run that failed."""
     session = Session()
     left = list(plan.runs)
     while left:

@@ -52,26 +52,19 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Expected:
-    """The gradient that a step must have.
+    """The gradient that a step must have."""
 
-    Attributes:
-        rounded: Mean of the micro-batches' gradients as the model's dtype rounds them, in double
-            precision.
-        rounded_bounds: Allowed 2-norm of the difference per parameter, point 1 of the note.
-        whole: Gradient of the concatenated batch in double precision; None if there is none.
-        whole_bounds: Allowed difference to it, point 2 of the note.
-        split: Mean of the micro-batches' gradients in double precision; None with `whole`.
-        sizes: M per parameter.
-        peak: Largest element that a sum of scaled gradients can reach on its way.
-    """
-
+    # Mean of the micro-batches' gradients as the model's dtype rounds them, in double precision.
     rounded: Tensors
+    # Allowed 2-norm of the difference per parameter, point 1 of the note.
     rounded_bounds: dict[str, float]
+    # Gradient of the concatenated batch in double precision; None if there is none.
     whole: Tensors | None
-    whole_bounds: dict[str, float]
+    whole_bounds: dict[str, float]  # allowed difference to it, point 2 of the note
+    # Mean of the micro-batches' gradients in double precision; None with `whole`.
     split: Tensors | None
-    sizes: dict[str, float]
-    peak: float
+    sizes: dict[str, float]  # M per parameter
+    peak: float  # largest element that a sum of scaled gradients can reach on its way
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -98,16 +91,8 @@ def uncuttable(workload: Workload, batches: GlobalBatches) -> str:
 class Reference:
     """Gradients of given weights on given steps.
 
-    Args:
-        workload: Model, batches and loss.
-        batches: Its global batches.
-        precision: How the system rounds.
-        num_kept: For how many steps, the first ones, the last gradient is kept: several runs that
-            begin a step at the same weights share it.
-
-    Attributes:
-        no_whole: Why there is no whole-batch gradient; empty if there is one.
-        no_double: Why double precision could not be used; empty if it could.
+    The last gradient of the first `num_kept` steps is kept: several runs that begin a step at the
+    same weights share it.
     """
 
     def __init__(
@@ -120,8 +105,9 @@ class Reference:
         self.workload = workload
         self.batches = batches
         self.precision = precision
+        # Why there is no whole-batch gradient; empty if there is one.
         self.no_whole = uncuttable(workload, batches)
-        self.no_double = ""
+        self.no_double = ""  # why double precision could not be used; empty if it could
         self._num_kept = num_kept
         self._kept: dict[int, tuple[object, Tensors, Expected]] = {}
 
@@ -145,15 +131,7 @@ class Reference:
     def computed(
         self, masters: Tensors, step: int, shape: Shape, loss_scale: float, with_whole: bool
     ) -> Expected:
-        """What the gradient of `step` at the fp32 weights `masters` must be, averaged and unscaled.
-
-        Args:
-            masters: fp32 values of the trainable parameters.
-            step: Which global batch.
-            shape: How it is cut.
-            loss_scale: By what the system multiplies the loss.
-            with_whole: Whether the whole-batch gradient is wanted too.
-        """
+        """Compute the gradient that `step` must have at `masters`, averaged and unscaled."""
         pieces = self.batches.micro_batches(step, shape)
         model = self._model(masters, self.precision.model)
         factor = loss_scale / shape.accumulation

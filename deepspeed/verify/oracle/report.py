@@ -18,45 +18,27 @@ class Verdict(str, Enum):
 
 @dataclass
 class Row:
-    """One line of the table.
-
-    Attributes:
-        check: What was checked.
-        family: Which parameters, `*` standing for numbers; empty for all.
-        verdict: See `Verdict`.
-        gradient: Largest error of a gradient, as a share of what is allowed.
-        parameter: The same for parameters after the step.
-        relative: Largest error of a gradient relative to its norm.
-        divisor: Measured divisor, where it is measured.
-        detail: In words.
-        parameters: Names of those that failed.
-    """
+    """One line of the table."""
 
     check: str
     verdict: Verdict
     detail: str = ""
-    family: str = ""
-    gradient: float | None = None
-    parameter: float | None = None
-    relative: float | None = None
-    divisor: float | None = None
-    parameters: list[str] = field(default_factory=list)
+    family: str = ""  # which parameters, `*` standing for numbers; empty for all
+    gradient: float | None = None  # largest error of a gradient, as a share of what is allowed
+    parameter: float | None = None  # the same for parameters after the step
+    relative: float | None = None  # largest error of a gradient relative to its norm
+    divisor: float | None = None  # measured divisor, where it is measured
+    parameters: list[str] = field(default_factory=list)  # names of those that failed
 
 
 @dataclass
 class Report:
-    """The whole result.
-
-    Attributes:
-        rows: The table.
-        notes: What was changed for the check, or cannot be compared.
-        curves: Per run: losses (mean over ranks), norms, and per step the largest gradient and
-            parameter error as a share of what is allowed.
-        settings: Arguments of the check.
-    """
+    """The whole result."""
 
     rows: list[Row]
-    notes: list[str]
+    notes: list[str]  # what was changed for the check, or cannot be compared
+    # Per run: losses (mean over ranks), norms, and per step the largest gradient and parameter
+    # error as a share of what is allowed.
     curves: dict[str, dict[str, list[Any]]]
     settings: dict[str, Any]
 
@@ -73,7 +55,6 @@ class Report:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
         return {
             "passed": self.passed,
             "left_out": self.left_out,
@@ -86,9 +67,7 @@ class Report:
 
 
 def culprits(report: Report) -> list[str]:
-    """Parameters to look at first: those of the first failing check that names some, since later
-    ones follow from it.
-    """
+    """Name the parameters of the first failing check that names some; later ones follow from it."""
     naming = [row for row in report.rows if row.verdict is Verdict.FAIL and row.parameters]
     return sorted(
         {name for row in naming if row.check == naming[0].check for name in row.parameters}

@@ -29,61 +29,38 @@ SGD_LEARNING_RATE = 0.1
 
 @dataclass
 class StepRecord:
-    """What one step of the system did.
-
-    Attributes:
-        step: Its number.
-        before: fp32 weights before it.
-        grads: The averaged gradient that the optimizer saw, before clipping; a parameter without
-            one is missing.
-        norm: Reported norm; None if there is none.
-        after: fp32 weights after it.
-        loss: Mean loss over this rank's micro-batches.
-        loss_scale: By what losses were multiplied.
-        applied: Whether the step changed the weights.
-        groups: Hyper-parameters of the optimizer's groups at the step, without the parameters.
-    """
+    """What one step of the system did."""
 
     step: int
-    before: Tensors
+    before: Tensors  # fp32 weights before it
+    # The averaged gradient that the optimizer saw, before clipping; a parameter without one is
+    # missing.
     grads: Tensors
-    norm: float | None
-    after: Tensors
-    loss: float
-    loss_scale: float
-    applied: bool
+    norm: float | None  # reported norm; None if there is none
+    after: Tensors  # fp32 weights after it
+    loss: float  # mean loss over this rank's micro-batches
+    loss_scale: float  # by what losses were multiplied
+    applied: bool  # whether the step changed the weights
+    # Hyper-parameters of the optimizer's groups at the step, without the parameters.
     groups: list[dict[str, Any]]
 
 
 @dataclass
 class RunRecord:
-    """What one run did on this rank.
+    """What one run did on this rank."""
 
-    Attributes:
-        steps: Every step that this rank keeps.
-        losses: Of all steps.
-        norms: Of all steps.
-        checksums: Digest of this rank's model parameters after each step; equal on all ranks.
-        faults: What was wrong without any reference: frozen parameters that changed, parameters
-            that are not their master's.
-    """
-
-    steps: list[StepRecord] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    norms: list[float | None] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)  # every step that this rank keeps
+    losses: list[float] = field(default_factory=list)  # of all steps
+    norms: list[float | None] = field(default_factory=list)  # of all steps
+    # Digest of this rank's model parameters after each step; equal on all ranks.
     checksums: list[str] = field(default_factory=list)
+    # What was wrong without any reference: frozen parameters that changed, parameters that are not
+    # their master's.
     faults: list[str] = field(default_factory=list)
 
 
 class SystemRun:
-    """An engine over a copy of the model.
-
-    Args:
-        run: What to run.
-        workload: Model, batches and loss.
-        batches: The global batches.
-        rank: This rank.
-    """
+    """An engine over a copy of the model."""
 
     def __init__(self, run: Run, workload: Workload, batches: GlobalBatches, rank: int) -> None:
         self.run = run
@@ -132,13 +109,7 @@ class SystemRun:
         progress: Callable[[int], None],
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> RunRecord:
-        """All steps.
-
-        Args:
-            keep: Whether the record of a step is kept.
-            progress: Called after each step.
-            on_step: Called with every step's record.
-        """
+        """Train all steps; `keep` says of which the record is kept."""
         record = RunRecord()
         wants_tensors = self.run.kind not in (RunKind.LEDGER, RunKind.COLLECTIVES)
         masters = self.masters() if wants_tensors else {}
@@ -220,9 +191,7 @@ class SystemRun:
 def plain_optimizer(
     config_block: dict[str, Any], params: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """The configuration's optimizer over whole parameters: torch's where torch has it, else this
-    package's own class.
-    """
+    """Build the configuration's optimizer over whole parameters, torch's where torch has it."""
     settings = dict(config_block.get("params") or {})
     name = str(config_block["type"]).lower()
     if name in ("adam", "adamw", "fusedadam"):

@@ -64,7 +64,7 @@ def make_report(plan: Plan, session: Session, settings: dict[str, Any]) -> Repor
 
 
 def _findings(outcome: Outcome) -> list[StepFindings]:
-    """Of all steps, from whichever rank judged them."""
+    # From whichever rank judged a step.
     found = [StepFindings.from_json(one) for result in outcome.ranks for one in result["findings"]]
     of_optimizer = outcome.ranks[0].get("parameters", {}) if outcome.ranks else {}
     for one in found:
@@ -119,9 +119,7 @@ def _describe(what: str, outside: Outside) -> str:
 
 
 def _same_everywhere(session: Session) -> list[Row]:
-    """All ranks must have made the same model and data, or there is no single-process reference at
-    all.
-    """
+    """Ask whether all ranks made the same model and data, without which there is no reference."""
     if not session.ready:
         return []
     first = session.ready[0]
@@ -273,8 +271,7 @@ def _family_row(
 def _divisor(
     names: set[str], run: Run, findings: list[StepFindings]
 ) -> tuple[float | None, float, float]:
-    """Measured divisor of a family, what it must be, and the relative error that gradients' bounds
-    allow.
+    """Measure a family's divisor; return it, what it must be, and the relative error allowed.
 
     The undivided sum is the mean times A * N; the system's gradient projected on the reference
     gives the rest.

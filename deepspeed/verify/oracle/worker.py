@@ -39,13 +39,7 @@ BACKWARD_STREAMS = 2
 
 
 class Worker:
-    """One rank.
-
-    Args:
-        plan: What to run.
-        rank: This rank.
-        events: Where to write.
-    """
+    """One rank."""
 
     def __init__(self, plan: Plan, rank: int, events: IO[str]) -> None:
         self.plan = plan
@@ -157,16 +151,7 @@ class Worker:
         precision: Precision,
         only_sums: bool = False,
     ) -> StepFindings:
-        """One step against the reference at the weights that it began with.
-
-        Args:
-            run: Whose step.
-            record: What the system did.
-            reference: Gives the gradient.
-            precision: How the system rounds.
-            only_sums: Against the micro-batches' gradients as the model's dtype rounds them in fp32
-                too: what is judged adds up these very numbers.
-        """
+        """One step against the reference at the weights that it began with."""
         config = read_config(run.config, run.shape.world)
         # Double precision is the reference of fp32 and of other cuts; in half precision it is
         # looked at at both ends of a run.
@@ -268,12 +253,7 @@ def _summary(record: RunRecord, findings: list[StepFindings]) -> dict[str, Any]:
 
 
 def main(plan_path: str, folder: str) -> int:
-    """Run the plan on this rank; its number comes from the environment, as any launcher sets it.
-
-    Args:
-        plan_path: Plan as JSON.
-        folder: For the events and the rendezvous of the process group.
-    """
+    """Run the plan on this rank; its number comes from the environment, as any launcher sets it."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     plan = Plan.from_json(json.loads(Path(plan_path).read_text(encoding="utf-8")))
     with (Path(folder) / f"events-{rank}.jsonl").open("w", encoding="utf-8") as events:

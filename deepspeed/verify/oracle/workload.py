@@ -47,17 +47,11 @@ HUGGING_FACE = "hf:"
 
 @dataclass(frozen=True)
 class Shape:
-    """How one global batch is cut.
+    """How one global batch is cut."""
 
-    Attributes:
-        world: Data-parallel ranks.
-        accumulation: Micro-batches per rank and step.
-        rows: Samples per micro-batch.
-    """
-
-    world: int
-    accumulation: int
-    rows: int
+    world: int  # data-parallel ranks
+    accumulation: int  # micro-batches per rank and step
+    rows: int  # samples per micro-batch
 
     @property
     def micro_batches(self) -> int:
@@ -69,9 +63,7 @@ class Shape:
         return micro * self.world + rank
 
     def splits(self) -> list[Shape]:
-        """Other cuts of the same global batch: all at once, and as many micro-batches as possible
-        (at most 8).
-        """
+        """Cut the same global batch otherwise: all at once, and into as many (at most 8) as fit."""
         samples = self.accumulation * self.rows
         finest = next(a for a in range(min(samples, 8), 0, -1) if samples % a == 0)
         wanted = {1, finest} - {self.accumulation}
@@ -80,26 +72,20 @@ class Shape:
 
 @dataclass
 class Workload:
-    """A model with its data.
+    """A model with its data."""
 
-    Attributes:
-        module: As the user's function made it, dropout off; never trained, copied for every run.
-        batches: See module.
-        loss: See module; None: the module returns it.
-        notes: What was changed or cannot be compared, for the report.
-    """
-
+    # As the user's function made it, dropout off; never trained, copied for every run.
     module: nn.Module
-    batches: Any
+    batches: Any  # see module
+    # See module; None: the module returns it.
     loss: Callable[[Any, Any], torch.Tensor] | None = None
+    # What was changed or cannot be compared, for the report.
     notes: list[str] = field(default_factory=list)
 
     def copy_module(
         self, dtype: torch.dtype | None = None, buffers: torch.dtype | None = None
     ) -> nn.Module:
-        """A module of its own with the initial weights, in training mode; `dtype` and `buffers` as
-        the engine casts it.
-        """
+        """Copy the module with initial weights, in training mode, cast as the engine casts it."""
         module = copy.deepcopy(self.module).train()
         cast_module(module, dtype, buffers)
         return module
@@ -172,18 +158,10 @@ def _kind(value: Any) -> str:
 
 
 def load_workload(model: str, data: str | None, seed: int, rows: int) -> Workload:
-    """What `--model` and `--data` name, dropout off.
+    """Load what `--model` and `--data` name, dropout off.
 
-    Args:
-        model: `package.module:function`, `file.py:function` or
-            `hf:CONFIG_OR_PATH[?override=value&...]`.
-        data: The same forms without `hf:`, or a file of tensors that torch.load reads; None: the
-            model function's own batches.
-        seed: For weights and for random batches.
-        rows: Samples per micro-batch, for random batches.
-
-    Raises:
-        UsageError: If something is not as the module's text says.
+    Without `data` (a function, or a file of tensors that torch.load reads) the batches are the
+    model function's own.
     """
     seed_everything(seed)
     if model.startswith(HUGGING_FACE):
@@ -283,22 +261,11 @@ class _TensorRows(Dataset[Any]):
 
 
 class GlobalBatches:
-    """The global batch of every step, cut as asked.
-
-    Args:
-        workload: Where batches come from.
-        shape: The configuration's cut; user batches have its size.
-        steps: Number of steps.
-
-    Attributes:
-        whole_reason: Why micro-batches cannot be joined to a whole batch; None if they can.
-
-    Raises:
-        UsageError: If there are too few batches, or of another size.
-    """
+    """The global batch of every step, cut as asked."""
 
     def __init__(self, workload: Workload, shape: Shape, steps: int) -> None:
         self.shape = shape
+        # Why micro-batches cannot be joined to a whole batch; None if they can.
         self.whole_reason: str | None = None
         self._steps = _micro_batches(workload.batches, shape, steps)
         self._whole: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""Who touched which bytes of one piece of memory last: a map of byte intervals.
+"""A map of byte intervals: who touched which bytes of one piece of memory last.
 
 Pure bookkeeping: what is ordered before what is asked of the caller. For each interval the last
 write is kept, and the reads since then that no later read is ordered after; whatever else was there
@@ -19,19 +19,12 @@ from deepspeed.accelerator.stream_trace import Access
 
 @dataclass(slots=True, eq=False)
 class Launch:
-    """One operator on one stream.
+    """One operator on one stream."""
 
-    Attributes:
-        operator: Its name.
-        stream: Where it was issued.
-        position: How many operators that stream had then, this one included.
-        stack: Where in the code.
-    """
-
-    operator: str
-    stream: Hashable
-    position: int
-    stack: Stack
+    operator: str  # its name
+    stream: Hashable  # where it was issued
+    position: int  # how many operators that stream had then, this one included
+    stack: Stack  # where in the code
 
 
 class Use(NamedTuple):
@@ -41,8 +34,7 @@ class Use(NamedTuple):
     access: Access
 
 
-IsOrdered = Callable[[Launch], bool]
-"""Whether a launch is ordered before the one in question."""
+IsOrdered = Callable[[Launch], bool]  # whether a launch is ordered before the one in question
 
 
 @dataclass(slots=True)
@@ -55,9 +47,7 @@ class Segment:
     reads: tuple[Use, ...]
 
     def conflicts(self, writes: bool) -> tuple[Use, ...]:
-        """Accesses that a new one must be ordered after: a read after the last write, a write after
-        the reads since as well.
-        """
+        """List what an access must be ordered after: the last write; a write, later reads too."""
         last = () if self.write is None else (self.write,)
         return last + self.reads if writes else last
 
@@ -79,9 +69,7 @@ class AccessMap:
         return list(found.values())
 
     def unordered(self, access: Access, is_ordered: IsOrdered) -> list[Use]:
-        """Remembered accesses that overlap `access`, conflict with it and are not ordered before
-        it; each once.
-        """
+        """List remembered accesses that conflict with `access` and are not ordered before it."""
         found: dict[int, Use] = {}
         index = self._index(access.start)
         while index < len(self._segments) and self._segments[index].start < access.end:
@@ -129,9 +117,7 @@ class AccessMap:
         self._segments[first:last] = replaced
 
     def _cut(self, position: int) -> int:
-        """Index of the first segment at or after `position`, once the one that crosses it is cut in
-        two.
-        """
+        """Cut the segment that crosses `position` in two; return the first index at or after it."""
         index = self._index(position)
         if index < len(self._segments) and self._segments[index].start < position:
             crossed = self._segments[index]

@@ -34,11 +34,9 @@ from deepspeed.accelerator.stream_trace import Access
 from deepspeed.verify.streams.accesses import AccessMap, IsOrdered, Launch, Use
 from deepspeed.verify.streams.findings import ALLOCATION, Finding, Kind, StreamRaceError, report
 
-Clock = dict[Hashable, int]
-"""Stream -> position up to which (inclusive) its work is ordered before."""
+Clock = dict[Hashable, int]  # stream -> position up to which (inclusive) its work is ordered before
 
-SWEEP_INTERVAL = 8192
-"""Launches between two sweeps that drop what the host has long waited for."""
+SWEEP_INTERVAL = 8192  # launches between two sweeps that drop what the host has long waited for
 
 
 class _Host:
@@ -65,10 +63,7 @@ def ordered_before(clock: Clock) -> IsOrdered:
 
 @dataclass(slots=True)
 class _Memory:
-    """One life of one storage; `stream` is None for memory that is older than the trace.
-
-    `is_shared`: whether another stream than its own has used it.
-    """
+    """One life of one storage; `stream` is None for memory that is older than the trace."""
 
     stream: Hashable | None = None
     is_shared: bool = False
@@ -84,9 +79,7 @@ class _Freed(NamedTuple):
 
 
 class _EventClocks:
-    """What each event stands for. Events die with their last reference elsewhere, except those that
-    cannot be weakly referenced.
-    """
+    """What each event stands for; weakly kept, where the event allows it."""
 
     def __init__(self) -> None:
         self._weak: weakref.WeakKeyDictionary[Hashable, Clock] = weakref.WeakKeyDictionary()
@@ -110,13 +103,10 @@ class StreamChecker:
 
     Args:
         name_of: Names the memory at an address, for reports; None if it has no name.
-
-    Attributes:
-        findings: What was found so far; the same two places in the code are one finding with a
-            count.
     """
 
     def __init__(self, name_of: Callable[[int], str | None] = lambda address: None) -> None:
+        # What was found so far; the same two places in the code are one finding with a count.
         self.findings: list[Finding] = []
         self._name_of = name_of
         self._by_places: dict[Hashable, Finding] = {}
@@ -141,11 +131,7 @@ class StreamChecker:
         return report(self.findings)
 
     def raise_findings(self) -> None:
-        """Raise what was found since the last call, if anything.
-
-        Raises:
-            StreamRaceError: There is a finding.
-        """
+        """Raise StreamRaceError of what was found since the last call, if anything."""
         with self._lock:
             findings, self.findings, self._by_places = self.findings, [], {}
         if findings:
@@ -174,9 +160,6 @@ class StreamChecker:
                 self._sweep()
 
     def host_accessed(self, operator: str, accesses: Sequence[Access]) -> None:
-        """See `StreamTracer`. Everything issued later is ordered after it, so it need not be
-        remembered.
-        """
         with self._lock:
             if self._dying:
                 self._settle_frees()

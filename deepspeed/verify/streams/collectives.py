@@ -17,9 +17,7 @@ _PAIRWISE = ("send", "recv", "isend", "irecv")
 
 
 class TracedWork:
-    """An asynchronous operation's handle that also tells who waits for it; otherwise the handle
-    itself.
-    """
+    """An asynchronous operation's handle that also tells who waits for it."""
 
     def __init__(self, work: Any, issued: TracedCollective) -> None:
         self._work = work
@@ -43,11 +41,7 @@ class TracedWork:
 
 
 class CollectiveTeller:
-    """Observer next to the backend.
-
-    Args:
-        tracing: The device's trace.
-    """
+    """Observer next to the backend."""
 
     def __init__(self, tracing: CollectiveTracing) -> None:
         self._tracing = tracing
@@ -77,9 +71,7 @@ def _communicator(call: CollectiveCall) -> str:
 
 @contextmanager
 def telling(tracing: CollectiveTracing | None) -> Iterator[None]:
-    """Within it, `deepspeed.comm` tells `tracing` of its operations; None means that the device
-    tells of them itself.
-    """
+    """Have `deepspeed.comm` tell `tracing` of its operations; None: the device does so itself."""
     if tracing is None:
         yield
         return

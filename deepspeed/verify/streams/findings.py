@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from deepspeed.accelerator.call_stacks import Stack, describe
 from deepspeed.verify.streams.accesses import Use
 
-ALLOCATION = "allocation"
-"""Operator name of the moment in which memory was handed out."""
+ALLOCATION = "allocation"  # operator name of the moment in which memory was handed out
 
 
 class Kind(enum.Enum):
@@ -24,31 +23,20 @@ class Kind(enum.Enum):
 
 @dataclass(slots=True)
 class Finding:
-    """Two accesses of which at least one writes and that nothing orders.
-
-    Attributes:
-        kind: See `Kind`.
-        earlier: The access that was issued first.
-        later: The one that does not wait for it. Of `Kind.LIFETIME`: the allocation that may take
-            the memory.
-        start: First byte that both touch, counted from the beginning of the storage.
-        end: One past the last.
-        memory: Name of the memory.
-        waits_for_older: Whether the later stream waits for some of the earlier one's work, only not
-            for this.
-        freed_at: Of `Kind.LIFETIME`: where the last reference was dropped.
-        count: How often the same two places in the code met.
-    """
+    """Two accesses of which at least one writes and that nothing orders."""
 
     kind: Kind
-    earlier: Use
+    earlier: Use  # the access that was issued first
+    # The one that does not wait for it. Of `Kind.LIFETIME`: the allocation that may take the
+    # memory.
     later: Use
-    start: int
-    end: int
-    memory: str
+    start: int  # first byte that both touch, counted from the beginning of the storage
+    end: int  # one past the last
+    memory: str  # name of the memory
+    # Whether the later stream waits for some of the earlier one's work, only not for this.
     waits_for_older: bool
-    freed_at: Stack = ()
-    count: int = 1
+    freed_at: Stack = ()  # of `Kind.LIFETIME`: where the last reference was dropped
+    count: int = 1  # how often the same two places in the code met
 
     @property
     def edge(self) -> str:
@@ -137,16 +125,8 @@ def report(findings: Sequence[Finding]) -> str:
 
 
 class StreamRaceError(RuntimeError):
-    """Accesses to the same memory were left unordered; the message is the report.
-
-    Args:
-        findings: What was found on this rank.
-        message: What to say instead of the report of the findings.
-
-    Attributes:
-        findings: What was found on this rank.
-    """
+    """Accesses to the same memory were left unordered; the message is the report."""
 
     def __init__(self, findings: Sequence[Finding], message: str | None = None) -> None:
         super().__init__(report(findings) if message is None else message)
-        self.findings = list(findings)
+        self.findings = list(findings)  # what was found on this rank
