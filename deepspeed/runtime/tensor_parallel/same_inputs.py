@@ -26,6 +26,11 @@ FIRST_FORWARDS = 4
 EVERY = 64
 _RANDOM = ("drop", "noise", "jitter")
 
+# Places in the numbers that ranks compare; every rank sends as many, whatever it was given.
+STATES, SHAPES, CONTENTS = 0, 1, 2  # random states, shapes of the inputs, and from here each input
+MOST_INPUTS = 64
+NUMBERS = CONTENTS + MOST_INPUTS
+
 
 class SameInputs:
     """Checks the forwards of a model that was cut; of others nothing. Random states are made the
@@ -81,19 +86,14 @@ class SameInputs:
             self._draws = _draws(model)
         inputs = list(tensors_in((args, kwargs)))
         states = (get() for get, _ in _random_states())
-        own = torch.stack(
-            [
-                torch.tensor(_crc(states) if self._draws else 0, device=self._device),
-                torch.tensor(_crc_of_shapes(inputs), device=self._device),
-                *(_checksum(tensor).to(self._device) for tensor in inputs[:64]),
-            ][:66]
-        )
-        # As many numbers on every rank, whatever it was given.
-        padded = torch.zeros(66, dtype=torch.int64, device=self._device)
-        padded[: len(own)] = own
-        differing = torch.cat([padded, -padded])
+        numbers = torch.zeros(NUMBERS, dtype=torch.int64, device=self._device)
+        numbers[STATES] = _crc(states) if self._draws else 0
+        numbers[SHAPES] = _crc_of_shapes(inputs)
+        for place, tensor in enumerate(inputs[:MOST_INPUTS], CONTENTS):
+            numbers[place] = _checksum(tensor).to(self._device)
+        differing = torch.cat([numbers, -numbers])
         dist.all_reduce(differing, op=dist.ReduceOp.MAX, group=self._group)
-        differs = (differing[:66] != -differing[66:]).to(torch.int64)
+        differs = (differing[:NUMBERS] != -differing[NUMBERS:]).to(torch.int64)
         if count == 0:  # which every rank comes to
             dist.all_reduce(differs, op=dist.ReduceOp.MAX)
         found = differs.tolist()
@@ -102,7 +102,7 @@ class SameInputs:
 
     def _raise(self, found: list[int], inputs: list[torch.Tensor]) -> None:
         ranks = dist.get_all_ranks_from_group(self._group)
-        if found[1] or any(found[2:]):
+        if found[SHAPES] or any(found[CONTENTS:]):
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs)
             raise MisuseError(
                 f"ranks {ranks} share the model's layers (tensor parallelism) but were given "
