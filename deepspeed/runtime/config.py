@@ -1,15 +1,18 @@
 """The training configuration: what the user gave, validated, with the batch numbers resolved.
 
-``DeepSpeedConfig.tree`` is the typed configuration that the engine reads. The attributes beside it
-are upstream's names for the same values. Keys, types and documentation live in ``config_models``.
+A key is read in one spelling, ``config.tree.block.key``; keys, types and documentation live in
+``config_models``. What is derived is an attribute of ``DeepSpeedConfig`` (batch numbers, sizes of
+groups, ``communication_data_type``, ``optimizer_name``, ``monitor_config``); its other attributes
+are upstream's names for parts of the tree, which only scripts read.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import torch
 
@@ -17,7 +20,7 @@ from deepspeed import comm as dist
 from deepspeed._lazy import lazy_attributes
 from deepspeed.elasticity.batch import elastic_batch_sizes
 from deepspeed.runtime.config_models.batch import BatchSizes, WorldSize, resolve_batch_sizes
-from deepspeed.runtime.config_models.reading import Reading
+from deepspeed.runtime.config_models.enums import ZeroStageEnum
 from deepspeed.runtime.config_models.shard_groups import (
     check_secondary,
     divisors,
@@ -31,7 +34,6 @@ from deepspeed.runtime.config_utils import (
     parse_dtype,
 )
 from deepspeed.runtime.constants import DEEPSPEED_OPTIMIZERS, TENSOR_CORE_ALIGN_SIZE
-from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.logging import print_dist, warn_once
 
 if TYPE_CHECKING:
@@ -57,6 +59,26 @@ __getattr__ = lazy_attributes(
         "deepspeed.runtime.config_models.getters:GETTERS",
     ),
 )
+
+
+Value = TypeVar("Value", covariant=True)
+
+
+class Reading(Generic[Value]):
+    """A read-only attribute that reads the tree: upstream's second name of a part of it."""
+
+    def __init__(self, read: Callable[[TrainingConfig], Value]) -> None:
+        self._read = read
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, config: DeepSpeedConfig, owner: type) -> Value:
+        return self._read(config.tree)
+
+    def __set__(self, config: DeepSpeedConfig, value: object) -> NoReturn:
+        # Set beside the tree, it would reach nobody.
+        raise AttributeError(f"{self._name}: it is read from the tree of the configuration")
 
 
 class DtypeEnum(Enum):
@@ -122,11 +144,8 @@ def _env_world_size() -> int:
 def read_tree(
     config: str | os.PathLike[str] | dict[str, Any],
 ) -> tuple[TrainingConfig, dict[str, Any]]:
-    """The typed configuration, and the dict that it was read from under present names. Batch sizes
-    are as given: which ranks share them is for `DeepSpeedConfig` to find out.
-
-    Raises:
-        DeepSpeedConfigError: It cannot be read, is wrong, or asks for what is not supported.
+    """Return the typed configuration, its batch sizes as given, and the dict that it was read from,
+    under present names.
     """
     # startup: the models need pydantic, whose import alone is longer than deepspeed's may be.
     from deepspeed.runtime.config_models.reader import (
@@ -195,12 +214,7 @@ class DeepSpeedConfig:
         self._set_batch_sizes(resolve_batch_sizes(*given, world))
 
     def _elastic_batch_sizes(self) -> tuple[int, int, int] | None:
-        """The batch numbers that an enabled ``elasticity`` block takes for these ranks; None
-        without one.
-
-        Raises:
-            ElasticityError: the block is wrong or does not fit these ranks.
-        """
+        """Return what an enabled ``elasticity`` block takes for these ranks; None without one."""
         block = self.tree.elasticity
         if not block.enabled:
             return None
@@ -215,11 +229,7 @@ class DeepSpeedConfig:
         return elastic_batch_sizes(self._param_dict, self.world_size, ranks)
 
     def _beside_tensors(self, world: WorldSize, mpu: Any, mesh_device: Any) -> WorldSize:
-        """`world`, divided by `tensor_parallel.autotp_size` unless an mpu says who shares layers.
-
-        Raises:
-            DeepSpeedConfigError: That does not divide the ranks, or ranks share sequences too.
-        """
+        """Divide `world` by `tensor_parallel.autotp_size`, unless an mpu says who shares layers."""
         size = self.tree.tensor_parallel.autotp_size
         if size < 2 or mpu is not None:
             return world
@@ -238,9 +248,8 @@ class DeepSpeedConfig:
         )
 
     def _train_batch_size(self, world: WorldSize) -> int | None:
-        """`train_batch_size`; accelerate and transformers, which fill it in where it is "auto",
-        count a batch for every rank, also where `tensor_parallel.autotp_size` of them share one.
-        """
+        # accelerate and transformers, which fill it in where it is "auto", count a batch for every
+        # rank, also where `tensor_parallel.autotp_size` of them share one.
         tree, size = self.tree, self.tree.tensor_parallel.autotp_size
         train, micro = tree.train_batch_size, tree.train_micro_batch_size_per_gpu
         steps = tree.gradient_accumulation_steps
@@ -255,12 +264,8 @@ class DeepSpeedConfig:
         return train // size
 
     def _beside_sequences(self, world: WorldSize, mpu: Any, mesh_device: Any) -> WorldSize:
-        """`world`, divided by the key `sequence_parallel_size` unless an mpu or a mesh says how
-        ranks share sequences.
-
-        Raises:
-            DeepSpeedConfigError: `sequence_parallel_size` or `data_parallel_size` contradicts that,
-                or the number of ranks.
+        """Divide `world` by `sequence_parallel_size`, unless an mpu or a mesh says how ranks share
+        sequences.
         """
         tree = self.tree
         wanted = tree.sequence_parallel_size
@@ -399,9 +404,7 @@ class DeepSpeedConfig:
 
     @property
     def optimizer_name(self) -> str | None:
-        """Name of the optimizer to build: in lower case for those of DeepSpeed, as given for those
-        of torch.
-        """
+        """Name of the optimizer to build; in lower case where it is one of DeepSpeed's."""
         block = self.tree.optimizer
         if block is None:
             return None
@@ -409,9 +412,7 @@ class DeepSpeedConfig:
 
     @property
     def communication_data_type(self) -> torch.dtype | None:
-        """Type that gradients are reduced in, None for their own; with sequence parallelism that of
-        its own key.
-        """
+        """Type that gradients are reduced in, None for their own."""
         if self.sequence_parallel_size > 1:
             return self.seq_parallel_communication_data_type
         return parse_dtype(self.tree.communication_data_type, "communication_data_type")
@@ -426,32 +427,20 @@ class DeepSpeedConfig:
         return DeepSpeedMonitorConfig(**{name: getattr(self.tree, name) for name in names})
 
     def __getattr__(self, name: str) -> Any:
-        """Read a top-level key (``gradient_clipping``, ``steps_per_print``, ...) under its own
-        name.
-        """
+        """Read a top-level key, such as ``gradient_clipping``, under its own name."""
         tree = self.__dict__.get("tree")
         if tree is not None and name in type(tree).model_fields:
             return getattr(tree, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def print_user_config(self) -> None:
-        """Print what the user gave, as JSON, on rank 0 and whatever the log level: it was asked
-        for.
-        """
-        text = json.dumps(
-            _without_secrets(self._param_dict),
-            sort_keys=True,
-            indent=4,
-            cls=ScientificNotationEncoder,
-        )
+        """Print what the user gave, as JSON, on rank 0 and whatever the log level."""
+        given = _without_secrets(self._param_dict)
+        text = json.dumps(given, sort_keys=True, indent=4, cls=ScientificNotationEncoder)
         print_dist(f"  json = {text}", ranks=[0])
 
     def print(self, name: str) -> None:
-        """Print the resolved configuration and what the user gave.
-
-        Args:
-            name: headline.
-        """
+        """Print, under a headline, the resolved configuration and what the user gave."""
         resolved = _without_secrets(self.tree.model_dump(mode="json", by_alias=True, fallback=str))
         lines = [
             f"  {key.ljust(40, '.')} {json.dumps(value)}" for key, value in sorted(resolved.items())
@@ -471,11 +460,7 @@ def _without_secrets(value: Any) -> Any:
 
 
 class DeepSpeedConfigWriter:
-    """Collects keys and writes them as a JSON file.
-
-    Args:
-        data: initial keys.
-    """
+    """Collects keys and writes them as a JSON file."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         self.data: dict[str, Any] = data if data is not None else {}

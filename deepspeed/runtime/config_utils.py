@@ -1,9 +1,7 @@
 """Small helpers of the configuration: the error, printing as JSON, reading JSON without surprises,
 scalar look-ups.
 
-Owns nothing that knows a key of the configuration; that is ``config_models``. Light on purpose: it
-is imported by ``import deepspeed``, so pydantic must not be (it alone costs more than the whole
-import budget).
+Light on purpose: ``import deepspeed`` imports it, and pydantic alone costs more than that may.
 """
 
 from __future__ import annotations
@@ -23,15 +21,11 @@ __getattr__ = lazy_attributes(
 
 
 class DeepSpeedConfigError(MisuseError):
-    """The user's configuration cannot be honoured. Its text names the key, the value and the
-    remedy.
-    """
+    """A configuration cannot be honoured; the text names the key, the value and the remedy."""
 
 
 class ScientificNotationEncoder(json.JSONEncoder):
-    """JSON encoder that also prints what configurations hold beside JSON types (dtypes, enums,
-    paths).
-    """
+    """JSON encoder of dtypes, enums, paths and whatever else configurations hold."""
 
     def default(self, o: Any) -> Any:
         """Return ``str(o)``, so that printing a configuration never fails."""
@@ -50,11 +44,7 @@ class DeepSpeedConfigObject:
 
 
 def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """``object_pairs_hook`` for JSON readers that refuses an object with a key given twice.
-
-    Raises:
-        DeepSpeedConfigError: naming every duplicated key.
-    """
+    """Refuse an object with a key given twice: an ``object_pairs_hook`` of JSON readers."""
     counts = Counter(key for key, _ in ordered_pairs)
     twice = [key for key, count in counts.items() if count > 1]
     if twice:

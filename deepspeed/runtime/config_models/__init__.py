@@ -13,13 +13,14 @@ From a user's dict to what the engine reads, in this order:
 - ``refusals``: what this release does not honour, refused or named in a warning.
 - ``batch``: the three batch numbers, resolved.
 - ``shard_groups``: over how many ranks stage 3 shards, resolved.
+- ``enums``: stages and devices.
 
 ``deepspeed.runtime.config.DeepSpeedConfig`` runs them. What upstream calls a key or a default is
 derived from the models: ``naming`` has the rule, ``getters`` the constants and the functions that
-read raw dicts, ``reading`` the attributes of ``DeepSpeedConfig``. Upstream's modules of these names
-(``deepspeed.runtime.constants``, ``deepspeed.monitor.config``, ...) are doors to here.
+read raw dicts. Upstream's modules of these names (``deepspeed.runtime.constants``,
+``deepspeed.monitor.config``, ...) are doors to here.
 
-Only ``batch``, ``reading``, ``shard_groups`` and ``source`` are imported by
+Only ``batch``, ``enums``, ``shard_groups`` and ``source`` are imported by
 ``import deepspeed.runtime.config``; the rest loads on first use (startup: pydantic is slow to
 import).
 """

@@ -42,12 +42,8 @@ class _Wrong(ValueError):
 
 
 def read_arguments(cls: Callable[..., Any], given: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """``given`` as keyword arguments of a class whose first argument is the engine's to give.
-
-    Args:
-        cls: an optimizer, or a schedule.
-        given: what the configuration has for it.
-        path: where that stands.
+    """Read ``given``, which stands at ``path``, as keyword arguments of an optimizer or schedule,
+    whose first argument is the engine's to give.
 
     Raises:
         DeepSpeedConfigError: a line for each key that the class does not know, or needs and has
@@ -86,12 +82,7 @@ def _kinds(cls: Any) -> dict[str, Any]:
 
 
 def read_argument(value: Any, kind: Any, path: str) -> Any:
-    """``value`` as an annotation says: of the right type, lists of the right length; numbers and
-    booleans may be spelled as text.
-
-    Raises:
-        DeepSpeedConfigError: it cannot be that.
-    """
+    """Read ``value`` as an annotation says; numbers and booleans may be spelled as text."""
     try:
         return _read(value, kind)
     except _Wrong:
@@ -145,7 +136,7 @@ def _read_list(value: Any, origin: Any, inner: tuple[Any, ...]) -> Any:
 
 
 def _name(kind: Any) -> str:
-    """What a user is told of it; empty for what JSON has not."""
+    """Return what a user is told of it; nothing for what JSON has not."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return " or ".join(filter(None, map(_name, inner)))

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, PydanticUseDefault
 
 from deepspeed.utils.logging import logger
+
+Default = TypeVar("Default")
+Block = TypeVar("Block", bound=BaseModel)
 
 # Filled in by client libraries.
 AUTO = "auto"
@@ -27,9 +31,7 @@ _SPELLINGS = {
 
 
 class DeepSpeedConfigModel(BaseModel):
-    """A block of the configuration; unknown keys are refused, fields are known by name and by
-    alias.
-    """
+    """A block of the configuration, which refuses unknown keys; fields have names and aliases."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -42,24 +44,40 @@ class DeepSpeedConfigModel(BaseModel):
     )
 
 
-def option(default: Any, doc: str, *, needs: str | None = None, **limits: Any) -> Any:
-    """Return the pydantic field of a key.
-
-    Args:
-        default: its value when it is not given.
-        doc: its documentation, one sentence.
-        needs: what this release lacks, without which the key has no effect.
-        limits: such as `ge=0`, or `alias=`.
+def option(
+    default: Default,
+    doc: str,
+    *,
+    needs: str | None = None,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    alias: str | None = None,
+) -> Default:
+    """Return the pydantic field of a key: its default, its documentation in one sentence, its
+    limits, and `needs`: what this release lacks, without which the key has no effect.
     """
-    about: dict[str, Any] = {"description": doc, **limits}
-    if needs is not None:
-        about["json_schema_extra"] = {"needs": needs}
-    if isinstance(default, (dict, list)) or (
-        isinstance(default, type) and issubclass(default, BaseModel)
-    ):
-        factory = default if isinstance(default, type) else default.copy
-        return Field(default_factory=factory, **about)
-    return Field(default=default, **about)
+    extra: JsonDict | None = None if needs is None else {"needs": needs}
+    field: Default = Field(
+        default, description=doc, ge=ge, gt=gt, le=le, alias=alias, json_schema_extra=extra
+    )
+    return field
+
+
+def block(
+    model: type[Block],
+    doc: str | None = None,
+    *,
+    needs: str | None = None,
+    alias: str | None = None,
+) -> Block:
+    """Return the pydantic field of a block whose keys have defaults, described by its model."""
+    doc = doc or " ".join((model.__doc__ or "").split())
+    extra: JsonDict | None = None if needs is None else {"needs": needs}
+    field: Block = Field(
+        default_factory=model, description=doc, alias=alias, json_schema_extra=extra
+    )
+    return field
 
 
 def needs(field: FieldInfo) -> str | None:
@@ -86,7 +104,7 @@ def _read_as(value: Any, meant: Any) -> Any:
 
 
 def plain_number(value: Any) -> Any:
-    """`value`, or the number that a string spells; other strings as they are. Of a list, each."""
+    """Read numbers that strings spell, in lists too; everything else stays."""
     if isinstance(value, list):
         return [plain_number(item) for item in value]
     if not isinstance(value, str):
@@ -100,11 +118,7 @@ def plain_number(value: Any) -> Any:
 
 
 def read_integer(value: Any) -> Any:
-    """The integer that a value is, or spells.
-
-    Raises:
-        PydanticCustomError: For others.
-    """
+    """Read what is an integer, or spells one."""
     value = plain_number(value)
     if isinstance(value, float) and value.is_integer():
         return int(value)
@@ -131,11 +145,7 @@ def _interval(value: Any) -> Any:
 
 
 def read_number(value: Any) -> Any:
-    """The number that a value is, or spells.
-
-    Raises:
-        PydanticCustomError: For others.
-    """
+    """Read what is a number, or spells one."""
     value = plain_number(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise _wrong("a number")
@@ -143,11 +153,7 @@ def read_number(value: Any) -> Any:
 
 
 def read_boolean(value: Any) -> Any:
-    """True or False for every value that upstream takes for one.
-
-    Raises:
-        PydanticCustomError: For others.
-    """
+    """Read what upstream takes for true or false."""
     if isinstance(value, bool):
         return value
     if isinstance(value, (int, float)) and value in (0, 1):
@@ -158,11 +164,7 @@ def read_boolean(value: Any) -> Any:
 
 
 def read_text(value: Any) -> Any:
-    """The value, which is text.
-
-    Raises:
-        PydanticCustomError: For others.
-    """
+    """Read text."""
     if not isinstance(value, str):
         raise _wrong("a string")
     return value

@@ -35,22 +35,9 @@ GIVEN = "given in the configuration"
 def resolve_batch_sizes(
     train: int | None, micro: int | None, steps: int | None, world: WorldSize
 ) -> BatchSizes:
-    """Derive the numbers that are not given.
-
-    Args:
-        train: samples per optimizer step over all ranks.
-        micro: samples per forward on one rank.
-        steps: micro-batches per optimizer step.
-        world: data-parallel ranks.
-
-    Raises:
-        DeepSpeedConfigError: too few numbers, or numbers that contradict each other.
-    """
-    sources = {
-        name: GIVEN
-        for name, value in ((TRAIN, train), (MICRO, micro), (STEPS, steps))
-        if value is not None
-    }
+    """Derive the numbers that are not given; refuse too few, or ones that contradict each other."""
+    given = {TRAIN: train, MICRO: micro, STEPS: steps}
+    sources = {name: GIVEN for name, value in given.items() if value is not None}
     if train is None and micro is None:
         raise DeepSpeedConfigError(
             f"{TRAIN} and {MICRO} are both missing ({STEPS} is {steps}); give at least one of them"

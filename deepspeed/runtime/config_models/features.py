@@ -16,6 +16,7 @@ from deepspeed.runtime.config_models.base import (
     Int,
     Size,
     Text,
+    block,
     option,
 )
 
@@ -115,7 +116,7 @@ class TPTrainingConfig(DeepSpeedConfigModel):
         "In backward, sum the gradient of a column-parallel layer's input while that of its weight "
         "is computed.",
     )
-    tensor_parallel: TPConfig = option(TPConfig, "Size of tensor parallelism.", alias="tp")
+    tensor_parallel: TPConfig = block(TPConfig, alias="tp")
     injection_policy_tuple: Any = option(None, "Layers to split.")
     partition_config: dict[str, Any] | None = option(
         None, "Which layers are split and how, by patterns; null: found from their names."
@@ -264,10 +265,8 @@ class DataSamplingConfig(DeepSpeedConfigModel):
     num_epochs: Int = option(1000, "Times that the data is gone through.", ge=1)
     num_workers: Int = option(0, "Worker processes of the loader.", ge=0)
     pin_memory: Bool = option(False, "Load into page-locked memory.")
-    curriculum_learning: SamplingCurriculumConfig = option(
-        SamplingCurriculumConfig, "Samples chosen by how difficult they are."
-    )
-    dynamic_batching: OpenFeatureConfig = option(OpenFeatureConfig, "Batches by their tokens.")
+    curriculum_learning: SamplingCurriculumConfig = block(SamplingCurriculumConfig)
+    dynamic_batching: OpenFeatureConfig = block(OpenFeatureConfig, "Batches by their tokens.")
 
 
 class DataEfficiencyConfig(DeepSpeedConfigModel):
@@ -275,8 +274,8 @@ class DataEfficiencyConfig(DeepSpeedConfigModel):
 
     enabled: Bool = option(False, "Switch data efficiency on.")
     seed: Int = option(1234, "Seed of the sampler.", ge=0)
-    data_sampling: DataSamplingConfig = option(DataSamplingConfig, "Order of training_data.")
-    data_routing: OpenFeatureConfig = option(OpenFeatureConfig, "Random layer-token dropping.")
+    data_sampling: DataSamplingConfig = block(DataSamplingConfig)
+    data_routing: OpenFeatureConfig = block(OpenFeatureConfig, "Random layer-token dropping.")
 
 
 class ProgressiveLayerDropConfig(DeepSpeedConfigModel):

@@ -124,11 +124,7 @@ def read_zero_config_deprecated(param_dict: Config) -> Config:
 
 
 def get_zero_config(param_dict: Config) -> zero.DeepSpeedZeroConfig:
-    """Return the validated ``zero_optimization`` block of a whole configuration.
-
-    Raises:
-        DeepSpeedConfigError: naming each key that is unknown or has a wrong type.
-    """
+    """Return the validated ``zero_optimization`` block of a whole configuration."""
     block = param_dict.get("zero_optimization", {})
     if isinstance(block, bool):
         block = read_zero_config_deprecated(param_dict)

@@ -39,14 +39,7 @@ def keys(
     prefix: str = "",
     irregular: Mapping[str, str] | None = None,
 ) -> Iterator[Key]:
-    """Yield the keys of a block.
-
-    Args:
-        model: its class.
-        path: where the block stands in the configuration; empty for the whole.
-        prefix: what its constants start with.
-        irregular: key -> its constant, where that does not follow the rule.
-    """
+    """Yield the keys of a block, whose constants start with `prefix` but for the `irregular`."""
     for name, field in model.model_fields.items():
         key = field.alias or name
         # "fp16_master_weights_and_grads" of "fp16" does not say it twice.

@@ -12,6 +12,7 @@ from deepspeed.runtime.config_models.base import (
     Float,
     Int,
     Text,
+    block,
     option,
 )
 
@@ -69,11 +70,11 @@ class CometConfig(DeepSpeedConfigModel):
 class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
     """The monitor blocks together; upstream's grouping, not a JSON block of its own."""
 
-    tensorboard: TensorBoardConfig = option(TensorBoardConfig, "TensorBoard monitor.")
-    comet: CometConfig = option(CometConfig, "Comet monitor.")
-    wandb: WandbConfig = option(WandbConfig, "Weights & Biases monitor.")
-    csv_monitor: CSVConfig = option(CSVConfig, "CSV monitor.")
-    watch: WatchConfig = option(WatchConfig, "Record and page of a run.")
+    tensorboard: TensorBoardConfig = block(TensorBoardConfig)
+    comet: CometConfig = block(CometConfig)
+    wandb: WandbConfig = block(WandbConfig)
+    csv_monitor: CSVConfig = block(CSVConfig)
+    watch: WatchConfig = block(WatchConfig)
 
     @property
     def enabled(self) -> bool:
@@ -115,12 +116,8 @@ class CommsLoggerConfig(DeepSpeedConfigModel):
 
 
 class DeepSpeedCommsConfig:
-    """The communication options of a configuration dict, as upstream's `deepspeed.comm.config` has
-    them.
-
-    Attributes:
-        comms_logger_enabled: whether the section is there, whatever its ``enabled`` says.
-        comms_logger: the parsed section; set only when it is there.
+    """Communication options of a configuration dict: whether the section is there, whatever its
+    ``enabled`` says, and if so its `comms_logger`.
     """
 
     def __init__(self, ds_config: Mapping[str, Any]) -> None:
@@ -169,6 +166,4 @@ class VerifyConfig(DeepSpeedConfigModel):
 class TimersConfig(DeepSpeedConfigModel):
     """Timers."""
 
-    throughput: DeepSpeedThroughputTimerConfig = option(
-        DeepSpeedThroughputTimerConfig, "Timer of samples per second."
-    )
+    throughput: DeepSpeedThroughputTimerConfig = block(DeepSpeedThroughputTimerConfig)

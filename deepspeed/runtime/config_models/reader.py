@@ -97,10 +97,7 @@ def _put(config: Block, path: str, value: Any) -> None:
 
 def apply_dotted_keys(model: type[BaseModel], config: Block) -> None:
     """Turn top-level keys such as ``"zero_optimization.stage"`` (trl writes them) into nested ones,
-    in place.
-
-    They win over a nested value. A dotted key whose path is unknown stays, and is reported as
-    unknown later.
+    which they win over; a dotted key whose path is unknown stays, and is reported later.
     """
     for key in [key for key in config if "." in str(key)]:
         if _field_at(model, key) is not None:
@@ -108,11 +105,7 @@ def apply_dotted_keys(model: type[BaseModel], config: Block) -> None:
 
 
 def apply_deprecated_names(config: Block) -> None:
-    """Rewrite old names to the present ones, in place, with one warning.
-
-    Raises:
-        DeepSpeedConfigError: an old name and its successor are both given.
-    """
+    """Rewrite old names to the present ones, in place, with one warning."""
     replaced: list[str] = []
     zero = config.get("zero_optimization")
     if isinstance(zero, bool):
@@ -204,13 +197,8 @@ def nearest_known(
     """Return the known path most like an unknown one.
 
     The same name elsewhere in the tree wins (a key in the wrong block), then a similar name in the
-    same block, then a similar one anywhere; elsewhere only names that few blocks have.
-
-    Args:
-        path: full path of the unknown key.
-        level: model of the block it stands in.
-        root: model that the path starts at.
-        prefix: path of ``root`` itself, empty for the whole configuration.
+    same block, then a similar one anywhere; elsewhere only names that few blocks have. `level` is
+    the model of the block it stands in, `root`, at `prefix`, the one that the search starts at.
     """
     parent, _, key = path.rpartition(".")
     leaves: dict[str, list[str]] = {}
@@ -269,13 +257,8 @@ def without_autos(value: Any) -> Any:
 
 
 def read_block(model: type[Model], block: Any, path: str = "", drop_autos: bool = False) -> Model:
-    """Validate a block.
-
-    Args:
-        model: its class.
-        block: what the user gave; not modified.
-        path: where the block stands in the whole configuration, empty for the whole.
-        drop_autos: read "auto" as not given (a configuration that its owner has not filled in yet).
+    """Validate a block, which stands at `path`, without changing it. `drop_autos` reads "auto" as
+    not given: of a configuration that its owner has not filled in yet.
 
     Raises:
         DeepSpeedConfigError: naming every unknown key with the nearest known one, every left-over

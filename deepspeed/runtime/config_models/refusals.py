@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from deepspeed.runtime.config_models.base import needs, nested_model
+from deepspeed.runtime.config_models.enums import OffloadDeviceEnum, ZeroStageEnum
 from deepspeed.runtime.config_models.training import TrainingConfig
 from deepspeed.runtime.config_models.zero import OTHER_STAGES, STAGE_3
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 
 class Scope(Enum):
@@ -29,18 +28,21 @@ class Scope(Enum):
 
 
 class Refusal(NamedTuple):
-    """A value that is refused: where, when (asked of what is not None), and what to do instead."""
+    """A value that is refused: where, what to do instead, and when (asked of what is not None)."""
 
     path: str
-    when: Callable[[Any], bool]
     remedy: str
+    when: Callable[[Any], bool] = bool
     scope: Scope = Scope.KEY
 
 
+def feature(switch: str, remedy: str) -> Refusal:
+    """Refuse the feature of a switch."""
+    return Refusal(switch, remedy, scope=Scope.FEATURE)
+
+
 class Inert(NamedTuple):
-    """A key that changes nothing while ``without`` is not there; set to another value than its
-    default it is named in one warning.
-    """
+    """A key that has no effect while ``without`` is not there, which one warning then says."""
 
     path: str
     without: str
@@ -51,14 +53,6 @@ LATER_MANY = "come in a later release"
 OUT = "is out of scope"
 ONEBIT = ("onebitadam", "onebitlamb", "zerooneadam")
 MUP = ("muadam", "muadamw", "musgd")
-
-
-def _on(value: Any) -> bool:
-    return bool(value)
-
-
-def _off(value: Any) -> bool:
-    return not value
 
 
 def _given(value: Any) -> bool:
@@ -82,210 +76,160 @@ def _enabled_somewhere(value: Any) -> bool:
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "zero_optimization.offload_optimizer.device",
-        lambda v: v == OffloadDeviceEnum.nvme,
         f'NVMe offload {LATER}; use "cpu"',
+        lambda v: v == OffloadDeviceEnum.nvme,
         Scope.VALUE,
     ),
     Refusal(
-        "zero_optimization.offload_optimizer.super_offload", _on, f"SuperOffload {LATER}; use false"
+        "zero_optimization.offload_optimizer.super_offload", f"SuperOffload {LATER}; use false"
     ),
-    Refusal("zero_optimization.zenflow", _given, f"ZenFlow {LATER}; remove the block"),
-    Refusal(
-        "zero_optimization.legacy_stage1", _on, "there is one implementation of stage 1; use false"
-    ),
+    Refusal("zero_optimization.zenflow", f"ZenFlow {LATER}; remove the block", _given),
+    Refusal("zero_optimization.legacy_stage1", "there is one implementation of stage 1; use false"),
     Refusal(
         "zero_optimization.zero_quantized_weights",
-        _on,
         f"gathering rounded weights, which are not those of one process, {LATER}; use false",
     ),
     Refusal(
         "zero_optimization.zero_quantized_nontrainable_weights",
-        _on,
         f"gathering rounded weights, which are not those of one process, {LATER}; use false",
     ),
     Refusal(
         "zero_optimization.zero_quantized_gradients",
-        _on,
         f"reducing rounded gradients, which are not those of one process, {LATER}; use false",
     ),
     Refusal(
         "zero_optimization.zeropp_loco_param",
-        _given,
         f"it needs quantized gradients, which {LATER_MANY}; remove the key",
+        _given,
     ),
     Refusal(
         "optimizer.type",
-        lambda v: str(v).lower() in ONEBIT,
         f'1-bit optimizers {LATER_MANY}; use "Adam" or "Lamb"',
+        lambda v: str(v).lower() in ONEBIT,
         Scope.VALUE,
     ),
     Refusal(
         "optimizer.type",
-        lambda v: str(v).lower() in MUP,
         'pass the muP optimizer of package "mup" as optimizer=',
+        lambda v: str(v).lower() in MUP,
         Scope.VALUE,
     ),
-    Refusal("optimizer.legacy_fusion", _on, "there is one fused optimizer; use false"),
+    Refusal("optimizer.legacy_fusion", "there is one fused optimizer; use false"),
     Refusal(
         "optimizer.params.max_grad_norm",
-        _on,
         'it is no optimizer parameter; set "gradient_clipping"',
-        Scope.VALUE,
+        scope=Scope.VALUE,
     ),
+    Refusal("fp16.fp16_master_weights_and_grads", f"fp16 master weights {LATER_MANY}; use false"),
+    Refusal("bf16.bf16_master_weights_and_grads", f"bf16 master weights {LATER_MANY}; use false"),
+    Refusal("bf16.bf16_optimizer_states", f"bf16 optimizer state {LATER}; use false"),
+    feature("amp.enabled", 'Apex AMP is not supported; use "fp16", "bf16" or "torch_autocast"'),
+    feature("msamp.enabled", 'MS-AMP is not supported; use "fp16", "bf16" or "torch_autocast"'),
+    Refusal("sparse_gradients", f"sparse gradients {LATER_MANY}; use false and dense embeddings"),
     Refusal(
-        "fp16.fp16_master_weights_and_grads", _on, f"fp16 master weights {LATER_MANY}; use false"
+        "disable_allgather", 'use false; "zero_optimization.allgather_partitions": false broadcasts'
     ),
-    Refusal(
-        "bf16.bf16_master_weights_and_grads", _on, f"bf16 master weights {LATER_MANY}; use false"
-    ),
-    Refusal("bf16.bf16_optimizer_states", _on, f"bf16 optimizer state {LATER}; use false"),
-    Refusal(
-        "amp.enabled",
-        _on,
-        'Apex AMP is not supported; use "fp16", "bf16" or "torch_autocast"',
-        Scope.FEATURE,
-    ),
-    Refusal(
-        "msamp.enabled",
-        _on,
-        'MS-AMP is not supported; use "fp16", "bf16" or "torch_autocast"',
-        Scope.FEATURE,
-    ),
-    Refusal(
-        "sparse_gradients", _on, f"sparse gradients {LATER_MANY}; use false and dense embeddings"
-    ),
-    Refusal(
-        "disable_allgather",
-        _on,
-        'use false; "zero_optimization.allgather_partitions": false broadcasts',
-    ),
-    Refusal("graph_harvesting", _on, f"it {LATER}; use false"),
-    Refusal(
+    Refusal("graph_harvesting", f"it {LATER}; use false"),
+    feature(
         "data_efficiency.data_routing.enabled",
-        _on,
         "which of a layer's arguments have to be cut with its tokens nothing says; use false, and "
         "for shorter sequences at the beginning curriculum_learning",
-        Scope.FEATURE,
     ),
-    Refusal(
+    feature(
         "data_efficiency.data_sampling.dynamic_batching.enabled",
-        _on,
         "by what the losses of unequal batches are weighed only the script knows; use false, and "
         "the loop of docs/data.md",
-        Scope.FEATURE,
     ),
     Refusal(
         "checkpoint.writer.type",
-        lambda v: v == "MOCK",
         'it writes nothing that could be loaded; use "torch", "fast" or "dcp"',
+        lambda v: v == "MOCK",
         Scope.VALUE,
     ),
     Refusal(
         "checkpoint.writer.data_parallel",
-        _given,
         "every rank writes files of its own, and ranks of a pipeline stage share its layers by "
         "checkpoint.parallel_write; remove the key",
+        _given,
     ),
-    Refusal("checkpoint.writer.io_multiplier", _above_one, "a byte is written once; use 1"),
-    Refusal(
-        "nebula.enabled",
-        _on,
-        "Nebula is not supported; use false and save to a file system",
-        Scope.FEATURE,
-    ),
-    Refusal(
+    Refusal("checkpoint.writer.io_multiplier", "a byte is written once; use 1", _above_one),
+    feature("nebula.enabled", "Nebula is not supported; use false and save to a file system"),
+    feature(
         "datastates_ckpt.enabled",
-        _on,
         "DataStates is not supported; use false and save to a file system",
-        Scope.FEATURE,
     ),
     Refusal(
         "pipeline.partition",
-        lambda v: v != "best",
         "give it to PipelineModule(partition_method=...), which splits the layers",
+        lambda v: v != "best",
     ),
     Refusal(
         "pipeline.seed_layers",
-        _on,
         "give it to PipelineModule(seed_layers=True), which builds the layers",
     ),
     Refusal(
         "tensor_parallel.tensor_parallel.tp_size",
-        _above_one,
         "it is of inference; use tensor_parallel.autotp_size",
+        _above_one,
     ),
     Refusal(
         "tensor_parallel.tensor_parallel.tp_grain_size",
-        _above_one,
         "slices are of whole heads, or of single elements; use 1",
+        _above_one,
     ),
     Refusal(
-        "tensor_parallel.tensor_parallel.mpu",
-        _given,
-        "give it to deepspeed.initialize(mpu=...)",
+        "tensor_parallel.tensor_parallel.mpu", "give it to deepspeed.initialize(mpu=...)", _given
     ),
     Refusal(
         "tensor_parallel.tensor_parallel.tp_group",
-        _given,
         "give deepspeed.initialize(mpu=...) an object that knows the group",
+        _given,
     ),
     Refusal(
-        "tensor_parallel.injection_policy_tuple",
-        _given,
-        "use tensor_parallel.partition_config",
+        "tensor_parallel.injection_policy_tuple", "use tensor_parallel.partition_config", _given
     ),
     Refusal(
         "tensor_parallel.keep_module_on_host",
-        _on,
         "layers are cut where the model is, and then moved; use false and a model on the host",
     ),
-    Refusal("tensor_parallel.replace_with_kernel_inject", _on, f"inference {OUT}; use false"),
-    Refusal(
+    Refusal("tensor_parallel.replace_with_kernel_inject", f"inference {OUT}; use false"),
+    feature(
         "compile.deepcompile",
-        _on,
         f"DeepCompile {LATER}; use false, and engine.compile() for torch.compile",
-        Scope.FEATURE,
     ),
-    Refusal("hybrid_engine.enabled", _on, f"inference {OUT}; use false", Scope.FEATURE),
-    Refusal("autotuning.enabled", _on, f"autotuning {OUT}; use false", Scope.FEATURE),
-    Refusal("progressive_layer_drop.enabled", _on, f"it {LATER}; use false", Scope.FEATURE),
-    Refusal("eigenvalue.enabled", _on, f"quantized training {OUT}; use false", Scope.FEATURE),
-    Refusal(
-        "quantize_training.enabled", _on, f"quantized training {OUT}; use false", Scope.FEATURE
-    ),
-    Refusal("compression_training", _enabled_somewhere, f"compression {OUT}; remove the block"),
-    Refusal("weight_quantization", _on, f"weight quantization {OUT}; remove the block"),
-    Refusal("sparse_attention", _on, f"sparse attention {OUT}; remove the block"),
+    feature("hybrid_engine.enabled", f"inference {OUT}; use false"),
+    feature("autotuning.enabled", f"autotuning {OUT}; use false"),
+    feature("progressive_layer_drop.enabled", f"it {LATER}; use false"),
+    feature("eigenvalue.enabled", f"quantized training {OUT}; use false"),
+    feature("quantize_training.enabled", f"quantized training {OUT}; use false"),
+    Refusal("compression_training", f"compression {OUT}; remove the block", _enabled_somewhere),
+    Refusal("weight_quantization", f"weight quantization {OUT}; remove the block"),
+    Refusal("sparse_attention", f"sparse attention {OUT}; remove the block"),
 )
 
 AT_STAGE_3: tuple[Refusal, ...] = (
     Refusal(
         "zero_optimization.offload_param.device",
-        lambda v: v == OffloadDeviceEnum.nvme,
         f'NVMe offload {LATER}; use "cpu"',
+        lambda v: v == OffloadDeviceEnum.nvme,
         Scope.VALUE,
     ),
     Refusal(
         "zero_optimization.mics_hierarchical_params_gather",
-        _on,
         "a gather of mics_shard_size ranks is one collective, whose way over nodes is the "
         "backend's; use false",
     ),
-    Refusal("zero_optimization.elastic_checkpoint", _on, f"at stage 3 it {LATER}; use false"),
+    Refusal("zero_optimization.elastic_checkpoint", f"at stage 3 it {LATER}; use false"),
     Refusal(
-        "zero_optimization.use_all_reduce_for_fetch_params",
-        _on,
-        "it moves twice the bytes; use false",
+        "zero_optimization.use_all_reduce_for_fetch_params", "it moves twice the bytes; use false"
     ),
     Refusal(
         "zero_optimization.allgather_sequential",
-        _on,
         "use false, and stage3_prefetch_bucket_size 0 for one gather at a time",
     ),
-    Refusal("zero_optimization.override_module_apply", _off, f"it {LATER}; use true"),
+    Refusal("zero_optimization.override_module_apply", f"it {LATER}; use true", lambda v: not v),
     Refusal(
         "zero_optimization.enable_sanity_checks",
-        _on,
         'use false, and "verify": {"streams": true} to check',
     ),
 )
@@ -294,8 +238,8 @@ AT_STAGE_3: tuple[Refusal, ...] = (
 BELOW_STAGE_3: tuple[Refusal, ...] = (
     Refusal(
         "zero_optimization.offload_optimizer.ratio",
-        lambda v: v != 1.0,
         f"a part is offloaded at {STAGE_3} alone; use 1.0, or stage 3",
+        lambda v: v != 1.0,
     ),
 )
 """What only stage 3 honours, and would change what others do."""
@@ -324,9 +268,7 @@ def value_at(tree: BaseModel, path: str) -> Any:
 
 
 def as_given(path: str, given: Mapping[str, Any]) -> str:
-    """Return a dotted path with the names that the user wrote: of a key with an alias, which is
-    upstream's name, that one or the other.
-    """
+    """Return a dotted path with the names that the user wrote, by field or by alias."""
     names: list[str] = []
     model: type[BaseModel] | None = TrainingConfig
     block: Any = given
@@ -350,8 +292,8 @@ def refusals_of(tree: TrainingConfig, given: Mapping[str, Any]) -> Iterator[str]
 
 
 def inert_keys_of(tree: TrainingConfig, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield ``key=value (has no effect without ...)`` for each key that was changed from its
-    default in vain, as it is called in ``given``.
+    """Yield ``key=value (has no effect without ...)`` for each key that was changed in vain, under
+    its name in ``given``.
     """
     has_stage_3 = tree.zero_optimization.stage == ZeroStageEnum.weights
     there = STAGE_3 if has_stage_3 else OTHER_STAGES
@@ -389,9 +331,7 @@ def inert_keys_of(tree: TrainingConfig, given: Mapping[str, Any]) -> Iterator[st
 
 
 def _keys_of_absent_features(tree: TrainingConfig) -> Iterator[str]:
-    """The same of keys beside the switch of a refused feature that was not given; who gives it, and
-    so says off, knows.
-    """
+    """Yield keys beside the switch of a refused feature, unless it is given and so says off."""
     for refusal in REFUSALS:
         if refusal.scope is Scope.FEATURE:
             block_path, _, switch = refusal.path.rpartition(".")
@@ -413,15 +353,7 @@ def _changed(block: BaseModel | None) -> Iterator[tuple[str, Any]]:
 
 
 def refuse_unsupported(tree: TrainingConfig, given: Mapping[str, Any]) -> None:
-    """Raise for everything in the configuration that this release does not honour.
-
-    Args:
-        tree: the configuration.
-        given: what it was read from, for the names.
-
-    Raises:
-        DeepSpeedConfigError: one line per refused value.
-    """
+    """Raise one line for each value that this release does not honour, named as in ``given``."""
     lines = list(refusals_of(tree, given))
     if lines:
         raise DeepSpeedConfigError("\n".join(lines))

@@ -14,20 +14,13 @@ SECONDARY = "zero_optimization.zero_hpz_partition_size"
 
 
 def divisors(number: int) -> str:
-    """What divides ``number``, as errors list it."""
+    """List what divides ``number``, for errors."""
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 def instances_at_stage_3(count: int, mics_shard_size: int, ranks: int) -> int:
-    """How many times the shards of stage 3 are there.
-
-    Args:
-        count: ``num_optimizer_instances``.
-        mics_shard_size: How many ranks share one set of shards; not above 0: ``count`` says it.
-        ranks: All that hold the parameters.
-
-    Raises:
-        DeepSpeedConfigError: The keys contradict each other, or the number of ranks.
+    """Return how many times the shards of stage 3 are there over `ranks`: `count`
+    (``num_optimizer_instances``), unless `mics_shard_size` is above 0 and says it.
     """
     if mics_shard_size <= 0:
         return count
@@ -42,17 +35,7 @@ def instances_at_stage_3(count: int, mics_shard_size: int, ranks: int) -> int:
 
 
 def check_secondary(size: int, instances: int, ranks: int, has_param_offload: bool) -> None:
-    """Refuse secondary shards that cannot be.
-
-    Args:
-        size: ``zero_hpz_partition_size``; 0 and 1 mean none.
-        instances: What `instances_at_stage_3` says.
-        ranks: All that hold the parameters.
-        has_param_offload: Shards are on the host.
-
-    Raises:
-        DeepSpeedConfigError: The number of ranks, or another key, speaks against it.
-    """
+    """Refuse secondary shards (``zero_hpz_partition_size`` above 1) that cannot be."""
     if size <= 1:
         return
     _check_divides(SECONDARY, size, ranks)

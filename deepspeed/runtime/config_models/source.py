@@ -17,15 +17,8 @@ from deepspeed.utils.logging import warn_once
 
 
 def load_config(source: Any) -> dict[str, Any]:
-    """Return the configuration as a dict of the caller's own.
-
-    Args:
-        source: dict; path (str or PathLike) of a JSON or hjson file; or a string of base64-encoded
-            JSON.
-
-    Raises:
-        DeepSpeedConfigError: no such file, malformed text (with line and column), duplicate keys,
-            or another type.
+    """Return a dict of the caller's own from a dict, the path of a JSON or hjson file, or a string
+    of base64-encoded JSON.
     """
     if isinstance(source, dict):
         return copy.deepcopy(dict(source))

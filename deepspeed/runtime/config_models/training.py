@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, field_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from deepspeed.runtime.config_models import features, observe, precision, zero
@@ -16,6 +16,7 @@ from deepspeed.runtime.config_models.base import (
     Interval,
     Size,
     Text,
+    block,
     option,
     plain_number,
 )
@@ -53,9 +54,9 @@ Params = Annotated[dict[str, Any], BeforeValidator(_params)]
 class OptimizerConfig(DeepSpeedConfigModel):
     """The optimizer that the engine builds."""
 
-    type: Text = option(
-        ...,
-        'Name: "Adam", "AdamW", "SGD", "Adagrad", "Lamb", "Lion", "Muon", or one of torch.optim.',
+    type: Text = Field(
+        description='Name: "Adam", "AdamW", "SGD", "Adagrad", "Lamb", "Lion", "Muon", or one of '
+        "torch.optim."
     )
     params: Params = option({}, "Keyword arguments of the optimizer.")
     legacy_fusion: Bool = option(False, "Fused fp16 optimizer of old.")
@@ -122,9 +123,7 @@ class CheckpointConfig(DeepSpeedConfigModel):
     use_node_local_storage: Bool = option(
         False, "Every node has a checkpoint folder of its own, with what its ranks load."
     )
-    parallel_write: ParallelWriteConfig = option(
-        ParallelWriteConfig, "Writing checkpoints in parallel."
-    )
+    parallel_write: ParallelWriteConfig = block(ParallelWriteConfig)
     checkpoint_serialization: Bool = option(
         True, "Write in torch's zip format; false: in that before torch 1.6."
     )
@@ -199,21 +198,17 @@ class TrainingConfig(DeepSpeedConfigModel):
     )
 
     # Number formats
-    fp16: precision.DeepSpeedFP16Config = option(precision.DeepSpeedFP16Config, "Training in fp16.")
-    bf16: precision.DeepSpeedBF16Config = option(precision.DeepSpeedBF16Config, "Training in bf16.")
-    data_types: precision.DataTypesConfig = option(
-        precision.DataTypesConfig, "Types of intermediate buffers."
-    )
-    torch_autocast: precision.TorchAutocastConfig = option(
-        precision.TorchAutocastConfig, "torch.autocast."
-    )
-    amp: precision.AmpConfig = option(precision.AmpConfig, "NVIDIA Apex AMP.")
-    msamp: features.OpenFeatureConfig = option(
+    fp16: precision.DeepSpeedFP16Config = block(precision.DeepSpeedFP16Config)
+    bf16: precision.DeepSpeedBF16Config = block(precision.DeepSpeedBF16Config)
+    data_types: precision.DataTypesConfig = block(precision.DataTypesConfig)
+    torch_autocast: precision.TorchAutocastConfig = block(precision.TorchAutocastConfig)
+    amp: precision.AmpConfig = block(precision.AmpConfig)
+    msamp: features.OpenFeatureConfig = block(
         features.OpenFeatureConfig, "MS-AMP (written by accelerate)."
     )
 
     # ZeRO
-    zero_optimization: zero.DeepSpeedZeroConfig = option(zero.DeepSpeedZeroConfig, "ZeRO.")
+    zero_optimization: zero.DeepSpeedZeroConfig = block(zero.DeepSpeedZeroConfig)
     zero_allow_untested_optimizer: Bool = option(
         False, "Try an unknown optimizer on small tensors, and use it with ZeRO if it can be."
     )
@@ -231,53 +226,37 @@ class TrainingConfig(DeepSpeedConfigModel):
     log_level: Annotated[str | None, BeforeValidator(_log_level)] = option(
         None, 'Level of the log: "debug", "info", "warning", "error" or "critical".'
     )
-    timers: observe.TimersConfig = option(observe.TimersConfig, "Timers.")
-    comms_logger: observe.CommsLoggerConfig = option(
-        observe.CommsLoggerConfig, "Log of collectives."
+    timers: observe.TimersConfig = block(observe.TimersConfig)
+    comms_logger: observe.CommsLoggerConfig = block(observe.CommsLoggerConfig)
+    verify: observe.VerifyConfig = block(observe.VerifyConfig)
+    flops_profiler: observe.DeepSpeedFlopsProfilerConfig = block(
+        observe.DeepSpeedFlopsProfilerConfig
     )
-    verify: observe.VerifyConfig = option(
-        observe.VerifyConfig, "Checks of gradient synchronization."
-    )
-    flops_profiler: observe.DeepSpeedFlopsProfilerConfig = option(
-        observe.DeepSpeedFlopsProfilerConfig, "Profiler of floating-point operations."
-    )
-    tensorboard: observe.TensorBoardConfig = option(
-        observe.TensorBoardConfig, "TensorBoard monitor."
-    )
-    wandb: observe.WandbConfig = option(observe.WandbConfig, "Weights & Biases monitor.")
-    csv_monitor: observe.CSVConfig = option(observe.CSVConfig, "CSV monitor.")
-    comet: observe.CometConfig = option(observe.CometConfig, "Comet monitor.")
-    watch: observe.WatchConfig = option(observe.WatchConfig, "Record and page of a run.")
+    tensorboard: observe.TensorBoardConfig = block(observe.TensorBoardConfig)
+    wandb: observe.WandbConfig = block(observe.WandbConfig)
+    csv_monitor: observe.CSVConfig = block(observe.CSVConfig)
+    comet: observe.CometConfig = block(observe.CometConfig)
+    watch: observe.WatchConfig = block(observe.WatchConfig)
 
     # Data
     dataloader_drop_last: Bool = option(False, "Drop the last incomplete batch.")
-    data_efficiency: features.DataEfficiencyConfig = option(
-        features.DataEfficiencyConfig, "Data efficiency."
-    )
-    curriculum_learning: features.CurriculumConfig = option(
-        features.CurriculumConfig, "Curriculum: longer sequences with the steps."
-    )
+    data_efficiency: features.DataEfficiencyConfig = block(features.DataEfficiencyConfig)
+    curriculum_learning: features.CurriculumConfig = block(features.CurriculumConfig)
 
     # Checkpoints
-    checkpoint: CheckpointConfig = option(CheckpointConfig, "Checkpoints.")
-    nebula: features.DeepSpeedNebulaConfig = option(
-        features.DeepSpeedNebulaConfig, "Azure Nebula checkpoints."
-    )
-    datastates_ckpt: features.OpenFeatureConfig = option(
+    checkpoint: CheckpointConfig = block(CheckpointConfig)
+    nebula: features.DeepSpeedNebulaConfig = block(features.DeepSpeedNebulaConfig)
+    datastates_ckpt: features.OpenFeatureConfig = block(
         features.OpenFeatureConfig, "DataStates checkpoints."
     )
 
     # Parallelism
-    pipeline: features.PipelineConfig = option(features.PipelineConfig, "Pipeline parallelism.")
-    tensor_parallel: features.TPTrainingConfig = option(
-        features.TPTrainingConfig, "Tensor parallelism."
-    )
+    pipeline: features.PipelineConfig = block(features.PipelineConfig)
+    tensor_parallel: features.TPTrainingConfig = block(features.TPTrainingConfig)
     inference: dict[str, Any] | None = option(
         None, "Inference engine.", needs="the inference engine"
     )
-    expert_parallel: features.ExpertParallelConfig = option(
-        features.ExpertParallelConfig, "Automatic expert parallelism."
-    )
+    expert_parallel: features.ExpertParallelConfig = block(features.ExpertParallelConfig)
     use_data_before_expert_parallelism: Bool = option(False, "Order of data and expert ranks.")
     sequence_parallel_size: Int | None = option(
         None, "Ranks that one sequence is split over.", ge=1
@@ -285,33 +264,27 @@ class TrainingConfig(DeepSpeedConfigModel):
     data_parallel_size: Int | None = option(
         None, "Data-parallel ranks beside sequence parallelism.", ge=1
     )
-    elasticity: features.ElasticityConfig = option(
-        features.ElasticityConfig, "Elastic batch sizes."
-    )
+    elasticity: features.ElasticityConfig = block(features.ElasticityConfig)
 
     # Memory and compilation
-    activation_checkpointing: features.DeepSpeedActivationCheckpointingConfig = option(
-        features.DeepSpeedActivationCheckpointingConfig, "Recomputed activations."
+    activation_checkpointing: features.DeepSpeedActivationCheckpointingConfig = block(
+        features.DeepSpeedActivationCheckpointingConfig
     )
-    aio: features.AioConfig = option(features.AioConfig, "Asynchronous file I/O of NVMe offload.")
-    compile: features.CompileConfig = option(features.CompileConfig, "DeepCompile.")
+    aio: features.AioConfig = block(features.AioConfig)
+    compile: features.CompileConfig = block(features.CompileConfig)
     graph_harvesting: Bool = option(False, "CUDA graphs of repeated kernels.")
     vocabulary_size: Int | None = option(
         None, "Vocabulary size; a multiple of 8 uses tensor cores.", ge=1
     )
 
     # Other features
-    hybrid_engine: features.HybridEngineConfig = option(
-        features.HybridEngineConfig, "Engine that also generates."
+    hybrid_engine: features.HybridEngineConfig = block(features.HybridEngineConfig)
+    autotuning: features.OpenFeatureConfig = block(features.OpenFeatureConfig, "Autotuning.")
+    progressive_layer_drop: features.ProgressiveLayerDropConfig = block(
+        features.ProgressiveLayerDropConfig
     )
-    autotuning: features.OpenFeatureConfig = option(features.OpenFeatureConfig, "Autotuning.")
-    progressive_layer_drop: features.ProgressiveLayerDropConfig = option(
-        features.ProgressiveLayerDropConfig, "Progressive layer drop."
-    )
-    eigenvalue: features.EigenvalueConfig = option(
-        features.EigenvalueConfig, "Eigenvalues of layers."
-    )
-    quantize_training: features.OpenFeatureConfig = option(
+    eigenvalue: features.EigenvalueConfig = block(features.EigenvalueConfig)
+    quantize_training: features.OpenFeatureConfig = block(
         features.OpenFeatureConfig, "Quantized training of old."
     )
     compression_training: dict[str, Any] | None = option(None, "Compression.")

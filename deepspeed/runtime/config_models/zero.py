@@ -18,11 +18,11 @@ from deepspeed.runtime.config_models.base import (
     Int,
     Size,
     Text,
+    block,
     option,
     plain_number,
 )
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.config_models.enums import OffloadDeviceEnum, ZeroStageEnum
 
 # What a configuration, or this release, may lack (`option(needs=...)`).
 STAGE_3 = "ZeRO stage 3"
@@ -296,11 +296,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     save_muon_momentum_buffer_in_memory: Bool = option(
         False, "Keep Muon's momentum on the device; not with `offload_optimizer`."
     )
-    leaf_module: DeepSpeedZeroLeafModuleConfig = option(
-        DeepSpeedZeroLeafModuleConfig,
-        "Modules whose parameters are gathered together (stage 3).",
-        needs=STAGE_3,
-    )
+    leaf_module: DeepSpeedZeroLeafModuleConfig = block(DeepSpeedZeroLeafModuleConfig, needs=STAGE_3)
     num_optimizer_instances: Int = option(
         1, "Replicas of the sharded state in the data-parallel group (stages 1 to 3).", ge=1
     )

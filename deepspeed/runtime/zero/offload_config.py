@@ -1,10 +1,9 @@
-"""Where ZeRO may keep optimizer state and parameters: device and state enums, and upstream's path
-of the two models.
-"""
+"""Where ZeRO may keep optimizer state and parameters: upstream's path of enums and models."""
 
 from enum import Enum
 
 from deepspeed._lazy import lazy_attributes
+from deepspeed.runtime.config_models.enums import OffloadDeviceEnum as OffloadDeviceEnum
 
 _MODELS = ("DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig")
 __getattr__ = lazy_attributes(
@@ -14,14 +13,6 @@ __getattr__ = lazy_attributes(
 OFFLOAD_CPU_DEVICE = "cpu"
 OFFLOAD_NVME_DEVICE = "nvme"
 MIN_SWAPPABLE_BYTES = 2**20  # upstream's NVMe offload leaves smaller tensors where they are
-
-
-class OffloadDeviceEnum(str, Enum):
-    """Where offloaded state lives."""
-
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
 
 
 class OffloadStateTypeEnum(str, Enum):
