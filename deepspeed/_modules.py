@@ -58,6 +58,18 @@ DOORS: dict[str, dict[str, str]] = {
         ("MiCS_CommGroups", "create_mics_comm_groups", "scale_tensors"),
         "deepspeed.runtime.zero.mics",
     ),
+    "deepspeed.runtime.zero.leaf_module_config": dict.fromkeys(
+        (
+            "DEFAULT_LEAF_MODULE_CLASSES",
+            "DEFAULT_LEAF_MODULE_NAMES",
+            "DEFAULT_LEAF_MODULE_NAME_SUFFIXES",
+            "DeepSpeedZeroLeafModuleConfig",
+        ),
+        "deepspeed.runtime.config_models.zero",
+    ),
+    "deepspeed.runtime.zero.partitioned_param_coordinator": {
+        "PartitionedParameterCoordinator": "deepspeed.runtime.zero.gathering.coordinator"
+    },
     "deepspeed.utils.config": {
         "DeepSpeedThroughputTimerConfig": "deepspeed.runtime.config_models.observe"
     },

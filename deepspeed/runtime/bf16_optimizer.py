@@ -24,7 +24,7 @@ from deepspeed._lazy import lazy_attributes
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
 from deepspeed.runtime.gradients.replicated import all_reduce_flat
 from deepspeed.runtime.optimizers.state_layout import StateLayout
-from deepspeed.runtime.sharding.state import load_sharded_state, sharded_state_dict
+from deepspeed.runtime.zero.sharded_state import load_sharded_state, sharded_state_dict
 from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
 
 # Upstream's further names here say what to use instead.

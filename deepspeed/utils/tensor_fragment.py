@@ -11,9 +11,9 @@ without the loss scale; they can be read between the boundary's backward and `en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -21,9 +21,6 @@ from torch import nn
 from deepspeed._absent import FRAGMENTS
 from deepspeed._lazy import lazy_attributes
 from deepspeed._modules import stand_in
-
-if TYPE_CHECKING:
-    from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
 
 # Upstream's further names here say what to use instead.
 __getattr__ = lazy_attributes(__name__)
@@ -38,9 +35,59 @@ class fragment_address:  # upstream's name; its import path is part of the check
     numel: int
     start: int
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> fragment_address:
+    def __deepcopy__(self, memo: dict[int, object]) -> fragment_address:
         """Itself: it cannot change, and a state dict has one for each parameter."""
         return self
+
+
+class _Fragment(Protocol):
+    @property
+    def in_shard(self) -> slice: ...
+    @property
+    def in_param(self) -> slice: ...
+
+
+class _Group(Protocol):
+    params: list[nn.Parameter]
+    master: torch.Tensor
+    masters: list[nn.Parameter]
+
+    @property
+    def grad(self) -> torch.Tensor: ...
+    def owned(self, index: int) -> _Fragment | None: ...
+
+
+class _OwnerSteps(Protocol):
+    inner: torch.optim.Optimizer
+
+    def state_of(self, group: int, param: int, key: str) -> torch.Tensor: ...
+    def set_state_of(self, group: int, param: int, key: str, value: torch.Tensor) -> None: ...
+
+
+class _Observer(Protocol):
+    def replaced(self, param: nn.Parameter) -> None: ...
+
+
+class _Masters(Protocol):
+    """What is asked of an optimizer with sharded masters, which stands above this module."""
+
+    @property
+    def groups(self) -> Sequence[_Group]: ...
+    @property
+    def state(self) -> Mapping[torch.Tensor, dict[str, torch.Tensor]]: ...
+    @property
+    def owner_steps(self) -> _OwnerSteps | None: ...
+    @property
+    def observer(self) -> _Observer: ...
+    @property
+    def has_reduced_gradients(self) -> bool: ...
+    @property
+    def read_factor(self) -> float: ...
+    def finish_gradients(self) -> None: ...
+    def gather_full(
+        self, wanted: Sequence[tuple[int, int]], shards: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]: ...
+    def set_param(self, param: nn.Parameter, value: torch.Tensor) -> None: ...
 
 
 def logical_shape(param: torch.Tensor) -> torch.Size:
@@ -55,7 +102,7 @@ def own_shard(param: torch.Tensor) -> torch.Tensor:
     return own.detach()
 
 
-def _link(param: nn.Parameter) -> tuple[MasterWeightOptimizer, int, int] | None:
+def _link(param: nn.Parameter) -> tuple[_Masters, int, int] | None:
     return getattr(param, "_hp_mapping", None)
 
 
@@ -67,7 +114,7 @@ def _replicated_factor(param: nn.Parameter) -> float:
     return 1.0 if link is None else float(link.optimizer.read_factor)
 
 
-def _require_link(param: nn.Parameter, what: str) -> tuple[MasterWeightOptimizer, int, int]:
+def _require_link(param: nn.Parameter, what: str) -> tuple[_Masters, int, int]:
     link = _link(param)
     if link is None:
         raise ValueError(
@@ -82,7 +129,7 @@ def _require_link(param: nn.Parameter, what: str) -> tuple[MasterWeightOptimizer
 
 
 def _shards(
-    param_optimizer: MasterWeightOptimizer, key: str | None, params: Sequence[nn.Parameter] = ()
+    param_optimizer: _Masters, key: str | None, params: Sequence[nn.Parameter] = ()
 ) -> list[torch.Tensor]:
     """This rank's shard of every group: the masters, or optimizer state `key` of the groups of
     `params`, which others may lack (masters stand in their place).
@@ -97,7 +144,7 @@ def _shards(
     ]
 
 
-def _state_shard(optimizer: MasterWeightOptimizer, group_index: int, key: str) -> torch.Tensor:
+def _state_shard(optimizer: _Masters, group_index: int, key: str) -> torch.Tensor:
     group = optimizer.groups[group_index]
     if not group.params:
         return group.master
@@ -117,7 +164,7 @@ def _state_shard(optimizer: MasterWeightOptimizer, group_index: int, key: str) -
     return torch.cat([state[key].reshape(-1) for state in states])
 
 
-def owned_gradients(optimizer: MasterWeightOptimizer) -> list[torch.Tensor] | None:
+def owned_gradients(optimizer: _Masters) -> list[torch.Tensor] | None:
     """The owned gradient of each group, padding included; None if there is none now."""
     optimizer.finish_gradients()
     if not optimizer.has_reduced_gradients:
@@ -127,7 +174,7 @@ def owned_gradients(optimizer: MasterWeightOptimizer) -> list[torch.Tensor] | No
 
 
 def _full(
-    params: Sequence[nn.Parameter], shards_of: Callable[[Any], list[torch.Tensor] | None]
+    params: Sequence[nn.Parameter], shards_of: Callable[[_Masters], list[torch.Tensor] | None]
 ) -> list[torch.Tensor] | None:
     links = [_require_link(param, "safe_get") for param in params]
     if not links:
@@ -245,7 +292,7 @@ def safe_set_full_optimizer_state(
     _assign(param, _shards(optimizer, optim_state_key, [param]), value)
 
 
-def _prepare_to_replace(optimizer: MasterWeightOptimizer, param: nn.Parameter) -> None:
+def _prepare_to_replace(optimizer: _Masters, param: nn.Parameter) -> None:
     optimizer.finish_gradients()
     optimizer.observer.replaced(param)
 

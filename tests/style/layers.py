@@ -69,13 +69,12 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "runtime.precision_config",
             "runtime.zero.__init__",
             "runtime.zero.config",
-            "runtime.zero.leaf_module_config",
             "runtime.zero.offload_config",
         ),
     ),
     (
         "Who owns what, where gradients go, on which streams",
-        ("runtime.gradients", "runtime.sharding", "runtime.streams"),
+        ("runtime.gradients", "runtime.module_hooks", "runtime.sharding", "runtime.streams"),
     ),
     (
         "The step sequence and its parts",

@@ -52,6 +52,18 @@ def orthogonalize(tensor: torch.Tensor, ns_method: str = "standard") -> torch.Te
     return (wide.mT if tall else wide).reshape(tensor.shape)
 
 
+def multiplications(shape: torch.Size) -> int:
+    """Count those of a step with a matrix, or with each of a stack, as `orthogonalize` takes them;
+    a tensor of fewer dimensions counts by elements.
+    """
+    numel = shape.numel()
+    if len(shape) < 2 or numel == 0:
+        return numel
+    short = min(shape[-2:] if len(shape) == 3 else (shape[0], shape[1:].numel()))
+    stack = shape[0] if len(shape) == 3 else 1
+    return 2 * numel * short + stack * short**3
+
+
 def _multiply_add(wide: torch.Tensor) -> Callable[..., torch.Tensor]:
     return torch.addmm if wide.dim() == 2 else torch.baddbmm
 

@@ -59,8 +59,8 @@ from deepspeed.runtime.checkpointing.weight_resharding import (
 )
 from deepspeed.runtime.checkpointing.window_files import read_window, restore_window
 from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
-from deepspeed.runtime.sharding.state import CheckpointMismatchError
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.sharded_state import CheckpointMismatchError
 
 
 class LoadOptions(NamedTuple):

@@ -24,7 +24,7 @@ from deepspeed.checkpoint.resharding.saved_optimizer import FP32, SavedFragment,
 from deepspeed.moe.expert_rows import first_element, whole_shape
 from deepspeed.runtime.optimizers.state_layout import OwnTensor, ParamRun
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
-from deepspeed.runtime.sharding.state import CheckpointMismatchError
+from deepspeed.runtime.zero.sharded_state import CheckpointMismatchError
 
 NameOf = Callable[[nn.Parameter], str]
 # What a schedule of torch's has for each parameter group.

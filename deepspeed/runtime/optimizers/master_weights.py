@@ -20,14 +20,14 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.host_optimizer import HostOptimizer
 from deepspeed.ops.whole_parameters import WholeParameterOptimizer
 from deepspeed.runtime.gradients.norm import joined, local_squared_norm, reduce_squared_norm
+from deepspeed.runtime.module_hooks.parameter_arrivals import ParameterArrivals
+from deepspeed.runtime.optimizers.owner_steps import OwnerSteps
 from deepspeed.runtime.optimizers.readable_masters import ReadableMasters
 from deepspeed.runtime.optimizers.state_layout import OwnTensor, ParamRun, StateLayout
 from deepspeed.runtime.optimizers.step_outcome import GradientScaling
 from deepspeed.runtime.sharding.dealt_parameters import DealtParameters
 from deepspeed.runtime.sharding.fragments import FragmentTable, round_robin_order
 from deepspeed.runtime.sharding.group import ShardedGroup, expert_group_of_all
-from deepspeed.runtime.sharding.owner_steps import OwnerSteps
-from deepspeed.runtime.sharding.parameter_arrivals import ParameterArrivals
 from deepspeed.runtime.sharding.publisher import Publisher
 from deepspeed.utils import memory_names
 from deepspeed.utils.tensor_fragment import logical_shape

@@ -15,9 +15,9 @@ from deepspeed.ops.whole_parameters import WholeParameterOptimizer
 from deepspeed.runtime.config_models.training import TrainingConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.optimizers.muon_groups import MARK, check_has_wholes
+from deepspeed.runtime.optimizers.owner_steps import OwnerSteps
 from deepspeed.runtime.optimizers.update_probe import Update, update_of
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
-from deepspeed.runtime.sharding.owner_steps import OwnerSteps
 from deepspeed.utils.logging import warn_once
 
 # Optimizers whose update of an element depends on that element alone: right on any shard of a flat
@@ -44,7 +44,7 @@ ELEMENTWISE = (
 # Whose classes of these names are what the names say; those of others are tried.
 KNOWN_PACKAGES = ("torch.", "deepspeed.")
 # torch's and transformers', which update each parameter from the whole of it and do not ask for it
-# (`deepspeed.ops.whole_parameters`): owners step them (`runtime.sharding.owner_steps`).
+# (`deepspeed.ops.whole_parameters`): owners step them (`runtime.optimizers.owner_steps`).
 BY_OWNERS = ("Adafactor", "Muon")
 
 

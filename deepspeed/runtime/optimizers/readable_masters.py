@@ -14,9 +14,9 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.runtime.gradients.scope import GradientPiece
+from deepspeed.runtime.optimizers.owner_steps import OwnerSteps
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.group import ShardedGroup
-from deepspeed.runtime.sharding.owner_steps import OwnerSteps
 from deepspeed.utils.tensor_fragment import logical_shape
 
 if TYPE_CHECKING:

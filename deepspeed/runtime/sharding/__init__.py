@@ -4,9 +4,8 @@ fragments                          the table of who owns what: pure integers
 parameter_cuts                     the same for stage 3, a section per parameter
 group, cut_group                   the tensors of a parameter group, laid out by either
 flattening, cut_rows               copies into the flat buffer, and between whole and cut
-publisher, parameter_arrivals      how updated shards reach everybody, and when
-parameter_reads                    modules that hear of their parameters being read
-dealt_parameters, owner_steps      optimizers that need whole parameters
+publisher                          how updated shards reach everybody
+dealt_parameters                   whole parameters, for optimizers that need them
 model_ranks, model_slices          which ranks hold which parameters, and which slices
-exchange, state, loading_in_place  shards in memory and in checkpoints
+exchange, loading_in_place         shards in memory and in checkpoints
 """

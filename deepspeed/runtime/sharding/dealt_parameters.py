@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.ops.muon.newton_schulz import multiplications
 from deepspeed.ops.whole_parameters import Part, WholeParameters
 from deepspeed.runtime.sharding.exchange import Layout, LayoutExchange
 from deepspeed.runtime.sharding.fragments import Fragment, NumEl, ParamIndex, ShardRank
@@ -72,19 +73,6 @@ def _busiest(costs: Sequence[int], owners: Sequence[ShardRank]) -> int:
     for cost, owner in zip(costs, owners, strict=True):
         loads[owner] = loads.get(owner, 0) + cost
     return max(loads.values(), default=0)
-
-
-def work(shape: torch.Size) -> int:
-    """Multiplications of a step of Newton-Schulz (`ops.muon.newton_schulz`) with a matrix, or with
-    each of a stack; tensors of more dimensions are matrices of the first and all others, those of
-    fewer count by elements.
-    """
-    numel = shape.numel()
-    if len(shape) < 2 or numel == 0:
-        return numel
-    short = min(shape[-2:] if len(shape) == 3 else (shape[0], shape[1:].numel()))
-    stack = shape[0] if len(shape) == 3 else 1
-    return 2 * numel * short + stack * short**3
 
 
 class DealtTable:
@@ -194,7 +182,7 @@ class DealtParameters(WholeParameters):
             else 0
             for param, at in enumerate(middles)
         ]
-        owners = deal([work(shape) for shape in self.shapes], group.num_shards, homes)
+        owners = deal([multiplications(shape) for shape in self.shapes], group.num_shards, homes)
         return DealtTable(group.table.numels, owners, group.num_shards)
 
     def _ways(self, shards: Layout, dealt: Layout) -> _Ways:

@@ -21,10 +21,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import lone_waits
 from deepspeed.comm.shard_ops import PendingShards, gather_from_owners, gather_slices, is_pairwise
+from deepspeed.runtime.module_hooks.parameter_arrivals import ParameterArrivals
 from deepspeed.runtime.sharding.flattening import lies_on_host
 from deepspeed.runtime.sharding.fragments import NumEl, Section
 from deepspeed.runtime.sharding.group import ShardedGroup
-from deepspeed.runtime.sharding.parameter_arrivals import ParameterArrivals
 from deepspeed.runtime.streams import StagingBuffers, runs_ahead
 
 # Elements updated at a time: so many that what a piece costs by itself is small, so few that little

@@ -5,6 +5,7 @@ Optimizers:
     stage_1_and_2                   optimizer state (1) and gradients (2) sharded
     stage3                          parameters sharded too
     zero_optimizer                  what the stages share, over `optimizers.master_weights`
+    sharded_state                   state of shards as files have it
     unit_buckets                    what of stage 3 is reduced together
     shard_writer                    what stage 3 does with updated masters
     movable_states, offload_states  state that leaves the device between steps
@@ -23,11 +24,9 @@ Models under stage 3:
 Configuration, and memory:
 
     config, offload_config          the block's enums
-    leaf_module_config              which modules are one
     estimates                       folder: memory before anything is allocated
 
-`partition_parameters`, `partitioned_param_coordinator` and `utils` are upstream's paths of names
-that live elsewhere.
+`partition_parameters` and `utils` are upstream's paths of names that live elsewhere.
 """
 
 from deepspeed._lazy import lazy_attributes
@@ -57,7 +56,6 @@ __getattr__ = lazy_attributes(
         "offload_states",
         "parameter_offload",
         "partition_parameters",
-        "partitioned_param_coordinator",
         "stage3",
         "stage_1_and_2",
         "tiling",

@@ -34,8 +34,8 @@ from deepspeed.comm.parallel_map import OptimizerInstances, split_into_instances
 from deepspeed.runtime.config_models.shard_groups import instances_at_stage_3
 from deepspeed.runtime.config_models.source import load_config
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
+from deepspeed.runtime.module_hooks.parameter_reads import watch_reads
 from deepspeed.runtime.sharding.group import expert_group_of
-from deepspeed.runtime.sharding.parameter_reads import watch_reads
 from deepspeed.runtime.zero.gathering.gathered_parameters import hold_whole, let_go, publish
 from deepspeed.runtime.zero.parameters.agreement import agree_on_parameters, described
 from deepspeed.runtime.zero.parameters.ordinary_copies import ordinary_copies

@@ -5,7 +5,7 @@ Forward: hooks on the module of every unit. Backward: what autograd saves of gat
 saved but noted as a place in it; unpacking the note gathers the unit again, whichever order
 backward takes (`saved_tensors`). That memory can therefore be used for other units in between.
 Parameters that are read elsewhere in a running forward or backward are gathered by
-`sharding.parameter_reads`.
+`module_hooks.parameter_reads`.
 
 When backward does so is `backward_order`'s.
 
@@ -30,7 +30,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from deepspeed.comm.parallel_map import OptimizerInstances
-from deepspeed.runtime.sharding.parameter_reads import unwatch_reads, watch_reads
+from deepspeed.runtime.module_hooks.late_parameters import LateParameters, refuse_untrained
+from deepspeed.runtime.module_hooks.parameter_reads import (
+    ModuleHook,
+    unwatch_reads,
+    watch_reads,
+)
 from deepspeed.runtime.zero.gathering.backward_order import BackwardOrder, Use
 from deepspeed.runtime.zero.gathering.coordinator import (
     PartitionedParameterCoordinator,
@@ -49,8 +54,6 @@ from deepspeed.runtime.zero.gathering.units import (
     plan_units,
 )
 from deepspeed.runtime.zero.parameters.agreement import agree_on_parameters, described
-from deepspeed.runtime.zero.parameters.late_parameters import LateParameters, refuse_untrained
-from deepspeed.runtime.zero.parameters.module_hooks import ModuleHook
 from deepspeed.runtime.zero.parameters.sharded_value import ShardedValue
 from deepspeed.runtime.zero.parameters.zero_parameter import (
     ZeroParamStatus,

@@ -41,7 +41,6 @@ from deepspeed.runtime.sharding.cut_rows import RowFiller
 from deepspeed.runtime.sharding.loading_in_place import load_in_place
 from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
 from deepspeed.runtime.sharding.publisher import Publisher
-from deepspeed.runtime.sharding.state import is_dealt_alike
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
 from deepspeed.runtime.zero.movable_weights import have_back, let_leave, weights_of
@@ -50,6 +49,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.parameters.zero_parameter import ZeroParamStatus, record_of
 from deepspeed.runtime.zero.partial_offload import DevicePart, num_kept
 from deepspeed.runtime.zero.shard_writer import ShardWriter
+from deepspeed.runtime.zero.sharded_state import is_dealt_alike
 from deepspeed.runtime.zero.stage_1_and_2 import (
     BucketBuffer,
     DeepSpeedZeroOptimizer,

@@ -45,11 +45,11 @@ from deepspeed.runtime.gradients.reduce_rule import ReduceFactors
 from deepspeed.runtime.gradients.sequence_parts import has_parts
 from deepspeed.runtime.gradients.sink import DeviceSink, HostSink
 from deepspeed.runtime.gradients.static_sums import StaticSumGuard
-from deepspeed.runtime.sharding.state import load_sharded_state, sharded_state_dict
 from deepspeed.runtime.streams import SideStream
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.movable_states import MovableStates
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.sharded_state import load_sharded_state, sharded_state_dict
 
 # Buckets on their way at once: one is reduced while the next is filled.
 MAX_IN_FLIGHT = 2

@@ -32,7 +32,7 @@ from deepspeed import comm as dist
 from deepspeed.comm.parallel_map import OptimizerInstances
 from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
 from deepspeed.runtime.optimizers.state_layout import OwnShard, StateLayout
-from deepspeed.runtime.sharding.state import (
+from deepspeed.runtime.zero.sharded_state import (
     CheckpointMismatchError,
     as_sharded_state,
     check_fits,

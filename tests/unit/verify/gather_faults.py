@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from unit.verify.mutation_form import Mutation
 
-ARRIVALS = "deepspeed/runtime/sharding/parameter_arrivals.py"
-READS = "deepspeed/runtime/sharding/parameter_reads.py"
+ARRIVALS = "deepspeed/runtime/module_hooks/parameter_arrivals.py"
+READS = "deepspeed/runtime/module_hooks/parameter_reads.py"
 RACE = r"never waits for <nccl stream"
 
 GATHERS = (

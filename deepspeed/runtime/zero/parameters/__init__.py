@@ -6,7 +6,5 @@ sharded_value    what a state dict has of a sharded one, and who is told that it
 shard_memory     where shards lie
 agreement        whether all ranks describe the same parameters
 own_draws        what a rank drew itself, which its experts are copies of
-late_parameters  adapters and heads that come after the model was taken over
 ordinary_copies  what is copied of a parameter
-module_hooks     what is copied of a module
 """

@@ -22,10 +22,10 @@ from torch import nn
 from deepspeed import comm as dist
 from deepspeed.comm.parallel_map import OptimizerInstances
 from deepspeed.comm.shard_ops import scatter_from_first
+from deepspeed.runtime.module_hooks.parameter_reads import flat_values, plain_copy
 from deepspeed.runtime.sharding.cut_rows import RowFiller
 from deepspeed.runtime.sharding.fragments import Fragment
 from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
-from deepspeed.runtime.sharding.parameter_reads import flat_values, plain_copy
 from deepspeed.runtime.zero.parameters.own_shard import OwnShard
 from deepspeed.runtime.zero.parameters.shard_memory import ON_DEVICE, ShardMemory
 from deepspeed.runtime.zero.parameters.sharded_value import ShardedValue, tell_saved

@@ -10,7 +10,7 @@ SINK = "deepspeed/runtime/gradients/sink.py"
 READINESS = "deepspeed/runtime/gradients/readiness.py"
 BACKWARD_ORDER = "deepspeed/runtime/zero/gathering/backward_order.py"
 REDUCE_RULE = "deepspeed/runtime/gradients/reduce_rule.py"
-STATE = "deepspeed/runtime/sharding/state.py"
+STATE = "deepspeed/runtime/zero/sharded_state.py"
 TENSOR_PARALLEL = "deepspeed/runtime/tensor_parallel/"
 
 FIX1 = "tests/unit/v1/zero/test_fix1_ipg_bucket_streams.py"

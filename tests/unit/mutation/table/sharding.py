@@ -55,7 +55,7 @@ FAULTS = (
     ),
     Fault(
         "masters that an owner has updated stay with it",
-        "deepspeed/runtime/sharding/owner_steps.py",
+        "deepspeed/runtime/optimizers/owner_steps.py",
         (
             (
                 "shard.data.copy_(of.from_owners(master, shard.device)[: shard.numel()])",
@@ -67,7 +67,7 @@ FAULTS = (
     ),
     Fault(
         "a rank loads state of whole parameters that are another's",
-        "deepspeed/runtime/sharding/owner_steps.py",
+        "deepspeed/runtime/optimizers/owner_steps.py",
         (("there == here or not there for", "True for"),),
         WHOLE_PARAMETERS,
         "TestCheckpoints",

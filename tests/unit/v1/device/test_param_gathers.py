@@ -21,8 +21,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.comm.observation import CollectiveCall, add_observer, remove_observer
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
-from deepspeed.runtime.sharding.parameter_arrivals import PendingParameter
-from deepspeed.runtime.sharding.parameter_reads import ParameterDict
+from deepspeed.runtime.module_hooks.parameter_arrivals import PendingParameter
+from deepspeed.runtime.module_hooks.parameter_reads import ParameterDict
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
 from unit.v1.device.test_bucket_overlap import Order, on_stream

@@ -20,7 +20,7 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.comm.observation import add_observer, remove_observer
 from deepspeed.runtime.sharding import exchange
-from deepspeed.runtime.sharding.state import CheckpointMismatchError
+from deepspeed.runtime.zero.sharded_state import CheckpointMismatchError
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,

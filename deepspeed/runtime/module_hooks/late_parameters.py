@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as hooks
 
-from deepspeed.runtime.sharding.parameter_reads import hears_reads
+from deepspeed.runtime.module_hooks.parameter_reads import hears_reads
 
 
 class _Registrations:

@@ -1,4 +1,4 @@
-"""Modules whose parameters hear of being read.
+"""Modules whose parameters hear of being read, and hooks on modules.
 
 `module.weight` looks into `module._parameters`; with a `ParameterDict` there, a parameter of a
 class that has `ds_was_read` is told, and can be made whole or waited for before it is handed out.
@@ -8,10 +8,26 @@ Iterating over parameters tells those whose class has `ds_was_listed`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
+
+
+def _nothing(*args: object) -> None:
+    """Do nothing, as a copied or pickled module has it in place of a hook."""
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
+class ModuleHook(partial[Any]):
+    """A hook that copies of its module do not have, because they are not the engine's."""
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _no_hook, ()
 
 
 class ParameterDict(dict[str, Any]):

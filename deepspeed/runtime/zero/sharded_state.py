@@ -15,9 +15,10 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import (
@@ -34,24 +35,59 @@ from deepspeed.checkpoint.constants import (
 )
 from deepspeed.checkpoint.resharding.saved_optimizer import is_per_element
 from deepspeed.git_version_info import version as __version__
+from deepspeed.runtime.optimizers.owner_steps import OwnerSteps
 from deepspeed.runtime.sharding.exchange import LayoutExchange
+from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.runtime.sharding.loading_in_place import load_in_place
-from deepspeed.runtime.sharding.owner_steps import OwnerSteps
 from deepspeed.utils.tensor_fragment import fragment_address
-
-if TYPE_CHECKING:
-    from deepspeed.runtime.sharding.group import ShardedGroup
-    from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
 
 # For each group, state of its shard by key.
 Moments = list[dict[str, torch.Tensor]]
+
+
+class ShardedMasters(Protocol):
+    """What is read here of an optimizer, and told it."""
+
+    clip_grad: float
+    device: torch.device
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What updates the masters."""
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, Mapping[str, Any]]:
+        """The state of that, by master."""
+
+    @property
+    def groups(self) -> Sequence[ShardedGroup]:
+        """Who owns what."""
+
+    @property
+    def param_names(self) -> Mapping[nn.Parameter, str]:
+        """Name of each parameter."""
+
+    @property
+    def group_paddings(self) -> Sequence[int]:
+        """Elements of each group's shard that belong to no parameter."""
+
+    @property
+    def partition_count(self) -> Sequence[int]:
+        """Shards of each group."""
+
+    @property
+    def dp_process_group(self) -> dist.Group:
+        """Ranks that train the same parameters."""
+
+    def refresh_fp32_params(self) -> None:
+        """Make masters of the model's parameters."""
 
 
 class CheckpointMismatchError(RuntimeError):
     """The saved state does not fit this model, optimizer or world."""
 
 
-def sharded_state_dict(optimizer: ZeROOptimizer, elastic: bool) -> dict[str, Any]:
+def sharded_state_dict(optimizer: ShardedMasters, elastic: bool) -> dict[str, Any]:
     """This rank's part of the state; see `Refiling` for who has to call it."""
     refiling = Refiling(optimizer, to_files=True)
     base = optimizer.optimizer.state_dict()
@@ -73,7 +109,7 @@ def sharded_state_dict(optimizer: ZeROOptimizer, elastic: bool) -> dict[str, Any
 
 
 def as_sharded_state(
-    optimizer: ZeROOptimizer,
+    optimizer: ShardedMasters,
     base: dict[str, Any] | list[dict[str, Any]],
     masters: Sequence[torch.Tensor],
 ) -> dict[str, Any]:
@@ -106,7 +142,7 @@ def without_padding(group: ShardedGroup, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _slice_mapping(
-    optimizer: ZeROOptimizer, group: ShardedGroup
+    optimizer: ShardedMasters, group: ShardedGroup
 ) -> OrderedDict[str, fragment_address]:
     """Where this rank's fragments of the group's parameters lie in its shard."""
     return OrderedDict(
@@ -118,7 +154,7 @@ def _slice_mapping(
     )
 
 
-def _lean_state(optimizer: ZeROOptimizer, base: dict[str, Any]) -> list[dict[str, Any]]:
+def _lean_state(optimizer: ShardedMasters, base: dict[str, Any]) -> list[dict[str, Any]]:
     """Moments per group without padding."""
     return [
         {
@@ -132,7 +168,7 @@ def _lean_state(optimizer: ZeROOptimizer, base: dict[str, Any]) -> list[dict[str
 
 
 def _states_of_groups(
-    optimizer: ZeROOptimizer, base: dict[str, Any] | list[dict[str, Any]]
+    optimizer: ShardedMasters, base: dict[str, Any] | list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """State of each group's shard, of a state dict of the wrapped optimizer or as
     `elastic_checkpoint` has it.
@@ -168,7 +204,7 @@ class Refiling:
         is_needed: Whether some group's layouts differ.
     """
 
-    def __init__(self, optimizer: ZeROOptimizer, to_files: bool) -> None:
+    def __init__(self, optimizer: ShardedMasters, to_files: bool) -> None:
         self._optimizer = optimizer
         self._to_files = to_files
         self._exchanges = [self._exchange(group) for group in optimizer.groups]
@@ -253,7 +289,7 @@ class Refiling:
         return shard if exchange is None else exchange.move(shard, self._longest[index], device)
 
 
-def check_fits(optimizer: ZeROOptimizer, saved: Mapping[str, Any]) -> None:
+def check_fits(optimizer: ShardedMasters, saved: Mapping[str, Any]) -> None:
     """Raise unless `saved` is a part that this rank could have saved.
 
     Raises:
@@ -291,7 +327,7 @@ def check_fits(optimizer: ZeROOptimizer, saved: Mapping[str, Any]) -> None:
             )
 
 
-def is_dealt_alike(optimizer: ZeROOptimizer, base: Any) -> bool:
+def is_dealt_alike(optimizer: ShardedMasters, base: Any) -> bool:
     """Whether saved state of whole parameters, if there is any or would be, is of those that this
     rank has.
     """
@@ -305,7 +341,7 @@ def is_dealt_alike(optimizer: ZeROOptimizer, base: Any) -> bool:
 
 @torch.no_grad()
 def load_sharded_state(
-    optimizer: ZeROOptimizer,
+    optimizer: ShardedMasters,
     saved: dict[str, Any],
     load_optimizer_states: bool,
     load_from_fp32_weights: bool,
@@ -337,7 +373,7 @@ def load_sharded_state(
         optimizer.refresh_fp32_params()
 
 
-def _load_moments(optimizer: ZeROOptimizer, saved: dict[str, Any], moved: Moments) -> None:
+def _load_moments(optimizer: ShardedMasters, saved: dict[str, Any], moved: Moments) -> None:
     """Restore the wrapped optimizer's state; `moved` is what of it lies otherwise in memory."""
     base = saved[BASE_OPTIMIZER_STATE]
     if not isinstance(base, dict):
@@ -346,7 +382,7 @@ def _load_moments(optimizer: ZeROOptimizer, saved: dict[str, Any], moved: Moment
 
 
 def _with_groups(
-    optimizer: ZeROOptimizer,
+    optimizer: ShardedMasters,
     states: Sequence[Mapping[str, Any]],
     saved: Sequence[Mapping[str, Any]] | None,
 ) -> dict[str, Any]:

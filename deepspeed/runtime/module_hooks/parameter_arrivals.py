@@ -33,7 +33,7 @@ from torch import nn
 
 from deepspeed.accelerator import Event, Stream, get_accelerator
 from deepspeed.comm.shard_ops import PendingShards
-from deepspeed.runtime.sharding.parameter_reads import (
+from deepspeed.runtime.module_hooks.parameter_reads import (
     flat_values,
     plain_copy,
     unwatch_reads,
