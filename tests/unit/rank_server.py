@@ -337,6 +337,25 @@ def use_huge_pages() -> None:
                 libc.madvise(page, HUGE, MADV_COLLAPSE)  # or not: a page that is not in use
 
 
+def forget_accelerator() -> None:
+    """Let `get_accelerator` look at the machine and the environment again."""
+    real_accelerator = sys.modules.get("deepspeed.accelerator.real_accelerator")
+    if real_accelerator is not None:
+        vars(real_accelerator)["ds_accelerator"] = None
+
+
+def find_the_host() -> None:
+    """Choose the accelerator for all ranks where it is the host. Looking for plug-ins reads a file
+    of each installed package.
+    """
+    from deepspeed.accelerator import real_accelerator
+
+    # Devices, and the simulated one, begin with the rank that uses them.
+    wanted = os.environ.get(real_accelerator.ACCELERATOR_ENV, "cpu")
+    if wanted != "cpu" or real_accelerator.get_accelerator()._name != "cpu":
+        forget_accelerator()
+
+
 def become_template(with_deepspeed: bool = True) -> None:
     """Make this process one that ranks are forked from: do here once what every rank would do at
     its start.
@@ -369,6 +388,8 @@ def become_template(with_deepspeed: bool = True) -> None:
             reason("deepspeed.runtime.engine.DeepSpeedEngine", "")
             read_block(TrainingConfig, {})
             DeepSpeedMonitorConfig()
+        with contextlib.suppress(Exception):
+            find_the_host()
     # Python remembers the folders of packages, among which each rank looks for accelerators.
     importlib.metadata.entry_points(group="deepspeed")
     gc.collect()
@@ -497,15 +518,19 @@ def _collect(directory: Path, rank: int, status: int, given_up: bool) -> RankRes
         _own_frames(_read(directory / f"rank{rank}.stacks")),
     )
     result = directory / f"rank{rank}.result"
-    if result.exists():
-        outcome, text, ended_at = pickle.loads(result.read_bytes())
-        return RankResult(rank, outcome, text, output, ended_at, stacks if given_up else "")
-    if given_up:
-        return RankResult(rank, FAILED, "did not end", output, stacks=stacks)
     code = os.waitstatus_to_exitcode(status)
     how = (
         f"was killed by {signal.Signals(-code).name}"
         if code < 0
         else f"ended the process with exit code {code}"
     )
+    if result.exists():
+        outcome, text, ended_at = pickle.loads(result.read_bytes())
+        if outcome == PASSED and code and not given_up:
+            # After the others' failures, of which it may be a consequence.
+            text, after_all = f"passed the test and {how} afterwards", sys.float_info.max
+            return RankResult(rank, FAILED, text, output, after_all, stacks)
+        return RankResult(rank, outcome, text, output, ended_at, stacks if given_up else "")
+    if given_up:
+        return RankResult(rank, FAILED, "did not end", output, stacks=stacks)
     return RankResult(rank, FAILED, how, output, ended_at=0.0, stacks=stacks)

@@ -181,6 +181,10 @@ class TestFails(DistributedTest):
         import ctypes
         ctypes.string_at(0)
 
+    def test_abort_afterwards(self):
+        if dist.get_rank() == 1:
+            torch.distributed.barrier = os.abort  # where ranks take leave of each other
+
     def test_unpicklable_fixture(self, capsys):
         raise AssertionError("must not get here")
 
@@ -199,7 +203,7 @@ class TestFixtureFails(DistributedTest):
 ''',
         DS_ACCELERATOR="cpu",
     )
-    run.expect(passed=14, failed=4, skipped=3, xfailed=1, error=1)
+    run.expect(passed=14, failed=5, skipped=3, xfailed=1, error=1)
     assert "reason of rank 1" in run.output
     assert "needs an accelerator device" in run.output and "needs the nccl backend" in run.output
     # The first rank to fail comes first, with the line of the test in it.
@@ -210,6 +214,7 @@ class TestFixtureFails(DistributedTest):
     assert "said by 0" in run.output and "said by 1" in run.output
     assert "ended the process with exit code 3" in run.output
     assert "was killed by SIGSEGV" in run.output and "in test_crash" in run.output
+    assert "passed the test and was killed by SIGABRT afterwards" in run.output
     assert "cannot be sent to the ranks" in run.output
     assert "RuntimeError: from the fixture" in run.output
     assert "must not get here" not in re.sub(
