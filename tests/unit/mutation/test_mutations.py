@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from unit.mutation.table import FAULTS, REPOSITORY, UNDO_FIXES, Fault
+from unit.verify.faults import MUTATIONS
 
 # pytest's exit status when tests ran and some failed; a mutant that cannot even be imported ends
 # otherwise or shows as such.
@@ -38,41 +39,26 @@ def run_tests(root: Path, targets: list[str], select: str) -> subprocess.Complet
     """Run test files of the repository against the package below `root`."""
     path = os.pathsep.join([str(root), str(REPOSITORY / "tests")])
     # A rank that waits for a collective that a fault removed is given up early.
-    environment = {
-        **os.environ,
-        "PYTHONPATH": path,
-        "OMP_NUM_THREADS": "1",
-        "DS_UNITTEST_TIMEOUT": "30",
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "--tb=short",
-        "-p",
-        "no:cacheprovider",
-        "--rootdir",
-        str(REPOSITORY),
-    ]
-    command += [
-        "-c",
-        str(REPOSITORY / "pyproject.toml"),
-        *(str(REPOSITORY / target) for target in targets),
-    ]
-    if select:
-        command += ["-k", select]
+    early = {"OMP_NUM_THREADS": "1", "DS_UNITTEST_TIMEOUT": "30"}
+    options = "-m pytest -x -q --tb=short -p no:cacheprovider".split()
+    command = [sys.executable, *options, "--rootdir", str(REPOSITORY)]
+    command += ["-c", str(REPOSITORY / "pyproject.toml"), "-k", select]
+    command += [str(REPOSITORY / "tests" / "unit" / target) for target in targets]
     return subprocess.run(
-        command, cwd=root, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+        command,
+        cwd=root,
+        env={**os.environ, **early, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
     )
 
 
 def check(fault: Fault, package: Path) -> None:
-    _, mutated = fault.apply(package)
-    ast.parse(mutated, fault.file)
-    (package / fault.file).write_text(mutated, encoding="utf-8")
-    run = run_tests(package, [fault.test], fault.select)
+    for file, (_, mutated) in fault.apply(REPOSITORY).items():
+        (package / file).write_text(mutated, encoding="utf-8")
+    test, _, select = fault.test.partition(" -k ")
+    run = run_tests(package, [test], select)
     assert run.returncode == TESTS_FAILED, (
         f"{fault.name}: {fault.test} did not notice\n{run.stdout[-3000:]}{run.stderr[-1000:]}"
     )
@@ -96,14 +82,18 @@ def test_a_fault_is_noticed(fault: Fault, package: Path) -> None:
 @pytest.mark.contract
 def test_a_copy_without_fault_passes(package: Path) -> None:
     """The control: it is the fault that fails, not the copy."""
-    targets = sorted({fault.test for fault in (*UNDO_FIXES, *FAULTS)})
+    targets = sorted({fault.test.partition(" -k ")[0] for fault in (*UNDO_FIXES, *FAULTS)})
     run = run_tests(package, targets, "")
     assert run.returncode == 0, run.stdout[-3000:]
 
 
 def test_every_fault_fits_the_code() -> None:
-    """Its text occurs exactly once, and what it makes of the file is Python."""
-    for fault in (*UNDO_FIXES, *FAULTS):
-        before, after = fault.apply(REPOSITORY)
-        assert before != after
-        ast.parse(after, fault.file)
+    """What it changes is found exactly once, and what it makes of the file is Python."""
+    wrong = []
+    for fault in (*UNDO_FIXES, *FAULTS, *MUTATIONS):
+        try:
+            for before, after in fault.apply(REPOSITORY).values():
+                assert ast.dump(ast.parse(before)) != ast.dump(ast.parse(after))
+        except ValueError as error:
+            wrong.append(str(error))
+    assert not wrong, "\n\n".join(wrong)

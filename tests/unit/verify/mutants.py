@@ -27,10 +27,11 @@ LIMIT_S = 60.0
 
 def findings(scenario: str, world: int, fault: Fault | None = None) -> list[str]:
     """What the guards of `scenario` found, over all ranks; nothing if all were silent."""
+    changed = {} if fault is None else fault.apply(REPOSITORY)
     with tempfile.TemporaryDirectory() as folder:
         env = {**RANK_ENV, "WORLD_SIZE": str(world)}
         results = server.run(
-            Job((__name__, "run_on_rank"), (folder, scenario, fault), world, LIMIT_S, env)
+            Job((__name__, "run_on_rank"), (folder, scenario, changed), world, LIMIT_S, env)
         )
         said = []
         for result in results:
@@ -46,15 +47,15 @@ def findings(scenario: str, world: int, fault: Fault | None = None) -> list[str]
         return said
 
 
-def run_on_rank(rank: int, payload: tuple[str, str, Fault | None]) -> None:
+def run_on_rank(rank: int, payload: tuple[str, str, dict[str, tuple[str, str]]]) -> None:
     """One rank's part; leaves what it found in the folder."""
-    folder, scenario, fault = payload
+    folder, scenario, changed = payload
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     try:
         from unit.verify.scenarios import run
 
-        if fault is not None:
-            _put_in(fault)
+        for file, texts in changed.items():
+            _put_in(file, *texts)
         # By a file: a rank that asks for rank 0's port before it is open waits for half a second.
         deepspeed.init_distributed("gloo", init_method=f"file://{folder}/store", verbose=False)
         found = run(scenario)
@@ -64,9 +65,8 @@ def run_on_rank(rank: int, payload: tuple[str, str, Fault | None]) -> None:
     Path(folder, str(rank)).write_text(json.dumps(found))
 
 
-def _put_in(fault: Fault) -> None:
-    before, after = fault.apply(REPOSITORY)
-    module: Any = importlib.import_module(fault.file.removesuffix(".py").replace("/", "."))
+def _put_in(file: str, before: str, after: str) -> None:
+    module: Any = importlib.import_module(file.removesuffix(".py").replace("/", "."))
     path = module.__file__
     pairs = zip(
         *(_codes(compile(text, path, "exec", dont_inherit=True)) for text in (before, after)),
@@ -76,8 +76,6 @@ def _put_in(fault: Fault) -> None:
     for function in set(_functions(module, module.__name__, path)):
         function.__code__ = changed[function.__code__.co_name, function.__code__.co_firstlineno]
     lines = after.splitlines(keepends=True)
-    imports = {line for line in lines if line.startswith("from ")} - set(before.splitlines(True))
-    exec("".join(imports), vars(module))
     linecache.cache[path] = (len(after), None, lines, path)  # what tracebacks show
 
 

@@ -47,7 +47,7 @@ def what_it_says(found: list[str]) -> str:
 )
 def test_the_guard_finds_the_fault(mutation: Mutation, table: list[str]) -> None:
     """It does, and one finding names the place."""
-    found = findings(mutation.scenario, world_of(mutation.scenario), mutation.fault)
+    found = findings(mutation.test, world_of(mutation.test), mutation)
     table.append(f"{mutation.guard:8} {mutation.name:50} {what_it_says(found)}")
     assert found, f"{mutation.guard} was silent about: {mutation.name}"
     assert any(re.search(mutation.names, finding) for finding in found), "\n".join(found)[:4000]

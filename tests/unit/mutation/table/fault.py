@@ -1,50 +1,171 @@
-"""What a planted fault is."""
+"""What a planted fault is: a change of what is found in the syntax tree of a named function."""
 
 from __future__ import annotations
 
+import ast
 import difflib
+import functools
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[4]
+CHANGE = re.compile(r"([\w.]+): (.+?) -> (.+)", re.DOTALL)
+LOOSE = (ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Lambda, ast.Yield)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A change of the package's text that one test must notice.
+    """A change of the package that one test must notice.
+
+    A change is written `place: found -> instead`. The place is a function, method or class; as
+    much of its dotted name as is needed, in whatever file it is. What is found there, exactly once,
+    is an expression or statements (parted by `; ` or by lines), compared as syntax trees: the form
+    and comments don't matter. `...` in what stands there instead is what was found.
 
     Attributes:
         name: What goes wrong.
-        file: Which file is changed, relative to the repository.
-        changes: Pairs of the exact text, which occurs once in the file, and its replacement.
-        test: Test file that must fail.
-        select: pytest's `-k` expression; empty is the whole file.
+        changes: One or several changes.
+        test: Test file below `tests/unit` that must fail, and with ` -k ` which of it.
     """
 
     name: str
-    file: str
-    changes: tuple[tuple[str, str], ...]
+    changes: str | tuple[str, ...]
     test: str
-    select: str = ""
 
-    def apply(self, root: Path) -> tuple[str, str]:
-        """The text of `file` below `root` before and after.
+    def apply(self, root: Path) -> dict[str, tuple[str, str]]:
+        """The texts of changed files of the package below `root`, before and after.
 
         Raises:
-            ValueError: If a text doesn't occur exactly once.
+            ValueError: If something isn't found exactly once.
         """
-        before = (root / self.file).read_text(encoding="utf-8")
-        after = before
-        for old, new in self.changes:
-            if after.count(old) != 1:
-                raise ValueError(
-                    f"{self.name}: {self.file} has this text {after.count(old)} times, not "
-                    f"once:\n{old}"
-                )
-            after = after.replace(old, new)
-        return before, after
+        edits: dict[Path, list[tuple[int, int, str]]] = {}
+        for change in (self.changes,) if isinstance(self.changes, str) else self.changes:
+            match = CHANGE.fullmatch(change)
+            if match is None:
+                raise ValueError(f"{self.name}: not `place: found -> instead`: {change}")
+            place, found, instead = match.groups()
+            try:
+                path, nodes = _only(root, place, ast.parse(found).body)
+            except ValueError as error:
+                raise ValueError(f"{self.name}: {error}\n{found}") from None
+            edits.setdefault(path, []).append(_edit(_source(path), nodes, instead))
+        changed = {}
+        for path, spans in edits.items():
+            before = _source(path)
+            after = before.encode()
+            for start, end, text in sorted(spans, reverse=True):
+                after = after[:start] + text.encode() + after[end:]
+            changed[str(path.relative_to(root))] = (before, after.decode())
+        return changed
 
     def patch(self, root: Path) -> str:
         """The change as a unified diff."""
-        before, after = (text.splitlines(keepends=True) for text in self.apply(root))
-        return "".join(difflib.unified_diff(before, after, f"a/{self.file}", f"b/{self.file}"))
+        return "".join(
+            line
+            for file, texts in self.apply(root).items()
+            for line in difflib.unified_diff(
+                *(text.splitlines(keepends=True) for text in texts), f"a/{file}", f"b/{file}"
+            )
+        )
+
+
+@functools.cache
+def _source(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@functools.cache
+def _sources(root: Path) -> tuple[Path, ...]:
+    return tuple(sorted((root / "deepspeed").rglob("*.py")))
+
+
+@functools.cache
+def _names(root: Path, path: Path) -> list[tuple[str, ast.AST]]:
+    """What is defined in a file, and the file, by dotted names."""
+    tree = ast.parse(_source(path))
+    module = ".".join(path.relative_to(root).with_suffix("").parts)
+    return [(module, tree), *_definitions(tree, module)]
+
+
+def _definitions(tree: ast.AST, outer: str) -> Iterator[tuple[str, ast.AST]]:
+    for node in ast.iter_child_nodes(tree):
+        name = outer
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = f"{outer}.{node.name}"
+            yield name, node
+        yield from _definitions(node, name)
+
+
+def _only(root: Path, place: str, wanted: list[ast.stmt]) -> tuple[Path, Sequence[ast.AST]]:
+    last = place.rpartition(".")[2]
+    heading = re.compile(rf"(def|class) {last}\b")
+    places = [
+        (path, node)
+        for path in _sources(root)
+        if path.stem == last or heading.search(_source(path))
+        for name, node in _names(root, path)
+        if f".{name}".endswith(f".{place}")
+    ]
+    if not places:
+        raise ValueError(f"nothing in the package is named {place}; looked there for")
+    # By their first node: places may lie in one another.
+    found = {nodes[0]: (path, nodes) for path, node in places for nodes in _matches(node, wanted)}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    here = ", ".join(
+        f"{path.relative_to(root)}:{getattr(node, 'lineno', 1)}" for path, node in places[:5]
+    )
+    if found:
+        raise ValueError(f"{place} ({here}) has {len(found)} times, not once")
+    lines = [line.strip() for _, node in places for line in ast.unparse(node).splitlines()]
+    near = difflib.get_close_matches(ast.unparse(wanted[0]), lines, 1, 0.3)
+    raise ValueError(f"{place} ({here}; nearest: {''.join(near)}) does not have")
+
+
+def _matches(place: ast.AST, wanted: list[ast.stmt]) -> Iterator[Sequence[ast.AST]]:
+    """Each expression, or run of statements of one block, that is the wanted one."""
+    match wanted:
+        case [ast.Expr(value)]:
+            pattern = _pattern(value)
+            for node in ast.walk(place):
+                if type(node) is type(value) and pattern.fullmatch(ast.dump(node)):
+                    yield [node]
+        case _:
+            patterns = [_pattern(node) for node in wanted]
+            for outer in ast.walk(place):
+                for block in ("body", "orelse", "finalbody"):
+                    nodes = getattr(outer, block, None)
+                    for i in range(len(nodes) - len(wanted) + 1 if isinstance(nodes, list) else 0):
+                        run = nodes[i : i + len(wanted)]
+                        if all(
+                            p.fullmatch(ast.dump(n)) for p, n in zip(patterns, run, strict=True)
+                        ):
+                            yield run
+
+
+def _pattern(node: ast.AST) -> re.Pattern[str]:
+    """What the dump of a node must be, `...` in it being anything."""
+    said = re.escape(ast.dump(node))
+    for anything in (ast.Expr(ast.Constant(...)), ast.Constant(...)):
+        said = said.replace(re.escape(ast.dump(anything)), ".*")
+    return re.compile(said)
+
+
+def _edit(source: str, nodes: Sequence[ast.AST], instead: str) -> tuple[int, int, str]:
+    """Start and end in bytes of what is replaced, and the text that comes there."""
+    starts = [0]
+    for line in source.encode().splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    first, last = nodes[0], nodes[-1]
+    body = ast.parse(instead).body
+    text = ast.unparse(body).replace("...", ast.unparse(nodes).lstrip())
+    if isinstance(first, ast.expr) and isinstance(body[0], ast.Expr):
+        text = f"({text})" if isinstance(body[0].value, LOOSE) else text
+    return (
+        starts[first.lineno - 1] + first.col_offset,
+        starts[last.end_lineno - 1] + last.end_col_offset,
+        textwrap.indent(text, " " * first.col_offset).lstrip(),
+    )
