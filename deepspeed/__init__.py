@@ -108,26 +108,13 @@ def initialize(
     # startup: the engine and all it needs
     from deepspeed.comm.initialization import ensure_distributed
     from deepspeed.runtime.config import DeepSpeedConfig
-    from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.tensor_parallel.cutting import mpu_of
 
     if model is None:
         raise ValueError("deepspeed.initialize: model is required")
     chosen = _chosen_config(args, config, config_params)
     ensure_distributed(dist_init_required, distributed_port)
-    engine_class: type[DeepSpeedEngine] = DeepSpeedEngine
-    # Who has a PipelineModule has imported its module already.
-    pipe_module = sys.modules.get("deepspeed.runtime.pipe.module")
-    if pipe_module is not None and isinstance(model, pipe_module.PipelineModule):
-        # startup: others need none of the pipeline's
-        from deepspeed.runtime.pipe.engine import PipelineEngine
-
-        if mpu is not None:
-            raise ValueError(
-                "deepspeed.initialize(mpu=...) with a PipelineModule: its topology is the mpu; "
-                "leave mpu out"
-            )
-        engine_class, mpu = PipelineEngine, model.mpu()
+    engine_class, mpu = _engine_of(model, mpu)
     mpu = mpu_of(model, None, mpu)
     mesh = _mesh_of(mesh_param, mpu)
     engine = engine_class(
@@ -143,6 +130,24 @@ def initialize(
         mesh_device=mesh,
     )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _engine_of(model: torch.nn.Module, mpu: Any) -> tuple[type[DeepSpeedEngine], Any]:
+    """The class of a model's engine, and its mpu."""
+    # Who has a PipelineModule has imported its module already.
+    pipe_module = sys.modules.get("deepspeed.runtime.pipe.module")
+    if pipe_module is None or not isinstance(model, pipe_module.PipelineModule):
+        from deepspeed.runtime.engine import DeepSpeedEngine  # startup: torch and all it needs
+
+        return DeepSpeedEngine, mpu
+    if mpu is not None:
+        raise ValueError(
+            "deepspeed.initialize(mpu=...) with a PipelineModule: its topology is the mpu; leave "
+            "mpu out"
+        )
+    from deepspeed.runtime.pipe.engine import PipelineEngine  # startup: only pipelines need it
+
+    return PipelineEngine, model.mpu()
 
 
 def _mesh_of(mesh_param: Any, mpu: Any) -> Any:

@@ -3,7 +3,8 @@
 Reads from top to bottom as a micro-batch lives: construction, forward, backward, reduction, step,
 and the engine's end. Who owns gradients and how a step goes is the optimizer's
 (`optimizers.StepSequence`), what is the boundary the tracker's. What else scripts call, and a plain
-`loss.backward()` that the engine does not run itself, is in `engine_parts`, one subject a file.
+`loss.backward()` that the engine does not run itself, are parts that it has (`engine_parts`), one
+subject a file.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed import comm as dist
 from deepspeed._absent import reason
 from deepspeed._lazy import lazy_attributes
 from deepspeed.comm.initialization import ensure_distributed
@@ -22,17 +24,17 @@ from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime import verification
 from deepspeed.runtime.activation_checkpointing.checkpointing import configure_for_engine
 from deepspeed.runtime.checkpointing.engine_checkpoint import EngineCheckpoint
-from deepspeed.runtime.compiler import CompiledForward
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.data_pipeline.sequence_curriculum import make_scheduler
-from deepspeed.runtime.engine_parts.accumulation import EngineAccumulation
 from deepspeed.runtime.engine_parts.checkpoints import EngineCheckpoints
 from deepspeed.runtime.engine_parts.compiling import EngineCompiling
 from deepspeed.runtime.engine_parts.data import EngineData
 from deepspeed.runtime.engine_parts.device_memory import EngineDeviceMemory
-from deepspeed.runtime.engine_parts.losses import check_loss
-from deepspeed.runtime.engine_parts.optimizers import EngineOptimizers
-from deepspeed.runtime.engine_parts.plain_backward import EnginePlainBackward
+from deepspeed.runtime.engine_parts.face import EngineFace
+from deepspeed.runtime.engine_parts.losses import Losses, check_loss
+from deepspeed.runtime.engine_parts.optimizers import make_optimizer, shard
+from deepspeed.runtime.engine_parts.plain_backward import PlainBackward
+from deepspeed.runtime.engine_parts.ranks import take_place
 from deepspeed.runtime.engine_parts.reports import EngineReports
 from deepspeed.runtime.engine_parts.timing import EngineTimers
 from deepspeed.runtime.gradients.accumulation import (
@@ -71,17 +73,7 @@ def autocast_if_enabled(engine: DeepSpeedEngine) -> AbstractContextManager[Any]:
     return torch.autocast(engine.device.type, dtype=engine.torch_autocast_dtype())
 
 
-class DeepSpeedEngine(
-    EngineData,
-    EngineOptimizers,
-    EnginePlainBackward,
-    EngineAccumulation,
-    EngineReports,
-    EngineCheckpoints,
-    EngineDeviceMemory,
-    EngineCompiling,
-    nn.Module,
-):
+class DeepSpeedEngine(EngineFace, nn.Module):
     """A model with its optimizer, data-parallel and checked.
 
     Args:
@@ -116,6 +108,7 @@ class DeepSpeedEngine(
     """
 
     _calls_model = True  # as a whole
+    _plain_backward: PlainBackward
 
     def __init__(
         self,
@@ -140,7 +133,8 @@ class DeepSpeedEngine(
         self.collate_fn = collate_fn
         self._config = config_class if config_class is not None else DeepSpeedConfig(config, mpu)
         self.mpu = mpu = mpu_of(model, self._config.tree.tensor_parallel, mpu)
-        self._configure_distributed(args, mpu, mesh_device)
+        self._check_settings()
+        self._take_place(args, mpu, mesh_device)
         self.curriculum_scheduler_legacy = make_scheduler(
             self._config.tree.curriculum_learning,
             model,
@@ -149,28 +143,24 @@ class DeepSpeedEngine(
         )
         configure_for_engine(self._config, mpu)
         self._start_counters()
-        self._checkpoint = EngineCheckpoint(self)
         # Raises without its packages: before the model is touched.
         self.monitor: MonitorMaster = MonitorMaster(self._config.monitor_config)
-        shards_model = self._config.zero_optimization_stage == ZeroStageEnum.weights
-        cut_model(model, self._config, mpu, self.device)
-        self._model_dtype = cast_model(model, self._config, in_place=not shards_model)
-        spread_experts(model, self._config, self.parallel_map, self.device)
-        if not dont_change_device and not shards_model:
-            model.to(self.device)
-        make_parallel_groups(model, self._config)
-        self.model_ranks = ModelRanks.of(model, self.parallel_map)
-        self.parameter_offload = self._shard(model, dont_change_device) if shards_model else None
-        self._broadcast_model()
+        self._prepare(model, dont_change_device)
         self._sequence_parts = SequenceParts(model, self.model_ranks.tensor_group)
         self._same_inputs = SameInputs(model, self.device)
         self.timers = EngineTimers(self._config, self._config.train_batch_size)
-        self.optimizer: Any = None
+        self._make_parts()
+        self.optimizer: Any = self.parameter_offload
         self.basic_optimizer: torch.optim.Optimizer | None = None
         self._sequence: StepSequence | None = None
-        self._configure_optimizer(optimizer, model_parameters)
-        if self._sequence is not None and self._sequence_parts.params:
-            self._sequence.hold(self._sequence_parts.params)
+        made = make_optimizer(
+            self, optimizer, model_parameters, self._plain_backward.on_parameter_gradient
+        )
+        if made is not None:
+            self.basic_optimizer, self._sequence = made
+            self.optimizer = self._sequence.public_optimizer
+            if self._sequence_parts.params:
+                self._sequence.hold(self._sequence_parts.params)
         self.lr_scheduler = build_lr_scheduler(self._config, lr_scheduler, self.basic_optimizer)
         self.training_dataloader: Any = (
             self.deepspeed_io(training_data) if training_data is not None else None
@@ -179,8 +169,8 @@ class DeepSpeedEngine(
             self, self._config.tree.verify
         )
         self.timers.observers = observers_of(self)
-        self._announce()
-        self._warn_of_no_data()
+        self._reports.announce()
+        self._data.warn_of_no_data()
 
     # Construction
 
@@ -188,6 +178,34 @@ class DeepSpeedEngine(
     def _check_arguments(model: Any) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+
+    def _take_place(self, args: Any, mpu: Any, mesh_device: Any) -> None:
+        place = take_place(self._config, args, mpu, mesh_device)
+        self.parallel_map, self._map_in_force = place.parallel_map, place.map_in_force
+        self.device, self.local_rank = place.device, place.local_rank
+        self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.data_parallel_group: dist.Group = self.parallel_map.data.group
+        self.dp_world_size = self.parallel_map.data.size
+        self.mp_world_size = self.parallel_map.model.size
+
+    def _prepare(self, model: nn.Module, dont_change_device: bool) -> None:
+        """Cut, cast, move and shard the model, and make it the same on all ranks."""
+        shards_model = self._config.zero_optimization_stage == ZeroStageEnum.weights
+        cut_model(model, self._config, self.mpu, self.device)
+        self._model_dtype = cast_model(model, self._config, in_place=not shards_model)
+        spread_experts(model, self._config, self.parallel_map, self.device)
+        if not dont_change_device and not shards_model:
+            model.to(self.device)
+        make_parallel_groups(model, self._config)
+        self.model_ranks = ModelRanks.of(model, self.parallel_map)
+        wanted = None if dont_change_device else self.device
+        self.parameter_offload = (
+            shard(model, self._config, self.model_ranks, wanted) if shards_model else None
+        )
+        self._broadcast_model()
+
+    def _check_settings(self) -> None:
+        """Refuse settings that this kind of engine cannot honour, before anything is built."""
 
     # A name of upstream's that clients put functions of their own under.
     def _broadcast_model(self) -> None:
@@ -199,17 +217,22 @@ class DeepSpeedEngine(
         if tree.log_level is not None:
             set_log_level_from_string(tree.log_level)
         self.global_steps = 0
-        self._skipped_elsewhere = 0  # by whom else but the step sequence at hand
         self.global_samples = 0
         self.loaded_checkpoint_tag: str | None = None
         self.enable_backward_allreduce = True
         self.tracker = AccumulationTracker(
             self._config.gradient_accumulation_steps, tree.managed_gradient_accumulation
         )
-        self._unscaled_plain = False  # a plain backward is running that needed a loss scale
-        self._step_taken = False  # or skipped
-        self._is_compiled = False
-        self._compiled: list[CompiledForward] = []
+
+    def _make_parts(self) -> None:
+        self._checkpoint = EngineCheckpoint(self)
+        self._checkpoints = EngineCheckpoints(self, self._checkpoint)
+        self._data = EngineData(self)
+        self._reports = EngineReports(self)
+        self._device_memory = EngineDeviceMemory(self)
+        self._compiling = EngineCompiling(self)
+        self._losses = Losses(self.tracker, self.timers)
+        self._plain_backward = PlainBackward(self, self._losses)
 
     def __getattr__(self, name: str) -> Any:
         """Attributes that the engine does not have are the model's."""
@@ -234,7 +257,7 @@ class DeepSpeedEngine(
         """The model's forward, under autocast if configured."""
         self._require_states("forward")
         if self.training:
-            kwargs |= self._arguments_of_curriculum()
+            kwargs |= self._data.arguments_of_curriculum()
         self.timers.start_forward(self.training, inputs, kwargs)
         if self.tracker.state is BackwardState.RUNNING and torch._C._current_graph_task_id() == -1:
             # The last backward raised before it could finish. One that runs now has called: it
@@ -245,7 +268,7 @@ class DeepSpeedEngine(
         with autocast_if_enabled(self):
             outputs = self.module(*inputs, **kwargs)
         if self.training and torch.is_grad_enabled() and self._sequence is not None:
-            self._watch(outputs)
+            self._plain_backward.watch(outputs)
         self.timers.stop_forward()
         return outputs
 
@@ -265,10 +288,10 @@ class DeepSpeedEngine(
         """
         sequence = self._require_optimizer("scale")
         check_loss("scale", loss, needs_graph=True)
-        self._tell_opened(sequence, loss, scale_wrt_gas=True)
-        self._show_loss(loss, scale_wrt_gas=True)
+        self._losses.tell_opened(sequence, loss, scale_wrt_gas=True)
+        self._losses.show(loss, scale_wrt_gas=True)
         self.tracker.state = BackwardState.ANNOUNCED
-        return self._scaled(loss, scale_wrt_gas=True)
+        return self._losses.scaled(sequence, self._losses.divided(loss, scale_wrt_gas=True))
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -286,11 +309,12 @@ class DeepSpeedEngine(
         """
         self._require_optimizer("backward")
         check_loss("backward", loss, needs_graph=False)
-        self._tell_opened(self._begin_managed_backward(), loss, scale_wrt_gas)
-        self._show_loss(loss, scale_wrt_gas)
-        loss = self._divided(loss, scale_wrt_gas)
+        sequence = self._begin_managed_backward()
+        self._losses.tell_opened(sequence, loss, scale_wrt_gas)
+        self._losses.show(loss, scale_wrt_gas)
+        loss = self._losses.divided(loss, scale_wrt_gas)
         try:
-            self._with_loss_scale(loss).backward(retain_graph=retain_graph)
+            self._losses.scaled(sequence, loss).backward(retain_graph=retain_graph)
         except BaseException:
             self._abort_backward()
             raise
@@ -305,7 +329,7 @@ class DeepSpeedEngine(
         self.timers.start_backward()
         self._begin_window(plain=False)
         self.tracker.state = BackwardState.RUNNING
-        self._unscaled_plain = False
+        self._plain_backward.is_unscaled = False
         sequence.accumulation_divisor = 1.0
         sequence.backward_prologue()
         return sequence
@@ -335,7 +359,7 @@ class DeepSpeedEngine(
         if window.is_plain not in (None, plain) and self.tracker.divisor > 1:
             self._abort_backward()
             if foreign := foreign or window.foreign:
-                self._refuse_foreign(
+                self._plain_backward.refuse_foreign(
                     foreign,
                     "whose accumulation window has backwards of its own, divided by "
                     "gradient_accumulation_steps elsewhere",
@@ -425,7 +449,7 @@ class DeepSpeedEngine(
             raise RuntimeError(
                 "engine.step() inside no_sync(): leave the block before the boundary's backward"
             )
-        self._step_taken = False
+        self._reports.step_taken = False
         is_boundary = self.is_gradient_accumulation_boundary()
         if is_boundary:
             self.timers.start_step()
@@ -438,9 +462,9 @@ class DeepSpeedEngine(
     def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
         sequence = self._require_optimizer("step")
         if self.tracker.window.is_plain is None:
-            self._adopt_unnoticed_gradients()
+            self._plain_backward.adopt_unnoticed_gradients()
         elif (foreign := self.tracker.window.foreign) and foreign.is_joined:
-            self._tell_foreign(foreign)
+            self._plain_backward.tell_foreign(foreign)
         if not self.tracker.window.is_reduced:
             # The boundary was set after backward, or no gradient passed a hook on this rank: reduce
             # now, as the others do.
@@ -450,7 +474,7 @@ class DeepSpeedEngine(
         sequence.step()
         if self._check_at_step is not None:
             self._check_at_step()
-        self._step_taken = True
+        self._reports.step_taken = True
         # Only a schedule has to know here whether the step was skipped, which waits for the device;
         # by now the update and the gathers behind it are queued there.
         if self.lr_scheduler is not None and not sequence.overflow:
@@ -461,12 +485,35 @@ class DeepSpeedEngine(
         self.tracker.backwards = 0
         every = self._config.tree.steps_per_print
         if every and self.global_steps % every == 0:
-            self._report_progress()
+            self._reports.report_progress()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget every gradient since the last step, accumulated and reduced ones too."""
         if self._sequence is not None:
             self._sequence.zero_grad(set_to_none)
+
+    def _require_optimizer(self, what: str) -> StepSequence:
+        self._refuse_taken(what)
+        if self._sequence is None:
+            raise RuntimeError(
+                f"engine.{what}() needs an optimizer: initialize(optimizer=...) or the key "
+                "'optimizer'"
+            )
+        return self._sequence
+
+    def _refuse_taken(self, what: str) -> None:
+        if self.parameter_offload is not None and self.parameter_offload.was_taken:
+            raise RuntimeError(
+                f"engine.{what}(): another engine has this model since, and what this one kept of "
+                "it is out of date (ZeRO stage 3). Use the engine that initialize() returned last"
+            )
+
+    def _require_states(self, what: str) -> None:
+        """Refuse to use what has been moved away."""
+        if self._sequence is not None:
+            self._sequence.require_states(what)
+        elif self._device_memory.weights is not None:
+            self._device_memory.weights.require_states(what)
 
     # The rest of the engine's life
 
@@ -487,15 +534,13 @@ class DeepSpeedEngine(
         verification.detach_ledger(self)
         self._sequence_parts.close()
         self._same_inputs.close()
-        for compiled in self._compiled:
-            compiled.remove()
-        self._compiled = []
+        self._compiling.remove()
         if self._sequence is not None:
-            self._step_taken, self._skipped_elsewhere = self.was_step_applied(), self.skipped_steps
+            self._reports.close()
             self._sequence.destroy()
         elif self.parameter_offload is not None:
-            if self._movable_weights is not None:
-                self._movable_weights.reload_states()
+            if self._device_memory.weights is not None:
+                self._device_memory.weights.reload_states()
             self.parameter_offload.destroy()
         self.parameter_offload = None
         self._sequence = None

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from deepspeed.checkpoint import file_names
-from deepspeed.comm.parallel_map import ParallelMap
 from deepspeed.runtime import verification
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.checkpointing.engine_checkpoint import EngineCheckpoint
 from deepspeed.runtime.checkpointing.loading import LoadOptions
-from deepspeed.runtime.checkpointing.save_job import put_converter
-from deepspeed.runtime.engine_parts.sequence import EngineSequence
+from deepspeed.runtime.engine_parts.engine_state import EngineState
 
 
-class EngineCheckpoints(EngineSequence):
-    """Mixin of `DeepSpeedEngine`: upstream's methods of saving and loading."""
+class EngineCheckpoints:
+    """Upstream's methods of saving and loading one engine."""
 
-    _checkpoint: EngineCheckpoint
-    parallel_map: ParallelMap
-
-    @property
-    def checkpoint_engine(self) -> CheckpointEngine:
-        """What writes and reads files: as `checkpoint.writer` says, or one of the client's, set
-        here before saving.
-        """
-        return self._checkpoint.engine
-
-    @checkpoint_engine.setter
-    def checkpoint_engine(self, engine: CheckpointEngine) -> None:
-        self._checkpoint.engine = engine
+    def __init__(self, engine: EngineState, checkpoint: EngineCheckpoint) -> None:
+        self._engine, self._checkpoint = engine, checkpoint
 
     def save_checkpoint(
         self,
@@ -64,9 +48,9 @@ class EngineCheckpoints(EngineSequence):
                 backward.
             ValueError: For a tag that is no folder name, or client keys that are the engine's own.
         """
-        self._require_states("save_checkpoint")
-        self._refuse_taken("save_checkpoint")
-        verification.check_patches(self)
+        self._engine._require_states("save_checkpoint")
+        self._engine._refuse_taken("save_checkpoint")
+        verification.check_patches(self._engine)
         return self._checkpoint.save(
             save_dir, tag, client_state, save_latest, exclude_frozen_parameters
         )
@@ -108,7 +92,7 @@ class EngineCheckpoints(EngineSequence):
             load_module_only,
             custom_load_fn,
         )
-        self._require_states("load_checkpoint")
+        self._engine._require_states("load_checkpoint")
         return self._checkpoint.load(load_dir, tag, options)
 
     def module_state_dict(
@@ -166,29 +150,6 @@ class EngineCheckpoints(EngineSequence):
             CheckpointError: On every rank if it could not be written.
         """
         return self._checkpoint.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
-
-    def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
-        """Upstream's older name of `save_16bit_model`."""
-        return self.save_16bit_model(save_dir, save_filename)
-
-    def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int) -> str:
-        """Path of the optimizer state of the experts of one expert-parallel rank, in the slices of
-        this rank.
-        """
-        name = file_names.expert_optimizer_file(expp_rank, self.parallel_map.model.rank)
-        return os.path.join(checkpoints_path, str(tag), name)
-
-    # A name of upstream's that clients put functions of their own under.
-    def _copy_recovery_script(self, save_path: str) -> None:
-        """Put the program that converts checkpoints into their folder; one rank calls it."""
-        put_converter(save_path)
-
-    # What clients gather weights with.
-
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Any] | None:
-        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     def _consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.auto_ep import named_spread_experts
 from deepspeed.runtime.compiler import CompiledForward, compile_in_place
-from deepspeed.runtime.engine_parts.sequence import EngineSequence
+from deepspeed.runtime.engine_parts.engine_state import EngineState
 
 
-class EngineCompiling(EngineSequence):
-    """Mixin of `DeepSpeedEngine`: `compile` and whether it was called.
+class EngineCompiling:
+    """The compilation of one engine's model."""
 
-    Attributes:
-        module: The model.
-    """
-
-    module: nn.Module
-    _is_compiled: bool
-    _compiled: list[CompiledForward]
+    def __init__(self, engine: EngineState) -> None:
+        self._engine = engine
+        self.is_compiled = False
+        self._compiled: list[CompiledForward] = []
 
     def compile(
         self,
@@ -53,26 +48,28 @@ class EngineCompiling(EngineSequence):
                 "compile(schedule=..., compiled_autograd_enabled=...): not supported; leave both "
                 "out"
             )
-        if self._is_compiled:
+        if self.is_compiled:
             return
-        offload = self.parameter_offload
-        if offload is not None and named_spread_experts(self.module):
+        offload = self._engine.parameter_offload
+        if offload is not None and named_spread_experts(self._engine.module):
             raise NotImplementedError(
                 "compile() at ZeRO stage 3 with expert_parallel.enabled: true is not supported: "
                 "use zero_optimization.stage 2, or leave compile() out"
             )
+        sequence = self._engine._sequence
         self._compiled = compile_in_place(
-            self.module,
-            by_block=self._sequence is not None and self._sequence.works_during_backward,
+            self._engine.module,
+            by_block=sequence is not None and sequence.works_during_backward,
             has_hooks=None if offload is None else offload.gathers_for,
             **{
                 "backend": backend or get_accelerator().get_compile_backend(),
                 **(compile_kwargs or {}),
             },
         )
-        self._is_compiled = True
+        self.is_compiled = True
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether `compile()` was called."""
-        return self._is_compiled
+    def remove(self) -> None:
+        """Give modules their own forwards back."""
+        for compiled in self._compiled:
+            compiled.remove()
+        self._compiled = []

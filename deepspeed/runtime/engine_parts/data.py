@@ -13,29 +13,15 @@ from deepspeed.runtime.data_pipeline.curriculum_scheduler import CUSTOM, Curricu
 from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
 from deepspeed.runtime.data_pipeline.sequence_curriculum import ARGUMENT, SEQLEN
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
-from deepspeed.runtime.engine_parts.ranks import EngineRanks
-from deepspeed.runtime.engine_parts.settings import EngineSettings
-from deepspeed.runtime.engine_parts.timing import EngineTimers
+from deepspeed.runtime.engine_parts.engine_state import EngineState
 from deepspeed.utils.logging import warn_once
 
 
-class EngineData(EngineRanks, EngineSettings):
-    """Mixin of `DeepSpeedEngine`: loaders, samplers and curricula.
+class EngineData:
+    """Loaders, samplers and curricula of one engine."""
 
-    Attributes:
-        curriculum_scheduler_legacy: How difficult the data of a step may be; None without
-            `curriculum_learning`.
-        global_steps: Optimizer steps so far.
-        training_dataloader: Batches of `training_data`; None without.
-        collate_fn: Makes a batch of samples, for loaders that are given no other.
-        timers: Whose throughput counts what the training loader gives.
-    """
-
-    curriculum_scheduler_legacy: CurriculumScheduler | None
-    global_steps: int
-    training_dataloader: Any
-    collate_fn: Callable[[Any], Any] | None
-    timers: EngineTimers
+    def __init__(self, engine: EngineState) -> None:
+        self._engine = engine
 
     def deepspeed_io(
         self,
@@ -50,34 +36,34 @@ class EngineData(EngineRanks, EngineSettings):
         """A loader of this rank's part of `dataset`, resumable from checkpoints if it is the
         training one.
         """
-        batch_size = batch_size or self._config.train_micro_batch_size_per_gpu
+        batch_size = batch_size or self._engine._config.train_micro_batch_size_per_gpu
         if data_sampler is None and route == "train":
             data_sampler = self._sampler_of(dataset, batch_size)
             if data_sampler is not None:
-                sampling = self._config.tree.data_efficiency.data_sampling
+                sampling = self._engine._config.tree.data_efficiency.data_sampling
                 pin_memory = sampling.pin_memory
                 num_local_io_workers = num_local_io_workers or sampling.num_workers
         return DeepSpeedDataLoader(
             dataset=dataset,
             batch_size=batch_size,
-            pin_memory=pin_memory and self.device.type != "cpu",
-            collate_fn=collate_fn or self.collate_fn,
-            local_rank=self.local_rank,
-            tput_timer=self.timers.throughput if route == "train" else None,
+            pin_memory=pin_memory and self._engine.device.type != "cpu",
+            collate_fn=collate_fn or self._engine.collate_fn,
+            local_rank=self._engine.local_rank,
+            tput_timer=self._engine.timers.throughput if route == "train" else None,
             num_local_io_workers=num_local_io_workers,
             data_sampler=data_sampler,
-            data_parallel_world_size=self.dp_world_size,
-            data_parallel_rank=dist.get_rank(group=self.data_parallel_group),
-            dataloader_drop_last=self._config.tree.dataloader_drop_last,
+            data_parallel_world_size=self._engine.dp_world_size,
+            data_parallel_rank=dist.get_rank(group=self._engine.data_parallel_group),
+            dataloader_drop_last=self._engine._config.tree.dataloader_drop_last,
         )
 
     @property
     def _chooses_samples(self) -> bool:
-        block = self._config.tree.data_efficiency
+        block = self._engine._config.tree.data_efficiency
         return block.enabled and block.data_sampling.enabled
 
-    def _warn_of_no_data(self) -> None:
-        if self._chooses_samples and self.training_dataloader is None:
+    def warn_of_no_data(self) -> None:
+        if self._chooses_samples and self._engine.training_dataloader is None:
             warn_once(
                 "data_efficiency.data_sampling orders what deepspeed.initialize(training_data=...) "
                 "or engine.deepspeed_io(dataset) loads; this engine was given no training_data"
@@ -85,7 +71,7 @@ class EngineData(EngineRanks, EngineSettings):
 
     def _sampler_of(self, dataset: Any, micro_batch: int) -> DeepSpeedDataSampler | None:
         """What `data_efficiency.data_sampling` orders a dataset by, if it is on."""
-        block = self._config.tree.data_efficiency
+        block = self._engine._config.tree.data_efficiency
         if not self._chooses_samples:
             return None
         if not self.is_map_style_dataset(dataset):
@@ -98,9 +84,9 @@ class EngineData(EngineRanks, EngineSettings):
             block.model_dump(),
             len(dataset),
             micro_batch,
-            self.parallel_map.data.rank,
-            self.parallel_map.data.size,
-            gradient_accumulation_steps=self._config.gradient_accumulation_steps,
+            self._engine.parallel_map.data.rank,
+            self._engine.parallel_map.data.size,
+            gradient_accumulation_steps=self._engine._config.gradient_accumulation_steps,
         )
 
     @staticmethod
@@ -113,13 +99,13 @@ class EngineData(EngineRanks, EngineSettings):
         """Whether a dataset is only iterated."""
         return isinstance(obj, IterableDataset)
 
-    def _arguments_of_curriculum(self) -> dict[str, Any]:
+    def arguments_of_curriculum(self) -> dict[str, Any]:
         """Go to the difficulty of the step at hand; what the model is given for it."""
-        scheduler = self.curriculum_scheduler_legacy
+        scheduler = self._engine.curriculum_scheduler_legacy
         if scheduler is None:
             return {}
-        difficulty = scheduler.update_difficulty(self.global_steps + 1)
-        is_length = self._config.tree.curriculum_learning.curriculum_type == SEQLEN
+        difficulty = scheduler.update_difficulty(self._engine.global_steps + 1)
+        is_length = self._engine._config.tree.curriculum_learning.curriculum_type == SEQLEN
         return {ARGUMENT: difficulty} if is_length else {}
 
     def set_custom_curriculum_learning_schedule(
@@ -151,12 +137,12 @@ class EngineData(EngineRanks, EngineSettings):
     def _schedulers(self) -> dict[str, CurriculumScheduler]:
         """All schedules by the name of what is difficult."""
         found: dict[str, CurriculumScheduler] = {}
-        sampler = getattr(self.training_dataloader, "data_sampler", None)
+        sampler = getattr(self._engine.training_dataloader, "data_sampler", None)
         if isinstance(sampler, DeepSpeedDataSampler):
             found |= {name: metric.scheduler for name, metric in sampler.metrics.items()}
-        if self.curriculum_scheduler_legacy is not None:
-            found[self._config.tree.curriculum_learning.curriculum_type] = (
-                self.curriculum_scheduler_legacy
+        if self._engine.curriculum_scheduler_legacy is not None:
+            found[self._engine._config.tree.curriculum_learning.curriculum_type] = (
+                self._engine.curriculum_scheduler_legacy
             )
         return found
 
@@ -169,7 +155,7 @@ class EngineData(EngineRanks, EngineSettings):
         Raises:
             DeepSpeedConfigError: If `data_efficiency.data_sampling` does not order that loader.
         """
-        loader = self.training_dataloader
+        loader = self._engine.training_dataloader
         if not isinstance(getattr(loader, "data_sampler", None), DeepSpeedDataSampler):
             raise DeepSpeedConfigError(
                 "set_data_post_process_func needs deepspeed.initialize(training_data=...) and "

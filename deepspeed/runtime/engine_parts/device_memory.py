@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Container
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.engine_parts.sequence import EngineSequence
+from deepspeed.runtime.engine_parts.engine_state import EngineState
 from deepspeed.runtime.zero.movable_states import Movable, MovableStates
 from deepspeed.runtime.zero.movable_weights import MovableWeights
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 
 
-class EngineDeviceMemory(EngineSequence):
-    """Mixin of `DeepSpeedEngine`: state that moves to the host, gathered parameters that go."""
+class EngineDeviceMemory:
+    """State of one engine that moves to the host, gathered parameters that go.
+
+    Attributes:
+        weights: Those of an engine of stage 3 without an optimizer, once they have moved.
+    """
+
+    def __init__(self, engine: EngineState) -> None:
+        self._engine = engine
+        self.weights: MovableWeights | None = None
 
     def offload_states(
         self,
@@ -41,12 +49,13 @@ class EngineDeviceMemory(EngineSequence):
         Raises:
             RuntimeError: Nothing may.
         """
-        if self._sequence is None and self.parameter_offload is not None:
-            self._refuse_taken(what)
-            if self._movable_weights is None:
-                self._movable_weights = MovableWeights(self.parameter_offload)
-            return self._movable_weights
-        sequence = self._require_optimizer(what)
+        offload = self._engine.parameter_offload
+        if self._engine._sequence is None and offload is not None:
+            self._engine._refuse_taken(what)
+            if self.weights is None:
+                self.weights = MovableWeights(offload)
+            return self.weights
+        sequence = self._engine._require_optimizer(what)
         if not isinstance(sequence, MovableStates):
             raise RuntimeError(
                 f"engine.{what}() with {type(sequence).__name__} is not supported; use ZeRO stage "
@@ -59,6 +68,6 @@ class EngineDeviceMemory(EngineSequence):
         between steps, after evaluating or generating, say. What persists goes too, and is gathered
         by the next pass. All ranks call it; the host waits for the device.
         """
-        if self.parameter_offload is not None:
-            self.parameter_offload.empty_partition_cache()
+        if self._engine.parameter_offload is not None:
+            self._engine.parameter_offload.empty_partition_cache()
         get_accelerator().empty_cache()

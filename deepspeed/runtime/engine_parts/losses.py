@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from deepspeed.runtime.engine_parts.sequence import EngineSequence
 from deepspeed.runtime.engine_parts.timing import EngineTimers
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
@@ -28,42 +27,41 @@ def check_loss(what: str, loss: Any, needs_graph: bool) -> None:
         )
 
 
-class EngineLosses(EngineSequence):
-    """Mixin of `DeepSpeedEngine`: losses on their way into backward.
+class Losses:
+    """Losses on their way into backward.
 
-    Attributes:
+    Args:
         tracker: Knows by how many micro-batches a loss is divided.
         timers: Whose observers see each loss.
     """
 
-    tracker: AccumulationTracker
-    timers: EngineTimers
+    def __init__(self, tracker: AccumulationTracker, timers: EngineTimers) -> None:
+        self._tracker, self._timers = tracker, timers
 
-    def _tell_opened(
+    def tell_opened(
         self, sequence: StepSequence, loss: torch.Tensor | None, scale_wrt_gas: bool
     ) -> None:
         """Let the gradients' observer know that a backward begins; `loss` is the client's, without
         loss scale and, with `scale_wrt_gas`, without accumulation yet.
         """
-        sequence.observer.opened(loss, self.tracker.divisor if scale_wrt_gas else 1)
+        sequence.observer.opened(loss, self._tracker.divisor if scale_wrt_gas else 1)
 
-    def _show_loss(self, loss: torch.Tensor, scale_wrt_gas: bool) -> None:
+    def show(self, loss: torch.Tensor, scale_wrt_gas: bool) -> None:
         """Let observers see the loss of a micro-batch; what the caller has divided by the
         accumulation steps, as it was before.
         """
-        if self.timers.observers:
-            self.timers.saw_loss(
-                loss.detach() if scale_wrt_gas else loss.detach() * self.tracker.divisor
+        if self._timers.observers:
+            self._timers.saw_loss(
+                loss.detach() if scale_wrt_gas else loss.detach() * self._tracker.divisor
             )
 
-    def _divided(self, loss: torch.Tensor, scale_wrt_gas: bool) -> torch.Tensor:
-        divisor = self.tracker.divisor if scale_wrt_gas else 1
+    def divided(self, loss: torch.Tensor, scale_wrt_gas: bool) -> torch.Tensor:
+        """Divide by the accumulation steps, unless the caller did."""
+        divisor = self._tracker.divisor if scale_wrt_gas else 1
         return loss / divisor if divisor != 1 else loss
 
-    def _with_loss_scale(self, loss: torch.Tensor) -> torch.Tensor:
-        sequence = self._require_optimizer("backward")
+    @staticmethod
+    def scaled(sequence: StepSequence, loss: torch.Tensor) -> torch.Tensor:
+        """Multiply by the loss scale."""
         # fp32: the scaled loss itself must not overflow in half precision.
         return loss.float() * sequence.loss_scale if sequence.needs_scaler() else loss
-
-    def _scaled(self, loss: torch.Tensor, scale_wrt_gas: bool) -> torch.Tensor:
-        return self._with_loss_scale(self._divided(loss, scale_wrt_gas))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from deepspeed.runtime.engine_parts.sequence import EngineSequence
-from deepspeed.runtime.engine_parts.settings import EngineSettings
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine_parts.engine_state import EngineState
 from deepspeed.runtime.model_setup import (
     buffer_dtype,
     comm_dtype_lookup,
@@ -23,70 +23,64 @@ from deepspeed.runtime.optimizer_factory import (
     separate_experts,
     wrap_optimizer,
 )
+from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.optimizers.untrainable import why_untrainable
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
+Client = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
-class EngineOptimizers(EngineSettings, EngineSequence):
-    """Mixin of `DeepSpeedEngine`: the way from the client's optimizer, or the configuration's, to
-    the step sequence.
 
-    Attributes:
-        module: The model.
-        model_ranks: Which ranks share its parameters.
-        device: Where it trains.
-        optimizer: What `initialize` returns.
+def shard(
+    model: nn.Module, config: DeepSpeedConfig, ranks: ModelRanks, device: torch.device | None
+) -> DeepSpeedZeRoOffload:
+    """Shard a model for stage 3; `device` is where its shards go, None leaves them."""
+    # startup: only stage 3 needs it
+    from deepspeed.runtime.zero.model_sharding import shard_model
+
+    return shard_model(
+        model,
+        config.tree.zero_optimization,
+        ranks,
+        model_dtype(config),
+        buffer_dtype(config),
+        device,
+    )
+
+
+def make_optimizer(
+    engine: EngineState,
+    client: Client | None,
+    model_parameters: Iterable[Any] | None,
+    backward_started: Callable[[], None],
+) -> tuple[torch.optim.Optimizer, StepSequence] | None:
+    """Make the client's optimizer, or the configuration's, and the step sequence around it; None
+    without either.
     """
-
-    module: nn.Module
-    model_ranks: ModelRanks
-    device: torch.device
-    optimizer: Any
-    _on_parameter_gradient: Callable[[], None]
-
-    def _shard(self, model: nn.Module, dont_change_device: bool) -> DeepSpeedZeRoOffload:
-        # startup: only stage 3 needs it
-        from deepspeed.runtime.zero.model_sharding import shard_model
-
-        return shard_model(
-            model,
-            self._config.tree.zero_optimization,
-            self.model_ranks,
-            model_dtype(self._config),
-            buffer_dtype(self._config),
-            None if dont_change_device else self.device,
-        )
-
-    def _configure_optimizer(self, client: Any, model_parameters: Iterable[Any] | None) -> None:
-        if client is None and self._config.tree.optimizer is None:
-            self.model_ranks.agree_on_num_groups(None, self.device)
-            check_needs_no_optimizer(self._config)
-            self.optimizer = self.parameter_offload
-            return
-        parameters = parameters_to_train(self.module, model_parameters, self.model_ranks)
-        basic = make_basic_optimizer(self._config, client, parameters, self.module)
-        if self.model_ranks.experts:
-            separate_experts(basic, self._config)
-        self.basic_optimizer = basic
-        self._sequence = wrap_optimizer(basic, self._wrap_context(basic))
-        self.optimizer = self._sequence.public_optimizer
-
-    def _wrap_context(self, basic: torch.optim.Optimizer) -> WrapContext:
-        return WrapContext(
-            config=self._config,
-            param_names={param: name for name, param in self.module.named_parameters()},
-            tracker=self.tracker,
-            ranks=self.model_ranks,
-            num_norm_groups=self.model_ranks.agree_on_num_groups(
-                basic, self.device, why_untrainable(basic, self.module)
-            ),
-            model_dtype=self.model_dtype,
-            device=self.device,
-            model=self.module,
-            backward_started=self._on_parameter_gradient,
-            comm_dtype_of=comm_dtype_lookup(self.module, self._config),
-            parameter_offload=self.parameter_offload,
-        )
+    config, module, ranks = engine._config, engine.module, engine.model_ranks
+    if client is None and config.tree.optimizer is None:
+        ranks.agree_on_num_groups(None, engine.device)
+        check_needs_no_optimizer(config)
+        return None
+    parameters = parameters_to_train(module, model_parameters, ranks)
+    basic = make_basic_optimizer(config, client, parameters, module)
+    if ranks.experts:
+        separate_experts(basic, config)
+    context = WrapContext(
+        config=config,
+        param_names={param: name for name, param in module.named_parameters()},
+        tracker=engine.tracker,
+        ranks=ranks,
+        num_norm_groups=ranks.agree_on_num_groups(
+            basic, engine.device, why_untrainable(basic, module)
+        ),
+        model_dtype=engine.model_dtype,
+        device=engine.device,
+        model=module,
+        backward_started=backward_started,
+        comm_dtype_of=comm_dtype_lookup(module, config),
+        parameter_offload=engine.parameter_offload,
+    )
+    return basic, wrap_optimizer(basic, context)

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from deepspeed.runtime import verification
-from deepspeed.runtime.engine_parts.losses import EngineLosses
+from deepspeed.runtime.engine_parts.engine_state import EngineState
+from deepspeed.runtime.engine_parts.losses import Losses
 from deepspeed.runtime.gradients.accumulation import BackwardState, Foreign
 from deepspeed.runtime.optimizers.step_sequence import tell_no_backward
 from deepspeed.runtime.utils import tensors_in
@@ -29,27 +30,24 @@ from deepspeed.utils.logging import warn_once
 _FREEZE = "freeze {0} by requires_grad_(False) while the other trains"
 
 
-class EnginePlainBackward(EngineLosses):
-    """Mixin of `DeepSpeedEngine`: plain `loss.backward()`, and the one that `engine.scale` has
-    announced.
+class PlainBackward:
+    """A plain `loss.backward()` of one engine, and the one that `engine.scale` has announced.
 
     Attributes:
-        module: The model.
+        is_unscaled: A plain backward is running that needed a loss scale.
     """
 
-    module: nn.Module
-    _unscaled_plain: bool
-    _begin_window: Callable[[bool, Foreign | None], None]
-    _one_trained: tuple[nn.Parameter, ...] = ()
-    _abort_backward: Callable[[], None]
-    _backward_epilogue: Callable[[], None]
+    def __init__(self, engine: EngineState, losses: Losses) -> None:
+        self._engine, self._losses = engine, losses
+        self.is_unscaled = False
+        self._one_trained: tuple[nn.Parameter, ...] = ()
 
-    def _watch(self, outputs: Any) -> None:
+    def watch(self, outputs: Any) -> None:
         """Notice a backward that starts from these outputs, in its own autograd task, before any
         parameter's gradient. With every parameter frozen there is none.
         """
         if not any(param.requires_grad for param in self._one_trained):
-            trained = (param for param in self.module.parameters() if param.requires_grad)
+            trained = (param for param in self._engine.module.parameters() if param.requires_grad)
             self._one_trained = tuple(itertools.islice(trained, 1))
             if not self._one_trained:
                 return
@@ -58,26 +56,26 @@ class EnginePlainBackward(EngineLosses):
                 tensor.register_hook(self._on_output_gradient)
 
     def _on_output_gradient(self, grad: torch.Tensor) -> None:
-        self._enter_backward()
+        self._enter()
 
-    def _enter_backward(self) -> None:
+    def _enter(self) -> None:
         """A gradient flows. If nobody said so, this is a plain `loss.backward()`: run the epilogue
         when its task ends.
         """
-        state = self.tracker.state
+        state = self._engine.tracker.state
         if state is BackwardState.RUNNING:
             return
-        sequence = self._require_optimizer("backward")
+        sequence = self._engine._require_optimizer("backward")
         announced = state is BackwardState.ANNOUNCED
-        self._begin_window(not announced, None if announced else self._foreign())
-        sequence.accumulation_divisor = 1.0 if announced else float(self.tracker.divisor)
-        self.tracker.state = BackwardState.RUNNING
-        self._unscaled_plain = not announced and sequence.needs_scaler()
+        self._engine._begin_window(not announced, None if announced else self._foreign())
+        sequence.accumulation_divisor = 1.0 if announced else float(self._engine.tracker.divisor)
+        self._engine.tracker.state = BackwardState.RUNNING
+        self.is_unscaled = not announced and sequence.needs_scaler()
         sequence.backward_prologue()
         if not announced:
-            self._tell_opened(sequence, None, scale_wrt_gas=True)
-        self.timers.start_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish_plain_backward)
+            self._losses.tell_opened(sequence, None, scale_wrt_gas=True)
+        self._engine.timers.start_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _foreign(self) -> Foreign | None:
         """Whose backward is under way, if it is another engine's."""
@@ -86,14 +84,16 @@ class EnginePlainBackward(EngineLosses):
             is_managed = tracker.state is BackwardState.ANNOUNCED or (
                 tracker.state is BackwardState.RUNNING and not tracker.window.is_plain
             )
-            if is_managed and engine is not self:
+            if is_managed and engine is not self._engine:
                 return Foreign(_name_of(engine), _stepped_since(engine))
         return None
 
-    def _tell_foreign(self, foreign: Foreign) -> None:
+    def tell_foreign(self, foreign: Foreign) -> None:
         """See [Note: another engine's backward]."""
-        own = _name_of(self)
-        names = [name for name, param in self.module.named_parameters() if param.requires_grad]
+        own = _name_of(self._engine)
+        names = [
+            name for name, param in self._engine.module.named_parameters() if param.requires_grad
+        ]
         warn_once(
             f"{own}: a step adds gradients that the backward of {foreign.whose} has left in it "
             f"({', '.join(names[:2])}{', ...' if len(names) > 2 else ''}) to those of its own "
@@ -103,44 +103,44 @@ class EnginePlainBackward(EngineLosses):
             "nothing has to be done"
         )
 
-    def _refuse_foreign(self, foreign: Foreign, because: str) -> NoReturn:
-        own = _name_of(self)
+    def refuse_foreign(self, foreign: Foreign, because: str) -> NoReturn:
+        own = _name_of(self._engine)
         raise RuntimeError(
             f"the backward of {foreign.whose} reaches {own}, {because}. To train without its "
             f"gradients {_FREEZE.format(own)}"
         )
 
-    def _on_parameter_gradient(self) -> None:
+    def on_parameter_gradient(self) -> None:
         """From a parameter's hook: refuses an unscaled gradient before the optimizer can send it
         off.
         """
-        self._enter_backward()
-        if self._unscaled_plain:
+        self._enter()
+        if self.is_unscaled:
             self._refuse_unscaled()
 
-    def _finish_plain_backward(self) -> None:
-        if self._unscaled_plain and any(
-            param.grad is not None for param in self.module.parameters()
+    def _finish(self) -> None:
+        if self.is_unscaled and any(
+            param.grad is not None for param in self._engine.module.parameters()
         ):
             self._refuse_unscaled()
-        self._backward_epilogue()
+        self._engine._backward_epilogue()
 
-    def _adopt_unnoticed_gradients(self) -> None:
+    def adopt_unnoticed_gradients(self) -> None:
         """No backward of this window was noticed: the model itself was called, not the engine, so
         nobody has divided or scaled.
         """
-        sequence = self._require_optimizer("step")
-        sequence.accumulation_divisor = float(self.tracker.divisor)
-        if all(param.grad is None for param in self.module.parameters()):
+        sequence = self._engine._require_optimizer("step")
+        sequence.accumulation_divisor = float(self._engine.tracker.divisor)
+        if all(param.grad is None for param in self._engine.module.parameters()):
             tell_no_backward("engine.step()")
         elif sequence.needs_scaler():
             self._refuse_unscaled()
 
     def _refuse_unscaled(self) -> None:
-        foreign = self.tracker.window.foreign
-        self._abort_backward()
+        foreign = self._engine.tracker.window.foreign
+        self._engine._abort_backward()
         if foreign is not None:
-            self._refuse_foreign(foreign, "whose gradients would carry another loss scale")
+            self.refuse_foreign(foreign, "whose gradients would carry another loss scale")
         raise RuntimeError(
             "Loss scaling is required with fp16: loss.backward() computed gradients without the "
             "loss scale, which would underflow. Call engine.backward(loss), or "

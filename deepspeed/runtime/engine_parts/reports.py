@@ -2,57 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from deepspeed.runtime.engine_parts.sequence import EngineSequence
-from deepspeed.runtime.engine_parts.settings import EngineSettings
-from deepspeed.runtime.engine_parts.timing import EngineTimers
+from deepspeed.runtime.engine_parts.engine_state import EngineState
 from deepspeed.utils.logging import log_dist, print_dist
 
 
-class EngineReports(EngineSettings, EngineSequence):
-    """Mixin of `DeepSpeedEngine`: what scripts ask after a step, and the lines that it logs.
+class EngineReports:
+    """What scripts ask one engine after a step, and the lines that it logs.
 
     Attributes:
-        optimizer: What `initialize` returned.
-        global_steps: Optimizer steps, skipped ones included.
-        dp_world_size: How many ranks see other data.
-        timers: The phases of a step.
+        step_taken: Whether the last `step()` was the boundary's, skipped or not.
     """
 
-    _skipped_elsewhere: int
-    _step_taken: bool
-    optimizer: Any
-    global_steps: int
-    dp_world_size: int
-    timers: EngineTimers
+    def __init__(self, engine: EngineState) -> None:
+        self._engine = engine
+        self.step_taken = False
+        self._skipped_elsewhere = 0  # by whom else but the step sequence at hand
 
-    def _announce(self) -> None:
-        kind = type(self.optimizer).__name__ if self.optimizer is not None else "no optimizer"
-        batch, micro_batch, steps = self.get_batch_info()
+    def announce(self) -> None:
+        """Log what the engine is."""
+        engine = self._engine
+        kind = type(engine.optimizer).__name__ if engine.optimizer is not None else "no optimizer"
+        batch, micro_batch, steps = engine.get_batch_info()
+        stage, ranks = int(engine._config.zero_config.stage), engine.dp_world_size
         log_dist(
-            f"DeepSpeed info: stage {self.zero_optimization_stage()}, {self.model_dtype}, {kind}, "
-            f"{self.dp_world_size} data-parallel ranks, batch {batch} = {micro_batch} x {steps} x "
-            f"{self.dp_world_size}",
+            f"DeepSpeed info: stage {stage}, {engine.model_dtype}, {kind}, "
+            f"{ranks} data-parallel ranks, batch {batch} = {micro_batch} x {steps} x {ranks}",
             ranks=[0],
         )
-        if self._config.tree.dump_state:
-            self._config.print("DeepSpeedEngine configuration")
+        if engine._config.tree.dump_state:
+            engine._config.print("DeepSpeedEngine configuration")
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` changed the parameters. Asking may wait for the device."""
-        sequence = self._sequence
-        return self._step_taken and (sequence is None or not sequence.overflow)
+        sequence = self._engine._sequence
+        return self.step_taken and (sequence is None or not sequence.overflow)
 
     @property
     def skipped_steps(self) -> int:
         """Steps skipped because the gradient was not finite. Reading it may wait for the device."""
-        if self._sequence is None:
+        sequence = self._engine._sequence
+        if sequence is None:
             return self._skipped_elsewhere
-        self._sequence.learn_outcome()
-        return self._skipped_elsewhere + self._sequence.skipped_steps
+        sequence.learn_outcome()
+        return self._skipped_elsewhere + sequence.skipped_steps
 
     @skipped_steps.setter
     def skipped_steps(self, value: int) -> None:
@@ -62,7 +56,8 @@ class EngineReports(EngineSettings, EngineSequence):
         """Global gradient norm of the last step that was not skipped, unscaled and before clipping;
         None before the first step. `was_step_applied` and `skipped_steps` tell of skips.
         """
-        return None if self._sequence is None else self._sequence.global_grad_norm
+        sequence = self._engine._sequence
+        return None if sequence is None else sequence.global_grad_norm
 
     def get_group_grad_norms(self) -> list[float] | None:
         """`get_global_grad_norm` per parameter group, without communication; None before the first
@@ -71,13 +66,20 @@ class EngineReports(EngineSettings, EngineSequence):
         Entry `i` is over the `i`-th parameter groups of all ranks, which stages of a pipeline may
         have different numbers of.
         """
-        return None if self._sequence is None else self._sequence.group_grad_norms
+        sequence = self._engine._sequence
+        return None if sequence is None else sequence.group_grad_norms
 
-    def _report_progress(self) -> None:
+    def report_progress(self) -> None:
         # Asked for by steps_per_print, so it is shown whatever the log level.
+        engine = self._engine
         print_dist(
-            f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, "
-            f"mom={self.get_mom()}, grad_norm={self.get_global_grad_norm()}, "
-            f"{self.timers.summary()}",
+            f"step={engine.global_steps}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, "
+            f"mom={engine.get_mom()}, grad_norm={engine.get_global_grad_norm()}, "
+            f"{engine.timers.summary()}",
             ranks=[0],
         )
+
+    def close(self) -> None:
+        """Keep the answers, for when the step sequence is gone."""
+        self.step_taken = self.was_step_applied()
+        self._skipped_elsewhere = self.skipped_steps

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -17,16 +17,37 @@ from deepspeed.runtime.gradients.accumulation import AccumulationTracker
 from deepspeed.runtime.model_setup import LOWER_PRECISION_SAFE_MODULES
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
-Value = TypeVar("Value")
+Read = Callable[[DeepSpeedConfig], object]
 
-GETTERS = {
+
+def _as_dict(path: str) -> Read:
+    read = attrgetter(path)
+    return lambda config: dict(read(config).model_dump())
+
+
+def _offload(name: str, without: object) -> Read:
+    def read(config: DeepSpeedConfig) -> object:
+        block = config.zero_config.offload_optimizer
+        return getattr(block, name) if block is not None else without
+
+    return read
+
+
+GETTERS: dict[str, str | Read] = {
     # Batch
     "train_batch_size": "train_batch_size",
     "train_micro_batch_size_per_gpu": "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "get_batch_info": attrgetter(
+        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+    ),
     # Precision
     "fp16_enabled": "tree.fp16.enabled",
     "bfloat16_enabled": "tree.bf16.enabled",
+    "fp16_auto_cast": lambda config: config.tree.fp16.enabled and config.tree.fp16.auto_cast,
+    "dynamic_loss_scale": lambda config: config.tree.fp16.enabled and config.tree.fp16.dynamic,
+    "initial_dynamic_scale": lambda config: config.tree.fp16.initial_dynamic_scale(),
+    "dynamic_loss_scale_args": lambda config: config.tree.fp16.dynamic_loss_scale_args(),
     "torch_autocast_enabled": "torch_autocast_enabled",
     "torch_autocast_dtype": "torch_autocast_dtype",
     "loss_scale": "tree.fp16.loss_scale",
@@ -34,8 +55,27 @@ GETTERS = {
     "bf16_master_weights_and_gradients": "tree.bf16.bf16_master_weights_and_grads",
     "bf16_optimizer_states": "tree.bf16.bf16_optimizer_states",
     "amp_enabled": "tree.amp.enabled",
+    # False without the block, as upstream.
+    "amp_params": lambda config: config.tree.amp.model_extra or False,
     # ZeRO
     "zero_optimization": "zero_enabled",
+    "zero_optimization_stage": lambda config: int(config.zero_config.stage),
+    "zero_optimization_partition_gradients": lambda config: config.zero_config.stage >= 2,
+    "zero_optimization_partition_weights": lambda config: config.zero_config.stage >= 3,
+    "is_first_weights_partition_group": lambda config: config.zero_config.stage >= 3,
+    "zero_overlap_comm": lambda config: bool(config.zero_config.overlap_comm),
+    "zero_cpu_offload": lambda config: (
+        config.zero_enabled and config.zero_config.offload_optimizer_device is OffloadDeviceEnum.cpu
+    ),
+    "zero_use_cpu_optimizer": lambda config: (
+        config.zero_config.offload_optimizer_device is not OffloadDeviceEnum.none
+    ),
+    "zero_nvme_offload_optimizer": lambda config: (
+        config.zero_config.offload_optimizer_device is OffloadDeviceEnum.nvme
+    ),
+    "zero_partial_offload": _offload("ratio", without=1.0),
+    "super_offload": _offload("super_offload", without=False),
+    "cpuadam_cores_perc": _offload("cpuadam_cores_perc", without=0.9),
     "zero_reduce_scatter": "zero_config.reduce_scatter",
     "zero_offload_optimizer": "zero_config.offload_optimizer",
     "zero_reduce_bucket_size": "zero_config.reduce_bucket_size",
@@ -73,17 +113,27 @@ GETTERS = {
     # Gradients, optimizer and schedule
     "gradient_clipping": "tree.gradient_clipping",
     "gradient_predivide_factor": "tree.gradient_predivide_factor",
+    "postscale_gradients": lambda config: not config.tree.prescale_gradients,
     "managed_gradient_accumulation": "tree.managed_gradient_accumulation",
     "sparse_gradients_enabled": "tree.sparse_gradients",
     "optimizer_params": "optimizer_params",
+    "optimizer_legacy_fusion": lambda config: (
+        config.tree.optimizer is not None and config.tree.optimizer.legacy_fusion
+    ),
     "scheduler_name": "scheduler_name",
     "scheduler_params": "scheduler_params",
     # Parallelism and compilation
     "elasticity_enabled": "elasticity_enabled",
+    # Whether elasticity counts model-parallel groups, which came with version 0.2.
+    "is_elastic_model_parallel_supported": lambda config: (
+        config.elasticity_enabled and config.tree.elasticity.version == 0.2
+    ),
     "tensor_parallel_config": "tree.tensor_parallel",
     "autotp_size": "tree.tensor_parallel.autotp_size",
     "is_deepcompile_enabled": "tree.compile.deepcompile",
     "is_deepcompile_active": "tree.compile.deepcompile",
+    "compile_autosp": lambda config: "autosp" in (config.tree.compile.passes or ()),
+    "compile_autotp": lambda config: "autotp" in (config.tree.compile.passes or ()),
     "graph_harvesting": "tree.graph_harvesting",
     # Data, files and log
     "dataloader_drop_last": "tree.dataloader_drop_last",
@@ -91,6 +141,7 @@ GETTERS = {
     "checkpoint_tag_validation_fail": "checkpoint_tag_validation_fail",
     "load_universal_checkpoint": "load_universal_checkpoint",
     "use_node_local_storage": "tree.checkpoint.use_node_local_storage",
+    "checkpoint_writer_enabled": lambda config: config.tree.checkpoint.writer is not None,
     "checkpoint_serialization_enabled": "tree.checkpoint.checkpoint_serialization",
     "steps_per_print": "tree.steps_per_print",
     "wall_clock_breakdown": "tree.wall_clock_breakdown",
@@ -104,10 +155,12 @@ GETTERS = {
     "flops_profiler_top_modules": "tree.flops_profiler.top_modules",
     "flops_profiler_detailed": "tree.flops_profiler.detailed",
     "flops_profiler_output_file": "tree.flops_profiler.output_file",
+    "aio_config": _as_dict("tree.aio"),
     # What is refused when it is switched on: scripts ask whether it is
     "pld_enabled": "tree.progressive_layer_drop.enabled",
     "pld_theta": "tree.progressive_layer_drop.theta",
     "pld_gamma": "tree.progressive_layer_drop.gamma",
+    "pld_params": _as_dict("tree.progressive_layer_drop"),
     "eigenvalue_enabled": "tree.eigenvalue.enabled",
     "eigenvalue_verbose": "tree.eigenvalue.verbose",
     "eigenvalue_max_iter": "tree.eigenvalue.max_iter",
@@ -117,66 +170,40 @@ GETTERS = {
     "eigenvalue_layer_name": "tree.eigenvalue.layer_name",
     "eigenvalue_layer_num": "tree.eigenvalue.layer_num",
     "data_efficiency_enabled": "tree.data_efficiency.enabled",
+    "data_efficiency_config": _as_dict("tree.data_efficiency"),
     "data_sampling_enabled": "tree.data_efficiency.data_sampling.enabled",
+    "data_sampling_config": _as_dict("tree.data_efficiency.data_sampling"),
     "curriculum_learning_enabled": "tree.data_efficiency.data_sampling.curriculum_learning.enabled",
+    "curriculum_learning_config": _as_dict(
+        "tree.data_efficiency.data_sampling.curriculum_learning"
+    ),
     "random_ltd_enabled": "tree.data_efficiency.data_routing.enabled",
     "autotuning_enabled": "tree.autotuning.enabled",
     "curriculum_enabled_legacy": "tree.curriculum_learning.enabled",
+    # False while it is off, as upstream.
+    "curriculum_params_legacy": lambda config: (
+        config.tree.curriculum_learning.enabled and config.tree.curriculum_learning.model_dump()
+    ),
 }
-"""Method of the engine -> what of its `DeepSpeedConfig` it returns."""
-
-DUMPED = {
-    "aio_config": "tree.aio",
-    "pld_params": "tree.progressive_layer_drop",
-    "data_efficiency_config": "tree.data_efficiency",
-    "data_sampling_config": "tree.data_efficiency.data_sampling",
-    "curriculum_learning_config": "tree.data_efficiency.data_sampling.curriculum_learning",
-}
-"""The same for blocks, which are returned as dicts."""
-
-
-def setting(read: Callable[[DeepSpeedConfig], Value]) -> Callable[[EngineSettings], Value]:
-    """A method of the engine that returns what `read` takes from its configuration."""
-
-    def method(engine: EngineSettings) -> Value:
-        return read(engine._config)
-
-    return method
-
-
-def _as_dict(path: str) -> Callable[[DeepSpeedConfig], dict[str, Any]]:
-    read = attrgetter(path)
-    return lambda config: dict(read(config).model_dump())
+"""Method of the engine -> what of its `DeepSpeedConfig` it returns: a path, or what reads it."""
 
 
 class EngineSettings:
-    """Mixin of `DeepSpeedEngine`: what upstream's engine says of its configuration. It has
-    `GETTERS` and `DUMPED` as methods too.
-
-    It needs these attributes of the engine, and nothing else.
-
-    Attributes:
-        basic_optimizer: The torch optimizer, of which the learning rates are.
-        tracker: Told when the accumulation steps change.
+    """What upstream's engine says of its configuration, and lets scripts set: these methods, and
+    `GETTERS`.
     """
 
     _config: DeepSpeedConfig
     _model_dtype: torch.dtype
     basic_optimizer: torch.optim.Optimizer | None
     tracker: AccumulationTracker
+    get_batch_info: Callable[[], tuple[int, int, int]]
+    zero_optimization_stage: Callable[[], int]
 
     @property
     def config(self) -> dict[str, Any]:
         """The configuration as a plain dict, batch sizes filled in."""
         return self._config._param_dict
-
-    # Batch
-
-    get_batch_info = setting(
-        attrgetter(
-            "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-        )
-    )
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the global batch size by changing the accumulation steps.
@@ -205,17 +232,6 @@ class EngineSettings:
         steps = self._config.gradient_accumulation_steps
         self._config.train_batch_size = micro_batch_size * steps * self._config.world_size
 
-    # Precision
-
-    fp16_auto_cast = setting(lambda config: config.tree.fp16.enabled and config.tree.fp16.auto_cast)
-    dynamic_loss_scale = setting(
-        lambda config: config.tree.fp16.enabled and config.tree.fp16.dynamic
-    )
-    initial_dynamic_scale = setting(lambda config: config.tree.fp16.initial_dynamic_scale())
-    dynamic_loss_scale_args = setting(lambda config: config.tree.fp16.dynamic_loss_scale_args())
-    # False without the block, as upstream.
-    amp_params = setting(lambda config: config.tree.amp.model_extra or False)
-
     @property
     def model_dtype(self) -> torch.dtype:
         """Dtype of the parameters."""
@@ -237,50 +253,6 @@ class EngineSettings:
             return list(named)
         return [f"{cls.__module__}.{cls.__qualname__}" for cls in LOWER_PRECISION_SAFE_MODULES]
 
-    # ZeRO
-
-    zero_optimization_stage = setting(lambda config: int(config.zero_config.stage))
-    zero_optimization_partition_gradients = setting(lambda config: config.zero_config.stage >= 2)
-    zero_optimization_partition_weights = setting(lambda config: config.zero_config.stage >= 3)
-    is_first_weights_partition_group = zero_optimization_partition_weights
-    zero_overlap_comm = setting(lambda config: bool(config.zero_config.overlap_comm))
-    zero_cpu_offload = setting(
-        lambda config: (
-            config.zero_enabled
-            and config.zero_config.offload_optimizer_device is OffloadDeviceEnum.cpu
-        )
-    )
-
-    def zero_use_cpu_optimizer(self) -> bool:
-        """Whether the optimizer steps on the host."""
-        return self._offload_device() is not OffloadDeviceEnum.none
-
-    def zero_nvme_offload_optimizer(self) -> bool:
-        """Whether optimizer state lies on NVMe."""
-        return self._offload_device() is OffloadDeviceEnum.nvme
-
-    def _offload_device(self) -> OffloadDeviceEnum:
-        return self._config.zero_config.offload_optimizer_device
-
-    def zero_partial_offload(self) -> float:
-        """Share of the optimizer state that is offloaded."""
-        offload = self._config.zero_config.offload_optimizer
-        return offload.ratio if offload is not None else 1.0
-
-    def super_offload(self) -> bool:
-        """Whether SuperOffload is on."""
-        offload = self._config.zero_config.offload_optimizer
-        return offload is not None and offload.super_offload
-
-    def cpuadam_cores_perc(self) -> float:
-        """Share of the host's cores that SuperOffload may use."""
-        offload = self._config.zero_config.offload_optimizer
-        return offload.cpuadam_cores_perc if offload is not None else 0.9
-
-    # Gradients, optimizer and schedule
-
-    postscale_gradients = setting(lambda config: not config.tree.prescale_gradients)
-
     @property
     def sparse_gradients(self) -> bool:
         """The configuration's `sparse_gradients`."""
@@ -290,10 +262,6 @@ class EngineSettings:
     def sparse_tensor_module_names(self) -> set[str]:
         """Names of modules with sparse gradients: none, `sparse_gradients` is refused."""
         return set()
-
-    optimizer_legacy_fusion = setting(
-        lambda config: config.tree.optimizer is not None and config.tree.optimizer.legacy_fusion
-    )
 
     def optimizer_name(self) -> str | None:
         """Name of the optimizer in use: the client's class, or the configuration's type."""
@@ -321,27 +289,20 @@ class EngineSettings:
         """`type` of each parameter group, where a script set one."""
         return [group.get("type") for group in self._groups()]
 
-    # Further features
-
-    # Whether elasticity counts model-parallel groups, which came with version 0.2.
-    is_elastic_model_parallel_supported = setting(
-        lambda config: config.elasticity_enabled and config.tree.elasticity.version == 0.2
-    )
-    checkpoint_writer_enabled = setting(lambda config: config.tree.checkpoint.writer is not None)
-    compile_autosp = setting(lambda config: "autosp" in (config.tree.compile.passes or ()))
-    compile_autotp = setting(lambda config: "autotp" in (config.tree.compile.passes or ()))
-    # False while it is off, as upstream.
-    curriculum_params_legacy = setting(
-        lambda config: (
-            config.tree.curriculum_learning.enabled and config.tree.curriculum_learning.model_dump()
-        )
-    )
-
     def get_pld_theta(self) -> None:
         """Share of layers kept now; None: progressive layer drop is refused."""
 
 
-for _name, _path in GETTERS.items():
-    setattr(EngineSettings, _name, setting(attrgetter(_path)))
-for _name, _path in DUMPED.items():
-    setattr(EngineSettings, _name, setting(_as_dict(_path)))
+def _getter(name: str, how: str | Read) -> Callable[[EngineSettings], object]:
+    read = attrgetter(how) if isinstance(how, str) else how
+
+    def method(engine: EngineSettings) -> object:
+        return read(engine._config)
+
+    method.__name__, method.__qualname__ = name, f"{EngineSettings.__qualname__}.{name}"
+    method.__doc__ = f"Read `{how}` of the configuration." if isinstance(how, str) else None
+    return method
+
+
+for _name, _how in GETTERS.items():
+    setattr(EngineSettings, _name, _getter(_name, _how))

@@ -103,12 +103,8 @@ class PipelineEngine(DeepSpeedEngine):
 
     # Construction
 
-    def _configure_distributed(self, args: Any, mpu: Any, mesh_device: Any) -> None:
-        """See base class; settings that a pipeline cannot honour are refused before anything is
-        built.
-        """
+    def _check_settings(self) -> None:
         self._schedule_name = apply_settings(self._config, self.module)
-        super()._configure_distributed(args, mpu, mesh_device)
 
     def _tied_weights(self) -> list[tuple[torch.nn.Parameter, Any]]:
         """Trainable weights that other stages hold too, with the group of those stages."""
@@ -475,8 +471,9 @@ class PipelineEngine(DeepSpeedEngine):
             return list(buffer.grads)
         if not buffer.loss.requires_grad:
             return []
-        self._require_optimizer("train_batch").observer.loss_known(micro_batch, buffer.loss)
-        scaled = self._with_loss_scale(buffer.loss / self.micro_batches)
+        sequence = self._require_optimizer("train_batch")
+        sequence.observer.loss_known(micro_batch, buffer.loss)
+        scaled = self._losses.scaled(sequence, buffer.loss / self.micro_batches)
         buffer.keep_roots(scaled)
         return [torch.ones_like(scaled)]
 
@@ -554,7 +551,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Step optimizer and schedule on all stages alike."""
-        self._step_taken = False
+        self._reports.step_taken = False
         self.timers.start_step()
         self._take_model_step(lr_kwargs)
         self.timers.stop_step(self.global_steps)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.engine_parts.losses import Losses
 from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedgerError
 from deepspeed.runtime.optimizers.replicated_optimizer import ReplicatedOptimizer
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
@@ -64,7 +64,7 @@ def drop_biases_of_nine(optimizer: DeepSpeedZeroOptimizer, micro: int, grads: li
 
 def do_not_divide_the_loss(patch: pytest.MonkeyPatch) -> None:
     """engine.backward forgets the accumulation steps."""
-    patch.setattr(DeepSpeedEngine, "_divided", lambda self, loss, scale_wrt_gas: loss)
+    patch.setattr(Losses, "divided", lambda self, loss, scale_wrt_gas: loss)
 
 
 def unscale_by_another_scale(patch: pytest.MonkeyPatch) -> None:

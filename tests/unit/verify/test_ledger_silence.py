@@ -283,7 +283,7 @@ class TestContext(DistributedTest):
     def test_findings_without_an_exception(self) -> None:
         engine = start("stage 1", verify={})
         with deepspeed.verify.ledger(engine, raises=False) as book:
-            engine._divided = lambda loss, scale_wrt_gas: loss
+            engine._losses.divided = lambda loss, scale_wrt_gas: loss
             managed(engine)
         assert [finding.kind for finding in book.findings] == ["divisor"]
         assert "not divided by the accumulation steps" in book.report()
@@ -291,7 +291,7 @@ class TestContext(DistributedTest):
     def test_nothing_changes_when_it_raises(self) -> None:
         # Kills: a check that comes after the update.
         engine = start("stage 1")
-        engine._divided = lambda loss, scale_wrt_gas: loss
+        engine._losses.divided = lambda loss, scale_wrt_gas: loss
         before = [param.detach().clone() for param in engine.module.parameters()]
         with pytest.raises(GradientLedgerError, match="accumulation steps"):
             managed(engine)

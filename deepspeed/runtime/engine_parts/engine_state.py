@@ -1,0 +1,60 @@
+"""What the parts of an engine know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from deepspeed import comm as dist
+from deepspeed.runtime.checkpointing.training_state import TrainingState
+from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
+from deepspeed.runtime.engine_parts.timing import EngineTimers
+from deepspeed.runtime.gradients.accumulation import Foreign
+from deepspeed.runtime.optimizers.step_sequence import StepSequence
+from deepspeed.runtime.sharding.model_ranks import ModelRanks
+
+
+class EngineState(TrainingState, Protocol):
+    """An engine, as its parts see it.
+
+    Attributes:
+        optimizer: What `initialize` returns.
+        timers: Told of phases; whose observers see each loss.
+        collate_fn: Makes a batch of samples, for loaders that are given no other.
+        curriculum_scheduler_legacy: How difficult the data of a step may be; None without
+            `curriculum_learning`.
+    """
+
+    optimizer: Any
+    timers: EngineTimers
+    collate_fn: Callable[[Any], Any] | None
+    curriculum_scheduler_legacy: CurriculumScheduler | None
+    model_ranks: ModelRanks
+    local_rank: int
+    dp_world_size: int
+    data_parallel_group: dist.Group
+
+    @property
+    def model_dtype(self) -> torch.dtype: ...
+
+    def get_batch_info(self) -> tuple[int, int, int]: ...
+
+    def get_lr(self) -> list[float]: ...
+
+    def get_mom(self) -> list[Any]: ...
+
+    def get_global_grad_norm(self) -> float | torch.Tensor | None: ...
+
+    def _require_optimizer(self, what: str) -> StepSequence: ...
+
+    def _refuse_taken(self, what: str) -> None: ...
+
+    def _require_states(self, what: str) -> None: ...
+
+    def _begin_window(self, plain: bool, foreign: Foreign | None = None) -> None: ...
+
+    def _abort_backward(self) -> None: ...
+
+    def _backward_epilogue(self) -> None: ...
