@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
 import deepspeed
 from deepspeed.utils import groups
 from unit.clients.matrix.reference import assert_close, whole
@@ -47,7 +49,13 @@ def row(kind: str) -> Callable[[Path, int], None]:
     return run
 
 
-ROWS = {kind: Row(row(kind), (0, 1, 2, 3)) for kind in (*KINDS, *MORE_KINDS)}
+# Older releases give no position_ids, without which a piece of a sequence has no place.
+SPLITS = "return_position_ids" in DataCollatorForLanguageModeling.__dataclass_fields__
+ROWS = {
+    kind: Row(row(kind), (0, 1, 2, 3))
+    for kind in (*KINDS, *MORE_KINDS)
+    if SPLITS or kind != "sft-ulysses"
+}
 
 if __name__ == "__main__":
     main(ROWS, forget, forget)
