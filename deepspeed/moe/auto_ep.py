@@ -42,9 +42,6 @@ class SpreadExperts(nn.Module):
     Attributes:
         num_experts: Experts on this rank, which is what the module's own code asks for.
         rows: Which of all these are. Parameters have it too, but lose it when they are copied.
-        ep_size: Ranks over which they are spread.
-        expert_group_name: Name of their groups.
-        parallel_map: Which ranks share what.
     """
 
     num_experts: int
@@ -59,11 +56,8 @@ class SpreadExperts(nn.Module):
         return dict(self.named_parameters(recurse=False))
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The module's own forward, each expert where it is. All ranks of the expert group call it.
-
-        Args:
-            args, kwargs: Tokens [..., M], the experts of each, [..., k], and their weights, [...,
-                k].
+        """Run the module's own forward, each expert where it is, on tokens [..., M], the experts of
+        each, [..., k], and their weights, [..., k]. All ranks of the expert group call it.
         """
         given = dict(zip(ARGUMENTS, args, strict=False))
         given |= {_OTHER_NAMES.get(name, name): value for name, value in kwargs.items()}
@@ -88,10 +82,8 @@ class SpreadExperts(nn.Module):
         return output.view(*hidden.shape[:-1], -1)
 
     def gathered(self, keep: bool = True) -> dict[str, torch.Tensor]:
-        """The whole parameters in host memory, by name. All ranks of the expert group call it.
-
-        Args:
-            keep: Whether this rank wants them; otherwise the result is empty.
+        """Gather the whole parameters into host memory, by name, on ranks that `keep` them. All
+        ranks of the expert group call it.
         """
         found = {}
         for name, param in self.spread_params.items():
@@ -101,9 +93,7 @@ class SpreadExperts(nn.Module):
         return found
 
     def with_all_rows(self, own: torch.Tensor) -> torch.Tensor:
-        """What one of the parameters is over all ranks, of this rank's rows. All ranks of the
-        expert group call it.
-        """
+        """Gather a parameter, or what is cut like it. All ranks of the expert group call it."""
         group = self.parallel_map.experts(self.expert_group_name).expert.group
         whole = own.new_empty((self.rows.num_experts, *own.shape[1:]))
         dist.all_gather_into_tensor(whole, own.contiguous(), group=group)
@@ -140,9 +130,7 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def _refuse_held(name: str, param: nn.Parameter) -> None:
-    """Raise for a shard that a script has had gathered: of the ranks that hold other rows perhaps
-    none is here.
-    """
+    """Refuse a shard that a script has gathered: ranks with other rows are perhaps not here."""
     if param.numel() and not getattr(param, "ds_persist", True):
         raise MisuseError(
             f"state_dict() of {name} inside deepspeed.zero.GatheredParameters has the experts of "
@@ -172,8 +160,8 @@ def named_spread_experts(model: nn.Module) -> list[tuple[str, SpreadExperts]]:
 
 
 def gathered_experts(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
-    """The whole parameters of all spread experts, by name in the model, in host memory; empty on
-    ranks that don't `keep` them. Collective over the expert groups.
+    """Gather the parameters of all spread experts, as `SpreadExperts.gathered`, by name in the
+    model.
     """
     return {
         f"{prefix}.{name}".lstrip("."): value
@@ -209,12 +197,8 @@ def spreadable(model: nn.Module) -> list[nn.Module]:
 
 
 def check_spread(model: nn.Module, ep_size: int, parallel_map: ParallelMap) -> None:
-    """Raise unless the model's experts can be spread; log what is left out.
-
-    Raises:
-        MisuseError: Other ranks hold other parts of the model, no experts are found or
-            they cannot be spread over so many ranks, have been over others, or an adapter computes
-            with all of them.
+    """Refuse what cannot be spread, or was over others: other parts of the model elsewhere, no
+    experts, adapters that compute with all of them; log what is left out.
     """
     what = f"expert_parallel.autoep_size: {ep_size}"
     if parallel_map.tensor.size > 1 or parallel_map.pipe.size > 1:
@@ -261,9 +245,7 @@ def check_spread(model: nn.Module, ep_size: int, parallel_map: ParallelMap) -> N
 
 
 def _other_experts(model: nn.Module) -> list[str]:
-    """Name and class of modules of experts that cannot be spread: lists of modules, or packed ones
-    with another forward.
-    """
+    """Name lists of modules, and packed ones with another forward, that cannot be spread."""
     names = {}
     for name, module in model.named_modules():
         is_list = name.rpartition(".")[2] == "experts" and isinstance(
@@ -279,13 +261,7 @@ def _other_experts(model: nn.Module) -> list[str]:
 
 
 def spread(module: nn.Module, ep_size: int, parallel_map: ParallelMap) -> None:
-    """Keep this rank's experts of a module, in place.
-
-    Args:
-        module: One that `can_spread`; alike on all ranks of the expert group.
-        ep_size: Ranks over which the experts are spread; divides their number. The groups are made.
-        parallel_map: Which ranks share what.
-    """
+    """Keep this rank's experts of a module that `can_spread`, in place; the groups are made."""
     group_name = f"ep_size_{ep_size}"
     num_local = int(module.num_experts) // ep_size  # type: ignore[arg-type]  # `can_spread` says so
     rows = ExpertRows(parallel_map.experts(group_name).expert.rank * num_local, num_local * ep_size)

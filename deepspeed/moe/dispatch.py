@@ -16,13 +16,12 @@ from deepspeed.moe.gating import SparseRoutes
 
 
 class RouteMap(NamedTuple):
-    """The inverse maps.
+    """Inverse maps; -1 where a token was dropped, and in empty slots.
 
     Attributes:
-        slot_of_route: Slot (expert * slots per expert + location) of each route, [k, S]; -1 where
-            the token was dropped.
-        route_of_slot: Route (choice * S + token) in each slot, [E * slots]; -1 in empty slots.
-        token_of_slot: Token in each slot, [E * slots]; -1 in empty slots.
+        slot_of_route: Slot (expert * slots per expert + location) of each route, [k, S].
+        route_of_slot: Route (choice * S + token) in each slot, [E * slots].
+        token_of_slot: Token in each slot, [E * slots].
     """
 
     slot_of_route: torch.Tensor
@@ -31,9 +30,7 @@ class RouteMap(NamedTuple):
 
 
 def route_map(routes: SparseRoutes, slots_per_expert: int) -> RouteMap:
-    """The maps of `routes` when every expert has `slots_per_expert` slots, at least the
-    capacity.
-    """
+    """Invert `routes` for experts that have `slots_per_expert` slots, at least the capacity."""
     dropped = routes.indices < 0
     slots = routes.indices * slots_per_expert + routes.locations
     num_slots = routes.num_experts * slots_per_expert
@@ -58,9 +55,7 @@ def dispatch(tokens: torch.Tensor, routes: RouteMap) -> torch.Tensor:
 
 
 def combine(slots: torch.Tensor, weights: torch.Tensor, routes: RouteMap) -> torch.Tensor:
-    """Each token's weighted sum over its routes, [S, M], from slots [E * slots, M] and weights [k,
-    S].
-    """
+    """Sum slots [E * slots, M] with weights [k, S] over each token's routes, to [S, M]."""
     return _Combine.apply(slots, weights, *routes)
 
 
@@ -103,8 +98,6 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Slots to tokens, weighted."""
-
     @staticmethod
     def forward(
         ctx: Any, slots: torch.Tensor, weights: torch.Tensor, *routes: torch.Tensor

@@ -16,12 +16,7 @@ from deepspeed.utils.tensor_fragment import logical_shape
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """Which rows of the whole parameter these are.
-
-    Attributes:
-        first: Number over all ranks of the first expert here.
-        num_experts: Experts over all ranks.
-    """
+    """Rows of a whole parameter: the first expert here, and how many there are over all ranks."""
 
     first: int
     num_experts: int

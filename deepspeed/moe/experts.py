@@ -46,11 +46,7 @@ class Experts(nn.Module):
             self.deepspeed_experts.extend(nn.ModuleList([own]))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Each expert on its part.
-
-        Args:
-            inputs: [ranks, local experts, slots, M].
-        """
+        """Run each expert on its part of [ranks, local experts, slots, M]."""
         parts = inputs.chunk(self.num_local_experts, dim=1)
         outputs = [
             plain_output(expert(part))

@@ -14,7 +14,7 @@ look balanced.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +81,7 @@ Routes = DenseRoutes | SparseRoutes
 def multiplicative_jitter(
     x: torch.Tensor, device: torch.device, epsilon: float = 1e-2
 ) -> torch.Tensor:
-    """``x`` times uniform noise in [1 - epsilon, 1 + epsilon], drawn from the default generator of
+    """Multiply by uniform noise in [1 - epsilon, 1 + epsilon] of the default generator of
     ``device``.
     """
     if epsilon == 0:
@@ -112,7 +112,7 @@ def top1gating(
     sparse_routes: bool = False,
     use_tutel: bool = False,
 ) -> Routes:
-    """Each token to its best expert, weighted by the gate's probability (Switch).
+    """Route each token to its best expert, weighted by the gate's probability (Switch).
 
     Args:
         logits: [S, E] fp32.
@@ -125,13 +125,9 @@ def top1gating(
         use_rts: Which tokens an overfull expert drops is random; otherwise the last ones.
         ep_group: Ranks that must have equal capacities; asked only with ``drop_tokens=False``.
         sparse_routes: Return `SparseRoutes`.
-        use_tutel: Not supported.
-
-    Raises:
-        NotImplementedError: For ``use_tutel``.
+        use_tutel: Not supported: NotImplementedError.
     """
     refuse_tutel(use_tutel)
-    num_tokens, num_experts = logits.shape
     gates = functional.softmax(logits, dim=1)
     preference = (
         logits + gumbel_rsample(logits.shape, logits.device)
@@ -139,16 +135,9 @@ def top1gating(
         else gates
     )
     experts = preference.detach().argmax(dim=1, keepdim=True)  # [S, 1]
-    wanted = _mask_of(experts, num_experts, used_token)
-    counts = wanted.sum(dim=0)
-    capacity = _capacity(counts, num_tokens, capacity_factor, min_capacity, drop_tokens, ep_group)
-    if drop_tokens and use_rts:
-        kept = _best(torch.rand_like(gates), wanted, capacity)
-    else:
-        kept = wanted.bool() & (_positions(wanted) < capacity)
-    chosen = _Chosen(experts, _positions(kept), kept)
-    weights = gates.gather(1, experts) * kept.gather(1, experts)
-    return _result(chosen, weights, _balance(gates, wanted), capacity, counts, sparse_routes)
+    limits = (capacity_factor, min_capacity, drop_tokens, ep_group)
+    score = torch.rand_like(gates) if drop_tokens and use_rts else None
+    return _routed(gates, experts, score, limits, used_token, sparse_routes, _kept_gates)
 
 
 def top2gating(
@@ -161,13 +150,11 @@ def top2gating(
     sparse_routes: bool = False,
     used_token: torch.Tensor | None = None,
 ) -> Routes:
-    """Each token to its two best experts, weighted by their probabilities normalized to 1 (GShard).
+    """Route each token to its two best experts (the second sampled, with
+    ``top2_2nd_expert_sampling``), weighted by their probabilities normalized to 1 (GShard).
 
     Second choices fill the slots that first choices leave. Arguments as in `top1gating`; capacities
     are of 2 S / E.
-
-    Args:
-        top2_2nd_expert_sampling: The second expert is sampled, not the second best.
     """
     num_tokens, num_experts = logits.shape
     gates = functional.softmax(logits, dim=1)
@@ -180,9 +167,8 @@ def top2gating(
     second = (logits.detach() + noise).scatter(1, first, float("-inf")).argmax(dim=1, keepdim=True)
     wanted = [_mask_of(experts, num_experts, used_token) for experts in (first, second)]
     counts = wanted[0].sum(dim=0) + wanted[1].sum(dim=0)
-    capacity = _capacity(
-        counts, num_tokens, 2 * capacity_factor, min_capacity, drop_tokens, ep_group
-    )
+    limits = (2 * capacity_factor, min_capacity, drop_tokens, ep_group)
+    capacity = _capacity(counts, num_tokens, *limits)
     # A token's two experts differ, so that one table holds the slots of both of its choices.
     positions = torch.where(
         wanted[1].bool(), _positions(wanted[1]) + wanted[0].sum(dim=0), _positions(wanted[0])
@@ -205,45 +191,26 @@ def topkgating(
     sparse_routes: bool = False,
     used_token: torch.Tensor | None = None,
 ) -> Routes:
-    """Each token to its k best experts, weighted by their probabilities normalized to 1.
+    """Route each token to its k best experts, weighted by their probabilities normalized to 1.
 
-    Arguments as in `top1gating`; capacities are of k S / E.
-
-    Args:
-        k: Routes per token.
-        drop_policy: What an overfull expert drops: "probs" the tokens of least probability,
-            "position" the last ones.
-
-    Raises:
-        ValueError: For an unknown ``drop_policy``.
+    Arguments as in `top1gating`; capacities are of k S / E. An overfull expert drops by
+    ``drop_policy``: "probs" the tokens of least probability, "position" the last ones; ValueError
+    for others.
     """
     if drop_policy not in DROP_POLICIES:
         raise ValueError(f"drop_policy={drop_policy!r}: expected one of {DROP_POLICIES}")
-    num_tokens, num_experts = logits.shape
     gates = functional.softmax(logits, dim=1)
     experts = logits.detach().topk(k, dim=1).indices
-    wanted = _mask_of(experts, num_experts, used_token)
-    counts = wanted.sum(dim=0)
-    capacity = _capacity(
-        counts, num_tokens, k * capacity_factor, min_capacity, drop_tokens, ep_group
-    )
-    if drop_tokens and drop_policy == "probs":
-        kept = _best(gates.detach(), wanted, capacity)
-    else:
-        kept = wanted.bool() & (_positions(wanted) < capacity)
-    chosen = _Chosen(experts, _positions(kept), kept)
-    return _result(
-        chosen, _shares(gates, chosen), _balance(gates, wanted) / k, capacity, counts, sparse_routes
-    )
+    limits = (k * capacity_factor, min_capacity, drop_tokens, ep_group)
+    score = gates.detach() if drop_tokens and drop_policy == "probs" else None
+    return _routed(gates, experts, score, limits, used_token, sparse_routes, _shares)
 
 
 # -- their parts -----------------------------------------------------------------------------------
 
 
 class _Chosen(NamedTuple):
-    """experts [S, k]; positions [S, E]: the slot a token would have in an expert; kept [S, E]:
-    which pairs are routed.
-    """
+    """Experts [S, k]; the slots that tokens would have [S, E]; the pairs that are routed [S, E]."""
 
     experts: torch.Tensor
     positions: torch.Tensor
@@ -251,16 +218,36 @@ class _Chosen(NamedTuple):
 
 
 def refuse_tutel(use_tutel: bool) -> None:
-    """Say why there are no Tutel kernels.
-
-    Raises:
-        NotImplementedError: If they are asked for.
-    """
+    """Say why there are no Tutel kernels, if they are asked for."""
     if use_tutel:
         raise NotImplementedError(
             "use_tutel=True: Tutel's kernels are not supported; tokens are moved by index here "
             "anyway, so use use_tutel=False"
         )
+
+
+def _routed(
+    gates: torch.Tensor,
+    experts: torch.Tensor,
+    score: torch.Tensor | None,
+    limits: tuple[float, int, bool, AgreementGroups],
+    used_token: torch.Tensor | None,
+    sparse: bool,
+    weigh: Callable[[torch.Tensor, _Chosen], torch.Tensor],
+) -> Routes:
+    """Route tokens to their experts [S, k], of which an overfull one keeps those of the highest
+    score [S, E], or the first.
+    """
+    wanted = _mask_of(experts, gates.shape[1], used_token)
+    counts = wanted.sum(dim=0)
+    capacity = _capacity(counts, len(gates), *limits)
+    if score is not None:
+        kept = _best(score, wanted, capacity)
+    else:
+        kept = wanted.bool() & (_positions(wanted) < capacity)
+    chosen = _Chosen(experts, _positions(kept), kept)
+    l_aux = _balance(gates, wanted) / experts.shape[1]
+    return _result(chosen, weigh(gates, chosen), l_aux, capacity, counts, sparse)
 
 
 def _mask_of(
@@ -282,9 +269,7 @@ def _positions(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _best(score: torch.Tensor, mask: torch.Tensor, capacity: Capacity) -> torch.Tensor:
-    """[S, E] bool: the ``capacity`` highest of the non-negative scores that the mask leaves to each
-    expert.
-    """
+    """Mark [S, E] the ``capacity`` highest of each expert's scores (not negative) in the mask."""
     wanted = mask.bool()
     best = (
         score.masked_fill(~wanted, -1).topk(min(capacity, len(score)), dim=0, sorted=False).indices
@@ -300,9 +285,7 @@ def _capacity(
     drop_tokens: bool,
     groups: AgreementGroups,
 ) -> Capacity:
-    """Slots per expert: from the number of tokens, or what the fullest expert of all ranks
-    needs.
-    """
+    """Count slots per expert: for its share of tokens, or for the fullest of all ranks."""
     if drop_tokens:
         # Local: ranks of one expert group must see equally many tokens, as their slots are
         # exchanged.
@@ -324,9 +307,14 @@ def _balance(gates: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     )
 
 
+def _kept_gates(gates: torch.Tensor, chosen: _Chosen) -> torch.Tensor:
+    """[S, k]: the probabilities of the kept routes."""
+    return gates.gather(1, chosen.experts) * chosen.kept.gather(1, chosen.experts)
+
+
 def _shares(gates: torch.Tensor, chosen: _Chosen) -> torch.Tensor:
     """[S, k]: the probabilities of the kept routes, normalized to 1 per token."""
-    weights = gates.gather(1, chosen.experts) * chosen.kept.gather(1, chosen.experts)
+    weights = _kept_gates(gates, chosen)
     # A token whose routes are all dropped has sum 0 and keeps weights of 0.
     return weights / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)
 

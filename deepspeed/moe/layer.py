@@ -16,13 +16,7 @@ from deepspeed.utils import groups
 
 
 def make_expert_groups(ep_size: int, is_tensor_parallel: bool, data_first: bool) -> None:
-    """Make the axes of experts on the map in force, once. Collective over the world.
-
-    Args:
-        ep_size: Ranks over which they are spread.
-        is_tensor_parallel: Each of them is spread over the tensor-parallel ranks, too.
-        data_first: Neighbouring ranks hold the same experts.
-    """
+    """Make the axes of experts on the map in force, once. Collective over the world."""
     here = groups.current()
     here.make_experts(ep_size, data_first, sharded=is_tensor_parallel and here.mpu is not None)
 
@@ -40,18 +34,10 @@ class MoE(nn.Module):
             weights.
         num_experts: Experts over all ranks.
         ep_size: Ranks over which they are spread.
-        k: Experts per token.
-        capacity_factor: Slots per expert in training, in units of k * tokens / num_experts.
-        eval_capacity_factor: The same in evaluation.
-        min_capacity: Least slots per expert.
         use_residual: Add a dense `expert`, both weighted by a learned softmax (residual MoE).
-        noisy_gate_policy: None, "Jitter" or "RSample".
-        drop_tokens: Drop tokens beyond an expert's capacity; False gives all experts as many slots
-            as the fullest needs.
-        use_rts: Drop random tokens of an overfull expert, not the last (k = 1).
-        use_tutel: Not supported.
         enable_expert_tensor_parallelism: `expert` is tensor parallel.
-        top2_2nd_expert_sampling: Sample the second expert (k = 2).
+
+    The others are the gate's: see `TopKGate`.
 
     Raises:
         ValueError: For values that do not go together.
@@ -115,8 +101,8 @@ class MoE(nn.Module):
             self.coefficient = nn.Linear(hidden_size, 2)
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Make the process groups of this layer's experts, once. Collective over the world;
-        `deepspeed.initialize` calls it.
+        """Make the process groups of this layer's experts. Collective; `deepspeed.initialize` calls
+        it.
         """
         make_expert_groups(
             self.ep_size, self.enable_expert_tensor_parallelism, use_data_before_expert_parallel_
@@ -126,9 +112,7 @@ class MoE(nn.Module):
 
     @property
     def parallel_map(self) -> ParallelMap:
-        """Which ranks share what: the map of the engine that made this layer's groups; before that,
-        the one in force.
-        """
+        """Map of the engine that made this layer's groups; before that, the one in force."""
         return self.deepspeed_moe.parallel_map or groups.current()
 
     @property
@@ -141,11 +125,8 @@ class MoE(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Run the experts.
-
-        Args:
-            hidden_states: [..., hidden_size].
-            used_token: One value per token, 0 for those that no expert shall see.
+        """Run the experts on [..., hidden_size]; `used_token` is 0 for those that no expert shall
+        see.
 
         Returns:
             Output like ``hidden_states`` (zeros for tokens without an expert), load-balancing loss

@@ -21,11 +21,7 @@ __getattr__ = lazy_attributes(__name__)
 
 
 def drop_tokens(input_: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """This tensor-parallel rank's part of ``input_`` along ``dim``.
-
-    Raises:
-        ValueError: The size along ``dim`` is no multiple of the number of ranks.
-    """
+    """Keep this tensor-parallel rank's part along ``dim``, whose size the ranks must divide."""
     return drop_tokens_over(groups.current().tensor, input_, dim)
 
 
@@ -76,9 +72,7 @@ class _DropTokens(torch.autograd.Function):
 
 
 class _GatherTokens(torch.autograd.Function):
-    """Gather all parts; the own part of the gradient is kept: the others' losses are copies of the
-    own one.
-    """
+    """Gather all parts; keep the own part of the gradient, of which the others' are copies."""
 
     @staticmethod
     def forward(ctx: Any, input_: torch.Tensor, dim: int, tensor: Axis) -> torch.Tensor:

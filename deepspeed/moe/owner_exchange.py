@@ -26,13 +26,8 @@ RunExperts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class _Plan(NamedTuple):
-    """Where rows go.
-
-    Attributes:
-        leave: Tokens to the rows that this rank sends.
-        arrive: Rows that come back to routes, [k * S].
-        lanes: How many go to and come from each rank.
-        experts: The local expert of each row that comes.
+    """Where rows go: tokens to the rows that are sent, rows that come back to routes, how many go
+    and come by rank, and the local expert of each row that comes.
     """
 
     leave: RouteMap
@@ -50,8 +45,8 @@ def run_on_owners(
     run: RunExperts,
     params: Sequence[torch.nn.Parameter],
 ) -> torch.Tensor:
-    """Each token's sum over its routes of weight times expert's output. All ranks of the group call
-    it, with any number of tokens.
+    """Sum each token's routes: weight times expert's output. All ranks of the group call it, with
+    any number of tokens.
 
     Args:
         tokens: [S, M].

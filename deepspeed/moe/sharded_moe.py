@@ -56,12 +56,7 @@ __all__ = [
 
 
 class Lanes(NamedTuple):
-    """How many rows of the first axis go to each rank of a group, and come from it.
-
-    Attributes:
-        group: The ranks.
-        sent, received: Rows by rank; None: equally many each way.
-    """
+    """Rows of the first axis to and from each rank of a group; None: equally many."""
 
     group: dist.Group
     sent: list[int] | None = None
@@ -74,9 +69,7 @@ class Lanes(NamedTuple):
 
 
 class _AllToAll(torch.autograd.Function):
-    """Piece i of the first axis to rank i of the group; the gradient goes the same way back,
-    unscaled.
-    """
+    """Piece i of the first axis to rank i of the group; the gradient goes back, unscaled."""
 
     @staticmethod
     def forward(ctx: Any, lanes: Lanes, input: torch.Tensor) -> torch.Tensor:
@@ -89,11 +82,8 @@ class _AllToAll(torch.autograd.Function):
 
 
 def exchange(rows: torch.Tensor, lanes: Lanes) -> torch.Tensor:
-    """The rows that other ranks send to this one, in the order of the ranks; differentiable.
-
-    Args:
-        rows: What this rank sends, [rows, ...], in the order of the ranks that get it.
-        lanes: Who gets how many. All ranks of the group call it.
+    """Exchange rows [rows, ...], in the order of the ranks; differentiable. All of the group call
+    it.
     """
     received: torch.Tensor = _AllToAll.apply(lanes, rows)
     return received
@@ -180,13 +170,8 @@ class TopKGate(nn.Module):
         sparse_routes: bool = False,
         use_tutel: bool = False,
     ) -> Routes:
-        """Route tokens.
-
-        Args:
-            input: [S, M].
-            used_token: [S]; 0 for tokens that no expert shall see.
-            sparse_routes: Return `SparseRoutes` instead of `DenseRoutes`.
-            use_tutel: Not supported.
+        """Route tokens [S, M] but those whose `used_token` [S] is 0, to `SparseRoutes` or
+        `DenseRoutes`.
         """
         refuse_tutel(use_tutel)
         # Autocast would turn the product back into half precision, in which close experts are
@@ -227,8 +212,7 @@ class MOELayer(nn.Module):
         ep_size: Ranks over which the experts are spread.
         num_local_experts: Experts on this rank.
         use_tutel: Not supported.
-        enable_expert_tensor_parallelism: The experts are tensor parallel: all tensor ranks need all
-            tokens of their experts.
+        enable_expert_tensor_parallelism: All tensor ranks need all tokens of their experts.
 
     Attributes:
         parallel_map: Which ranks share what, once the expert groups are set: that of the engine.
@@ -263,7 +247,7 @@ class MOELayer(nn.Module):
 
     def _set_ep_group(self, ep_group: dist.Group) -> None:
         """Exchange tokens over ``ep_group``, and agree on capacities over all ranks that need equal
-        ones; which ranks share them says the map that is in force now.
+        ones.
         """
         self.ep_group = ep_group
         self.parallel_map = groups.current()
@@ -277,12 +261,7 @@ class MOELayer(nn.Module):
             self.gate._set_ep_group(agreement)
 
     def forward(self, *input: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """The experts' output for hidden states [..., M]; a second argument is the mask of used
-        tokens.
-
-        Raises:
-            RuntimeError: The expert groups are not made.
-        """
+        """Run the experts on hidden states [..., M]; a second argument masks the tokens used."""
         if self.ep_group is None or self.parallel_map is None:
             raise RuntimeError(
                 "MoE layer without expert groups: pass the model to deepspeed.initialize, or call "

@@ -19,15 +19,13 @@ DENSE_GROUP_NAME = "dense-params"
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Whether a model has MoE layers, and the number of experts of the first (0 without)."""
+    """Tell whether a model has MoE layers, and the number of experts of the first (0 without)."""
     layers = named_moe_layers(m)
     return bool(layers), layers[0][1].num_experts if layers else 0
 
 
 def named_moe_layers(model: nn.Module) -> list[tuple[str, MoE]]:
-    """The MoE layers in the order of `named_modules`: the index in this list is the layer's number
-    in checkpoint files.
-    """
+    """List the MoE layers, in the order that numbers them in checkpoint files."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, MoE)]
 
 
@@ -44,7 +42,7 @@ def is_moe_param_group(param_group: ParamGroup) -> bool:
 def split_params_into_shared_and_expert_params(
     params: Iterable[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Dense parameters, expert parameters."""
+    """Split dense parameters from experts'."""
     listed = list(params)
     return [param for param in listed if not is_moe_param(param)], [
         param for param in listed if is_moe_param(param)
@@ -54,9 +52,7 @@ def split_params_into_shared_and_expert_params(
 def split_params_grads_into_shared_and_expert_params(
     group: Iterable[nn.Parameter],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Gradients of dense parameters, gradients of expert parameters; those without a gradient are
-    left out.
-    """
+    """Split gradients of dense parameters from experts', of those that have one."""
     shared, expert = split_params_into_shared_and_expert_params(group)
     return [p.grad for p in shared if p.grad is not None], [
         p.grad for p in expert if p.grad is not None
@@ -66,13 +62,10 @@ def split_params_grads_into_shared_and_expert_params(
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: ParamGroup | Sequence[ParamGroup], max_group_size: int | float = 178956971
 ) -> list[ParamGroup]:
-    """Take the experts out of optimizer groups, into groups of their own.
+    """Take the experts out of one or several optimizer groups, into groups of their own.
 
-    Args:
-        param_groups: One group or several. Groups that hold experts only and say so (`moe: True`)
-            stay as they are.
-        max_group_size: Elements at most in one new group, unless a single parameter is larger;
-            infinity does not split.
+    Groups that hold experts only and say so (`moe: True`) stay as they are. A new group has at most
+    `max_group_size` elements, unless a single parameter is larger; infinity does not split.
 
     Returns:
         The given groups without their experts, then for each of them and each expert group name the
@@ -97,9 +90,7 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def _parts(params: list[nn.Parameter], max_numel: int | float) -> list[list[nn.Parameter]]:
-    """The parameters in order, in as few runs of at most ``max_numel`` elements as that order
-    allows.
-    """
+    """Cut the parameters, in order, into as few runs of ``max_numel`` elements as can be."""
     parts: list[list[nn.Parameter]] = []
     numel = 0
     for param in params:
@@ -112,11 +103,7 @@ def _parts(params: list[nn.Parameter], max_numel: int | float) -> list[list[nn.P
 
 
 def configure_moe_param_groups(model_parameters: Iterable[Any]) -> list[ParamGroup]:
-    """Optimizer groups in which no group mixes experts with other parameters.
-
-    Args:
-        model_parameters: Parameters, or optimizer groups.
-    """
+    """Sort parameters, or optimizer groups, into groups none of which mixes experts with others."""
     listed = list(model_parameters)
     if listed and isinstance(listed[0], dict):
         return split_params_into_different_moe_groups_for_optimizer(listed)

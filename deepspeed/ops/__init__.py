@@ -20,9 +20,7 @@ _load = lazy_attributes(
 
 
 def __getattr__(name: str) -> Any:
-    """Submodules, and `__compatible_ops__`: which native operators this machine can build (startup:
-    looked at on demand).
-    """
+    """Load submodules, and `__compatible_ops__`: which native operators this machine can build."""
     if name == "__compatible_ops__":
         from deepspeed.ops.op_builder import compatible_ops  # startup: asks for a compiler
 

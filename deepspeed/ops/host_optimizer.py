@@ -37,8 +37,7 @@ class FlatUpdate(NamedTuple):
         grad: fp32, bf16 or fp16; only read.
         states: fp32, or the parameter's dtype.
         out: Receives the new parameter, rounded to nearest; bf16 or fp16.
-        scalars: What the rule needs, the gradient's factor first; rounded to fp32 by both
-            implementations.
+        scalars: What the rule needs, the gradient's factor first; rounded to fp32.
     """
 
     param: torch.Tensor
@@ -54,28 +53,20 @@ class FlatUpdate(NamedTuple):
 
 
 class Delivery(Protocol):
-    """Takes the new values of a parameter piece by piece, while the optimizer goes on with the
-    next.
-    """
+    """Takes the new values of a parameter piece by piece, while the optimizer goes on."""
 
     @property
     def grad(self) -> torch.Tensor:
-        """The parameter's gradient, which may be narrower than the parameter; `param.grad` may
-        not.
-        """
+        """The gradient, which may be narrower than the parameter, as `param.grad` may not."""
 
     def pieces(self) -> Iterable[tuple[int, int]]:
-        """First and last+1 element of each piece, in the order in which they are updated; together
-        they are the whole parameter.
-        """
+        """List first and last+1 element of each piece of the parameter, as they are updated."""
 
     def low_precision_out(self, start: int, end: int) -> torch.Tensor | None:
-        """Where the piece goes in low precision (bf16 or fp16, contiguous, on the host); asked for
-        before it is updated.
-        """
+        """Return where the piece goes in bf16 or fp16, contiguous, on the host; asked for first."""
 
     def updated(self, start: int, end: int) -> None:
-        """The piece is updated and rounded."""
+        """Take a piece that is updated and rounded."""
 
 
 TorchRule = Callable[[Sequence[float], torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], None]
@@ -96,13 +87,7 @@ def native_op(name: str) -> ModuleType | None:
 
 
 def update_native(op: ModuleType, update: FlatUpdate, instruction_set: str | None = None) -> None:
-    """Run the op, in as many threads as torch uses.
-
-    Args:
-        op: A module of `csrc/`.
-        update: What to do.
-        instruction_set: One of `op.instruction_sets()`; None is the best of them.
-    """
+    """Run the op, in as many threads as torch uses, by the best instruction set or another."""
     op.update(
         instruction_set or op.instruction_sets()[0],
         torch.get_num_threads(),
@@ -136,9 +121,7 @@ def update_torch(rule: TorchRule, update: FlatUpdate) -> None:
 
 
 def square_root(x: torch.Tensor) -> torch.Tensor:
-    """Correctly rounded, which torch's own on fp32 is not everywhere; that of the float64 rounded
-    to fp32 is.
-    """
+    """Round a root correctly, as torch's own on fp32 is not everywhere."""
     return x.double().sqrt_().to(x.dtype)
 
 
@@ -146,11 +129,9 @@ class HostOptimizer(torch.optim.Optimizer):
     """An optimizer that updates every element from that element alone, on the host.
 
     Args:
-        model_params: Parameters or groups, kept by identity, so that schedulers which hold them go
-            on working.
+        model_params: Parameters or groups, kept by identity: schedulers hold them.
         defaults: Hyper-parameters of groups that do not name them.
-        fp32_optimizer_states: Keep state in fp32 whatever the parameter's dtype; otherwise in the
-            parameter's dtype.
+        fp32_optimizer_states: Keep state in fp32; otherwise in the parameter's dtype.
 
     Attributes:
         op_name: The native op, a key of `deepspeed.ops.op_builder.ALL_OPS`.
@@ -167,9 +148,7 @@ class HostOptimizer(torch.optim.Optimizer):
         super().__init__(model_params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore; groups saved by another implementation get what they lack from this one's
-        defaults.
-        """
+        """Restore; groups of another implementation get what they lack from this one's defaults."""
         super().__setstate__(state)
         for group in self.param_groups:
             for name, value in self.defaults.items():
@@ -191,8 +170,8 @@ class HostOptimizer(torch.optim.Optimizer):
         grad: torch.Tensor,
         states: Sequence[torch.Tensor],
     ) -> None:
-        """The rule in torch, on fp32 tensors: `param` and `states` change in place, `grad` (scaled
-        already) may be overwritten.
+        """Update `param` and `states` by torch, in fp32 and in place; `grad` is scaled, and may
+        change.
 
         Every operation rounds by itself (no `addcmul` or `lerp`, which may fuse; `square_root`), in
         the same order as in `csrc/`.
@@ -200,16 +179,8 @@ class HostOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient.
-
-        Args:
-            closure: Computes the loss anew.
-
-        Returns:
-            What the closure returned, or None.
-
-        Raises:
-            ValueError: For a tensor that cannot be updated here; see `step_flat`.
+        """Update every parameter that has a gradient; see `step_flat` for the tensors that are
+        refused.
         """
         loss = None
         if closure is not None:
@@ -239,8 +210,8 @@ class HostOptimizer(torch.optim.Optimizer):
     def fused(
         self, grad_factor: float, deliveries: Mapping[torch.Tensor, Delivery]
     ) -> Iterator[None]:
-        """Within it, `step` does in its one pass what its caller would do before and after in
-        passes of their own.
+        """Let `step` do in its one pass what its caller would do before and after in passes of
+        their own.
 
         Args:
             grad_factor: What gradients are multiplied by: clip factor / loss scale.
@@ -262,8 +233,7 @@ class HostOptimizer(torch.optim.Optimizer):
         grad_factor: float = 1.0,
         low_precision_out: torch.Tensor | None = None,
     ) -> None:
-        """One update of one parameter: unscale, clip, update and round to low precision, reading
-        and writing memory once.
+        """Unscale, clip, update and round one parameter, reading and writing memory once.
 
         Args:
             param: One of this optimizer's parameters.
@@ -361,9 +331,7 @@ class HostOptimizer(torch.optim.Optimizer):
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore state, in the dtype in which it was saved: torch would round fp32 moments to a
-        bf16 parameter's dtype.
-        """
+        """Restore state in its own dtype: torch would round fp32 moments to a bf16 parameter's."""
         super().load_state_dict(state_dict)
         groups = zip(self.param_groups, state_dict["param_groups"], strict=True)
         pairs = [

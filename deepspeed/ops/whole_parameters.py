@@ -28,11 +28,8 @@ class Part(NamedTuple):
 
 
 class WholeParameters(ABC):
-    """The parameters of which parts lie in one tensor that an optimizer updates.
-
-    Attributes:
-        shapes: Shape of each parameter, whole.
-        parts: This rank's parts, at most one of each parameter.
+    """Parameters of which this rank has parts in one tensor that an optimizer updates: their whole
+    shapes, and the parts, at most one of each.
     """
 
     shapes: Sequence[torch.Size]
@@ -45,25 +42,21 @@ class WholeParameters(ABC):
         function: Callable[[torch.Tensor], torch.Tensor],
         use: Callable[[Part, torch.Tensor], None],
     ) -> None:
-        """`function` of each whole parameter, computed once, by the rank it is dealt to.
-        Collective.
+        """Compute `function` of each whole parameter once, on the rank it is dealt to. Collective.
 
         Args:
             argument: What of the functions' arguments lies where a part does, in the shape of the
-                tensor's part; of any dtype, on the tensor's device. It is called once for each
-                part, and for a slice of nothing.
+                tensor's part; of any dtype, on the tensor's device. Called once for each part, and
+                for a slice of nothing.
             function: From a tensor of a parameter's shape to one of the same shape and dtype.
-            use: Called once with each part and what of the results lies there, as `argument` gave
-                it, in any order and before all arguments are asked for.
+            use: Called once with each part and what of the results lies there, in any order and
+                before all arguments are asked for.
         """
 
     @abstractmethod
     def sum_parts(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks that share the parameters. Collective.
-
-        Args:
-            values: What this rank adds for each parameter, shape `[..., len(shapes)]`; may be
-                overwritten.
+        """Sum `values` `[..., len(shapes)]`, which may be overwritten, over all ranks that share
+        the parameters. Collective.
         """
 
 
@@ -80,12 +73,10 @@ class OneParameter(WholeParameters):
         function: Callable[[torch.Tensor], torch.Tensor],
         use: Callable[[Part, torch.Tensor], None],
     ) -> None:
-        """See base class."""
         for part in self.parts:
             use(part, function(argument(part.at)))
 
     def sum_parts(self, values: torch.Tensor) -> torch.Tensor:
-        """See base class."""
         return values
 
 

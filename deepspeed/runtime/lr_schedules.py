@@ -80,14 +80,8 @@ __all__ = [
 
 
 def get_torch_optimizer(optimizer: Any) -> Any:
-    """Return the object whose parameter groups a schedule writes.
-
-    Args:
-        optimizer: a torch optimizer, a wrapper with one as ``.optimizer``, or anything with
-            ``param_groups``.
-
-    Raises:
-        TypeError: none of these.
+    """Return the object whose parameter groups a schedule writes: a torch optimizer, the one of a
+    wrapper, or anything with ``param_groups``. TypeError for others.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
@@ -117,9 +111,7 @@ def update_lr(param_groups: Iterable[dict[str, Any]], lrs: Iterable[float]) -> l
 
 
 def _per_group(optimizer: Any, value: float | Sequence[float], name: str) -> list[float]:
-    """Return ``value`` once per parameter group, or the given sequence after a check of its
-    length.
-    """
+    """Return ``value`` once per parameter group, or the given sequence if its length is right."""
     count = len(optimizer.param_groups)
     if isinstance(value, (list, tuple)):
         if len(value) != count:
@@ -131,18 +123,23 @@ def _per_group(optimizer: Any, value: float | Sequence[float], name: str) -> lis
 class _Schedule:
     """What the schedules share: the counter, and writing rates into the parameter groups.
 
-    Call order, on every rank: construction sets the rate of the first optimizer step; then
-    ``step()`` after each optimizer step. Subclasses say what the rate is (``get_lr``).
+    Construction sets the rate of the first optimizer step; then ``step()`` after each optimizer
+    step. Subclasses say what the rate is (``get_lr``).
     """
 
     def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
         self.optimizer = get_torch_optimizer(optimizer)
         self.last_batch_iteration = last_batch_iteration
 
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Go to the next iteration, or to ``last_batch_iteration``."""
+        self.last_batch_iteration = (
+            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        )
+        update_lr(self.optimizer.param_groups, self.get_lr())
+
     def _start(self) -> None:
-        """Write the first rate, unless this is a resumed schedule: then the optimizer's state holds
-        it.
-        """
+        """Write the first rate, unless it is resumed: the optimizer's state holds it then."""
         if self.last_batch_iteration == -1:
             update_lr(self.optimizer.param_groups, self.get_lr())
 
@@ -151,16 +148,8 @@ class _Schedule:
         raise NotImplementedError(f"{type(self).__name__} must define get_lr()")
 
     def get_last_lr(self) -> list[float]:
-        """Return the rate each group has now; before the first ``step()`` too (clients log it
-        then).
-        """
+        """Return the rate each group has now; before the first ``step()`` too: clients log it."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def _advance(self, iteration: int | None) -> None:
-        self.last_batch_iteration = (
-            self.last_batch_iteration + 1 if iteration is None else iteration
-        )
-        update_lr(self.optimizer.param_groups, self.get_lr())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counter."""
@@ -184,10 +173,6 @@ class LRRangeTest(_Schedule):
         lr_range_test_step_rate: growth per ``step_size`` steps.
         lr_range_test_staircase: grow in stairs.
         last_batch_iteration: counter to start at.
-
-    Raises:
-        ValueError: as many rates as there are groups were expected, or the step size is not
-            positive.
     """
 
     def __init__(
@@ -219,7 +204,7 @@ class LRRangeTest(_Schedule):
 
     def step(self, batch_iteration: int | None = None) -> None:
         """Go to the next iteration, or to ``batch_iteration``."""
-        self._advance(batch_iteration)
+        super().step(batch_iteration)
 
 
 class OneCycle(_Schedule):
@@ -243,10 +228,6 @@ class OneCycle(_Schedule):
             when it has none.
         cycle_min_mom, cycle_max_mom, decay_mom_rate: as for the rate.
         last_batch_iteration: counter to start at.
-
-    Raises:
-        ValueError: as many rates as there are groups were expected, or the first step size is not
-            positive.
     """
 
     def __init__(
@@ -329,21 +310,17 @@ class OneCycle(_Schedule):
 
     def step(self, batch_iteration: int | None = None) -> None:
         """Go to the next iteration, or to ``batch_iteration``."""
-        self._advance(batch_iteration)
+        super().step(batch_iteration)
         self._write_momentum()
 
 
 def _second(value: int | None, first: int) -> int:
-    """Return a setting of the second half; None and negative (the command line's default) mean as
-    in the first.
-    """
+    """Return a setting of the second half; None and negative mean as in the first."""
     return first if value is None or value < 0 else value
 
 
 def _stairs(position: int, size: int, stairs: int) -> float:
-    """Return ``position / size``, rounded down to a multiple of ``1 / stairs`` if there are
-    stairs.
-    """
+    """Return ``position / size``, rounded down to a stair if there are any."""
     if size == 0:
         return 0.0
     # In integers, so that a stair is never missed by a rounding error.
@@ -355,10 +332,9 @@ class WarmupLR(_Schedule):
 
     With ``i = last_batch_iteration`` and ``n = max(2, warmup_num_steps)`` the rate is ``min + (max
     - min) * g`` where ``g`` is ``log(i + 1) / log(n)`` or, linear, ``i / n``, and 1 from ``i = n``
-    on. Before the first step it is ``min``.
-
-    ``warmup_num_steps=0`` means no warmup: the maximum from the start. Upstream refuses it, but
-    clients pass it (accelerate's default), and what they mean is clear.
+    on. Before the first step it is ``min``. ``warmup_num_steps=0`` means no warmup: the maximum
+    from the start. Upstream refuses it, but clients pass it (accelerate's default), and what they
+    mean is clear.
 
     Args:
         optimizer: whose groups are written.
@@ -367,9 +343,6 @@ class WarmupLR(_Schedule):
         warmup_num_steps: steps of warmup.
         warmup_type: ``"log"`` or ``"linear"``; anything else is read as ``"log"`` with a warning.
         last_batch_iteration: counter to start at.
-
-    Raises:
-        ValueError: as many rates as there are groups were expected, or a negative number of steps.
     """
 
     def __init__(
@@ -408,15 +381,9 @@ class WarmupLR(_Schedule):
             low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
         ]
 
-    def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go to the next iteration, or to ``last_batch_iteration``."""
-        self._advance(last_batch_iteration)
-
 
 def _warmup_steps(given: float) -> float:
-    """Return the number of warmup steps that is reckoned with; log(1) is 0, so one step counts as
-    two.
-    """
+    """Return the warmup steps that are reckoned with; log(1) is 0, so one counts as two."""
     if given < 0:
         raise ValueError(
             f"{WARMUP_NUM_STEPS} must not be negative, got {given}; use 0 for no warmup"
@@ -441,17 +408,7 @@ def _warmup_fraction(iteration: int, steps: float, kind: str) -> float:
 
 
 class WarmupDecayLR(WarmupLR):
-    """Warm up as ``WarmupLR``, then lower the rate linearly to the minimum at ``total_num_steps``.
-
-    Args:
-        optimizer: whose groups are written.
-        total_num_steps: step at which the minimum is reached.
-        warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration: as for
-            ``WarmupLR``.
-
-    Raises:
-        ValueError: as for ``WarmupLR``.
-    """
+    """Warm up as ``WarmupLR``, then lower the rate linearly to the minimum at the last step."""
 
     def __init__(
         self,
@@ -481,26 +438,13 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Schedule):
-    """Warm up to the rate each group was made with, then follow half a cosine down to a share of
-    it.
+    """Warm up to the rate each group was made with, then follow half a cosine to a share of it.
 
     With ``i = last_batch_iteration``, ``n = max(2, warmup_num_steps)`` and ``T = total_num_steps``
     the ratio to the group's rate is ``min_ratio + (1 - min_ratio) * g`` during warmup (``g`` as in
     ``WarmupLR``), then ``c + (1 - c) * (1 + cos(pi * (i - n + 1) / (T - n))) / 2`` with ``c =
     cos_min_ratio``, and ``c`` from the end on. It is 0 before the first step.
     ``warmup_num_steps=0`` means no warmup, as in ``WarmupLR``.
-
-    Args:
-        optimizer: whose groups are written.
-        total_num_steps: step at which the cosine ends.
-        warmup_min_ratio: ratio at the first step.
-        warmup_num_steps: steps of warmup.
-        cos_min_ratio: ratio at the end.
-        warmup_type: ``"log"`` or ``"linear"``.
-        last_batch_iteration: counter to start at.
-
-    Raises:
-        ValueError: a negative number of warmup steps.
     """
 
     def __init__(
@@ -544,10 +488,6 @@ class WarmupCosineLR(_Schedule):
         """Return the rate of each group."""
         ratio = self.get_lr_ratio()
         return [rate * ratio for rate in self.org_lrs]
-
-    def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go to the next iteration, or to ``last_batch_iteration``."""
-        self._advance(last_batch_iteration)
 
 
 def _warn_if_short(total: float, warmup: float) -> None:

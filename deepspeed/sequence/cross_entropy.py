@@ -27,7 +27,7 @@ class _VocabSequenceParallelCrossEntropy(torch.autograd.Function):
         target: torch.Tensor,
         sp_group: dist.Group,
     ) -> torch.Tensor:
-        """Losses of all positions, in fp32."""
+        """Compute the losses of all positions, in fp32."""
         taking_part = target != IGNORE_INDEX
         target = target.masked_fill(~taking_part, 0)
         log_probabilities = torch.log_softmax(vocab_seq_parallel_logits.float(), dim=-1)
@@ -42,9 +42,7 @@ class _VocabSequenceParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Every rank's gradient of this rank's losses, added up, times that of the losses by the
-        logits.
-        """
+        """Sum every rank's gradient of this rank's losses, times the losses' by the logits."""
         log_probabilities, target, taking_part = ctx.saved_tensors
         grad = grad_output.new_empty(target.shape)
         dist.reduce_scatter_tensor(grad, grad_output.contiguous(), group=ctx.group)
@@ -57,7 +55,7 @@ class _VocabSequenceParallelCrossEntropy(torch.autograd.Function):
 def vocab_sequence_parallel_cross_entropy(
     vocab_parallel_logits: torch.Tensor, target: torch.Tensor, sp_group: dist.Group
 ) -> torch.Tensor:
-    """Losses of all positions of a sequence whose positions are split over `sp_group`.
+    """Compute the losses of all positions of a sequence whose positions are split over `sp_group`.
 
     Args:
         vocab_parallel_logits: [s / P, b, vocabulary], this rank's positions.
@@ -68,9 +66,6 @@ def vocab_sequence_parallel_cross_entropy(
         [s, b] in fp32, the same on all ranks of the group; zero at ignored positions. Take its mean
         (or any other function) on every rank: the engine's gradient is that of one process with the
         whole sequence.
-
-    Raises:
-        ValueError: For shapes that do not belong together.
     """
     if vocab_parallel_logits.shape[:-1] != target.shape or target.dim() < 1:
         raise ValueError(

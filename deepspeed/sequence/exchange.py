@@ -20,13 +20,9 @@ from deepspeed.accelerator import Stream, get_accelerator
 
 
 class Cut(NamedTuple):
-    """How one tensor travels.
-
-    Attributes:
-        scatter: Dimension that is cut; rank r gets the r-th piece.
-        gather: Dimension along which the pieces that arrive are joined, in the order of ranks.
-        scatter_sizes: Sizes of the pieces that leave.
-        gather_sizes: Sizes of the pieces that arrive.
+    """How one tensor travels: the dimension that is cut, rank r getting the r-th piece, that along
+    which pieces are joined in the order of ranks, and the sizes of the pieces that leave and
+    arrive.
     """
 
     scatter: int
@@ -35,15 +31,11 @@ class Cut(NamedTuple):
     gather_sizes: tuple[int, ...]
 
     def back(self) -> Cut:
-        """The cut that undoes this one."""
+        """Undo this one."""
         return Cut(self.gather, self.scatter, self.gather_sizes, self.scatter_sizes)
 
     def check(self, tensor: torch.Tensor, rank: int) -> None:
-        """Refuse a tensor that does not fit.
-
-        Raises:
-            ValueError: Naming the sizes.
-        """
+        """Refuse a tensor that does not fit."""
         if (
             tensor.shape[self.scatter] != sum(self.scatter_sizes)
             or tensor.shape[self.gather] != self.gather_sizes[rank]
@@ -56,13 +48,7 @@ class Cut(NamedTuple):
 
 
 class Pending:
-    """An exchange under way. `wait` ends it; the buffers live at least until then.
-
-    Args:
-        tensors: What leaves this rank, one dtype.
-        cuts: How, one for each tensor.
-        group: The ranks.
-    """
+    """An exchange of tensors of one dtype. `wait` ends it; the buffers live until then."""
 
     def __init__(
         self,
@@ -86,7 +72,7 @@ class Pending:
         )
 
     def wait(self) -> list[torch.Tensor]:
-        """What arrived, contiguous, in the order of the tensors."""
+        """Return what arrived, contiguous, in the order of the tensors."""
         if self._work is not None:
             self._work.wait()
         pieces: list[list[torch.Tensor]] = [[] for _ in self._cuts]
@@ -102,7 +88,8 @@ class Pending:
 def _pack(
     tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], world: int
 ) -> tuple[torch.Tensor, list[int]]:
-    """All pieces in one buffer, those for one rank together; and the elements for each rank.
+    """Put all pieces in one buffer, those for one rank together; and count the elements for each
+    rank.
 
     Copied straight from the strided tensors: the layout changes on the way into the buffer, so
     nothing is permuted before.
@@ -124,7 +111,7 @@ def _pack(
 def _pack_by_rank(
     outgoing: torch.Tensor, tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], world: int
 ) -> None:
-    """One copy per tensor and rank: the host copies fewer dimensions faster."""
+    """Copy once per tensor and rank: the host copies fewer dimensions faster."""
     parts = [
         tensor.split(cut.scatter_sizes, dim=cut.scatter)
         for tensor, cut in zip(tensors, cuts, strict=True)
@@ -143,9 +130,7 @@ def _pack_by_run(
     cuts: Sequence[Cut],
     sizes: Sequence[tuple[int, ...]],
 ) -> None:
-    """One copy per tensor and run of neighbouring ranks with equal sizes: as many with two ranks as
-    with a hundred.
-    """
+    """Copy once per tensor and run of neighbouring ranks with equal sizes."""
     begin, starts = 0, [0] * len(cuts)
     for piece_sizes, alike in groupby(sizes):
         run = len(list(alike))
@@ -179,17 +164,8 @@ def exchange(
     group: dist.Group,
     stream: Stream | None = None,
 ) -> list[torch.Tensor]:
-    """Exchange tensors of one dtype in one collective, without autograd.
-
-    Args:
-        tensors: What leaves this rank.
-        cuts: How, one for each tensor.
-        group: The ranks.
-        stream: Accelerator stream to run on; the current one waits for it before this returns.
-            None: the current one.
-
-    Raises:
-        ValueError: A tensor does not fit its cut.
+    """Exchange tensors of one dtype in one collective, each cut in its way, without autograd; on
+    `stream`, for which the current one waits before this returns, or the current one.
     """
     rank = dist.get_rank(group)
     for tensor, cut in zip(tensors, cuts, strict=True):
@@ -232,9 +208,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        """Exchange the gradients back. All of them, zeros included: every rank has to send the same
-        messages.
-        """
+        """Exchange all gradients back, zeros too: every rank has to send the same messages."""
         return (
             None,
             None,

@@ -20,9 +20,7 @@ from deepspeed.sequence.exchange import Cut, Exchange, Pending, exchange
 
 
 def shares(total: int, ranks: int) -> tuple[int, ...]:
-    """`total` things dealt to `ranks`, the first ranks get one more where it doesn't come out
-    even.
-    """
+    """Deal `total` things to `ranks`, of which the first get one more where it is uneven."""
     return tuple(total // ranks + (rank < total % ranks) for rank in range(ranks))
 
 
@@ -33,15 +31,8 @@ def _make_cut(
     group: dist.Group,
     gather_total: int | None = None,
 ) -> Cut:
-    """The cut that scatters one dimension as evenly as it goes, and gathers another.
-
-    Args:
-        shape: Shape on this rank.
-        scatter: Dimension that is cut.
-        gather: Dimension that is joined.
-        group: The ranks.
-        gather_total: Size of the joined dimension, dealt by `shares`; None: every rank has as much
-            as this one.
+    """Make the cut that scatters one dimension of `shape` as evenly as it goes, and gathers
+    another, of which every rank has as much as this one, or `gather_total` is dealt by `shares`.
     """
     world = dist.get_world_size(group)
     gather_sizes = (shape[gather],) * world if gather_total is None else shares(gather_total, world)
@@ -74,8 +65,6 @@ def single_all_to_all(
         group: The P ranks that share the sequence.
         async_op: Start only: `handle[type]` is what has been started, its `wait()` returns a list
             with the result.
-        handle: Where `async_op` leaves it.
-        type: Its name there.
 
     Returns:
         The result, contiguous, e.g. [s, b, h / P, d]; None with `async_op`.
@@ -99,7 +88,7 @@ def single_all_to_all(
 def uneven_heads_all2all(
     input: torch.Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int, group: dist.Group
 ) -> torch.Tensor:
-    """`single_all_to_all` whose heads need not divide in either direction; without autograd.
+    """Exchange as `single_all_to_all` heads that need not divide in either direction.
 
     On the way back no rank can tell from its own heads how many the others hold, so they tell each
     other: one small collective more and a wait of the host. `DistributedAttention` knows, and needs
@@ -170,11 +159,8 @@ class _SeqAllToAll(torch.autograd.Function):
         type: str | None = None,
         is_fwd: bool = True,
     ) -> torch.Tensor:
-        """Exchange; on `stream`, if given.
-
-        Raises:
-            ValueError: For `handle`, `type` or `is_fwd`, which steered when upstream waits; here
-                the result is always complete.
+        """Exchange; on `stream`, if given. `handle`, `type` and `is_fwd` steered when upstream
+        waits; here the result is always complete.
         """
         if handle is not None or type is not None or not is_fwd:
             raise ValueError(
@@ -198,11 +184,7 @@ class _DimZeroAllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: dist.Group, input: torch.Tensor) -> torch.Tensor:
-        """Exchange.
-
-        Raises:
-            ValueError: The ranks do not divide dimension 0.
-        """
+        """Exchange dimension 0, which the ranks must divide."""
         world = dist.get_world_size(group)
         if input.shape[0] % world:
             raise ValueError(
@@ -222,27 +204,22 @@ class _DimZeroAllToAll(torch.autograd.Function):
 def pre_all2all_fun(
     permute_idx: Sequence[int], inp_shape: Sequence[int], input: torch.Tensor
 ) -> torch.Tensor:
-    """`input` viewed as `inp_shape`, with its dimensions in the order `permute_idx`, contiguous."""
+    """View `input` as `inp_shape` and permute its dimensions, contiguous."""
     return input.reshape(tuple(inp_shape)).permute(tuple(permute_idx)).contiguous()
 
 
 def post_all2all(
     permute_idx: Sequence[int], res_shape: Sequence[int]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that puts dimensions in the order `permute_idx` and shapes the result as
-    `res_shape`, contiguous.
-    """
+    """Make a function that permutes dimensions and shapes the result as `res_shape`, contiguous."""
     return lambda input: input.permute(tuple(permute_idx)).reshape(tuple(res_shape)).contiguous()
 
 
 def apply_rotary_pos_emb(
     t: torch.Tensor, freqs_cos: torch.Tensor, freqs_sin: torch.Tensor
 ) -> torch.Tensor:
-    """Turn the first `r` features of each head by angles, halves paired; the other features pass.
-
-    Args:
-        t: [..., d].
-        freqs_cos, freqs_sin: Cosines and sines that broadcast with [..., r], r <= d and even.
+    """Turn the first `r` features of each head of [..., d] by angles, halves paired; the others
+    pass. Cosines and sines broadcast with [..., r], r <= d and even.
     """
     turning = freqs_cos.shape[-1]
     head, rest = t[..., :turning], t[..., turning:]
@@ -252,8 +229,8 @@ def apply_rotary_pos_emb(
 
 
 def _facing(angles: torch.Tensor, positions: int, dim: int) -> torch.Tensor:
-    """`angles` with its positions in dimension `dim`: upstream takes them the other way round than
-    queries.
+    """Turn `angles` to have their positions in dimension `dim`: upstream takes them the other way
+    round.
     """
     if angles.shape[dim] != positions:
         angles = angles.transpose(0, 1)
@@ -269,13 +246,8 @@ def _facing(angles: torch.Tensor, positions: int, dim: int) -> torch.Tensor:
 
 
 class HeadPlan(NamedTuple):
-    """How heads are dealt to ranks.
-
-    Attributes:
-        query: Query heads of each rank.
-        key: Key and value heads of each rank.
-        key_order: Key heads in the order in which they leave, some of them repeated; None: as they
-            are.
+    """How heads are dealt: query heads, and key heads, of each rank, and the key heads in the order
+    in which they leave, some of them repeated (None: as they are).
     """
 
     query: tuple[int, ...]
@@ -346,9 +318,7 @@ class DistributedAttention(nn.Module):
         self._orders: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
 
     def layer_sync(self, layer: Any) -> None:
-        """Let the current stream wait for `layer.done_event`, which a layer that computes on a
-        stream of its own leaves.
-        """
+        """Wait for `layer.done_event`, which a layer with a stream of its own leaves."""
         event = getattr(layer, "done_event", None)
         if event is not None:
             get_accelerator().current_stream().wait_event(event)
@@ -376,9 +346,6 @@ class DistributedAttention(nn.Module):
 
         Returns:
             The context at this rank's positions, in the local attention's layout.
-
-        Raises:
-            ValueError: Dimensions or numbers of heads that cannot be.
         """
         _check_dims(query, self.scatter_idx, self.gather_idx, batch_dim_idx)
         world = dist.get_world_size(self.spg)

@@ -11,18 +11,9 @@ from deepspeed.ops.host_optimizer import HostOptimizer, square_root
 
 
 class DeepSpeedCPUAdagrad(HostOptimizer):
-    """Adagrad (Duchi et al., JMLR 2011).
-
-    Args:
-        model_params: Parameters or groups, kept by identity.
-        lr: Learning rate.
-        eps: Added to the denominator.
-        weight_decay: L2 weight decay.
-        amsgrad: Must be False; Adagrad has no such variant.
-        fp32_optimizer_states: The sum of squares in fp32; otherwise in the parameter's dtype.
-
-    Raises:
-        ValueError: For `amsgrad=True`, or a hyper-parameter out of range.
+    """Adagrad (Duchi et al., JMLR 2011), which has no `amsgrad`; `weight_decay` is L2. Without
+    `fp32_optimizer_states` the sum of squares is in the parameter's dtype. ValueError for a
+    hyper-parameter out of range.
     """
 
     op_name = "cpu_adagrad"

@@ -13,21 +13,11 @@ from deepspeed.ops.host_optimizer import HostOptimizer, square_root
 
 class DeepSpeedCPUAdam(HostOptimizer):
     """Adam (Kingma and Ba, arXiv:1412.6980) with decoupled weight decay (arXiv:1711.05101) unless
-    `adamw_mode` is off.
+    `adamw_mode` is off, which adds it to the gradient (L2).
 
-    Args:
-        model_params: Parameters or groups, kept by identity.
-        lr: Learning rate.
-        bias_correction: Undo the moments' start at zero.
-        betas: Decay of first and second moment.
-        eps: Added to the denominator.
-        weight_decay: Weight decay.
-        amsgrad: Use the maximum of second moments.
-        adamw_mode: Decouple weight decay; otherwise it is added to the gradient (L2).
-        fp32_optimizer_states: Moments in fp32; otherwise in the parameter's dtype.
-
-    Raises:
-        ValueError: For a hyper-parameter out of range.
+    `bias_correction` undoes the moments' start at zero, `amsgrad` uses the maximum of second
+    moments. Without `fp32_optimizer_states` these are in the parameter's dtype. ValueError for a
+    hyper-parameter out of range.
     """
 
     op_name = "cpu_adam"

@@ -12,11 +12,7 @@ _HAS_SWITCH = "decoupled_weight_decay" in inspect.signature(torch.optim.Adam.__i
 
 
 def refuse_without_bias_correction(name: str, bias_correction: bool) -> None:
-    """Raise if bias correction is switched off: torch's kernels always correct.
-
-    Raises:
-        ValueError: Naming the argument.
-    """
+    """Refuse to switch bias correction off: torch's kernels always correct."""
     if not bias_correction:
         raise ValueError(
             f"{name}: bias_correction=False is not supported; torch's Adam always corrects the bias"
@@ -25,21 +21,10 @@ def refuse_without_bias_correction(name: str, bias_correction: bool) -> None:
 
 class FusedAdam(torch.optim.AdamW):
     """Adam (Kingma and Ba, arXiv:1412.6980) with decoupled weight decay (arXiv:1711.05101) unless
-    `adam_w_mode` is off.
+    `adam_w_mode` is off, which adds it to the gradient (L2).
 
-    Args:
-        params: Parameters or groups.
-        lr: Learning rate.
-        bias_correction: Must be True.
-        betas: Decay of first and second moment.
-        eps: Added to the denominator.
-        adam_w_mode: Decouple weight decay; otherwise it is added to the gradient (L2).
-        weight_decay: Weight decay.
-        amsgrad: Use the maximum of second moments.
-        set_grad_none: `zero_grad` sets gradients to None.
-
-    Raises:
-        ValueError: For `bias_correction=False`.
+    `bias_correction` must be True; `amsgrad` uses the maximum of second moments; with
+    `set_grad_none` `zero_grad` sets gradients to None.
     """
 
     def __init__(

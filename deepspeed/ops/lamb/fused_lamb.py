@@ -14,23 +14,10 @@ from deepspeed.ops.whole_parameters import WholeParameterOptimizer
 
 class FusedLamb(WholeParameterOptimizer):
     """Lamb. The trust ratio is a ratio of norms of whole parameters, which ranks that have shards
-    add up.
+    add up; it lies in `min_coeff` to `max_coeff` and scales weight decay too. `eps` is added to the
+    denominator, or with `eps_inside_sqrt` under its root.
 
-    Args:
-        params: Parameters or groups.
-        lr: Learning rate.
-        bias_correction: Correct the moments' bias.
-        betas: Decay of first and second moment.
-        eps: Added to the denominator.
-        eps_inside_sqrt: Add `eps` under the root instead.
-        weight_decay: Weight decay, part of the update that the trust ratio scales.
-        max_grad_norm: Must be 0; set `gradient_clipping` in the configuration.
-        max_coeff: Largest trust ratio.
-        min_coeff: Smallest trust ratio.
-        amsgrad: Must be False.
-
-    Raises:
-        ValueError: For what Lamb does not have, naming the argument.
+    `max_grad_norm` must be 0 (set `gradient_clipping` in the configuration) and `amsgrad` False.
     """
 
     def __init__(
@@ -66,7 +53,7 @@ class FusedLamb(WholeParameterOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

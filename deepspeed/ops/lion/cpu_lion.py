@@ -11,17 +11,9 @@ from deepspeed.ops.host_optimizer import HostOptimizer
 
 
 class DeepSpeedCPULion(HostOptimizer):
-    """Lion (Chen et al., arXiv:2302.06675, Algorithm 2) with decoupled weight decay.
-
-    Args:
-        model_params: Parameters or groups, kept by identity.
-        lr: Learning rate.
-        betas: Weight of the momentum in the update, and in the momentum.
-        weight_decay: Decoupled weight decay.
-        fp32_optimizer_states: The momentum in fp32; otherwise in the parameter's dtype.
-
-    Raises:
-        ValueError: For a hyper-parameter out of range.
+    """Lion (Chen et al., arXiv:2302.06675, Algorithm 2) with decoupled weight decay. `betas` weigh
+    the momentum in the update, and in the momentum; without `fp32_optimizer_states` it is in the
+    parameter's dtype. ValueError for a hyper-parameter out of range.
     """
 
     op_name = "cpu_lion"

@@ -11,17 +11,12 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion with decoupled weight decay, vectorized over all tensors of a group.
+    """Lion with decoupled weight decay, vectorized over all tensors of a group. `betas` weigh the
+    momentum in the update, and in the momentum.
 
     As torch's fused optimizers it takes `grad_scale` and `found_inf`, set by its caller for a step:
     gradients are divided by the first, and nothing changes if the second is 1. Both are 0-d tensors
     where the parameters are.
-
-    Args:
-        params: Parameters or groups, kept by identity.
-        lr: Learning rate.
-        betas: Weight of the momentum in the update, and in the momentum.
-        weight_decay: Decoupled weight decay.
     """
 
     _step_supports_amp_scaling = True  # what torch's GradScaler asks for
@@ -41,7 +36,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -28,9 +28,7 @@ ADAMW_KEYS = ("lr", "betas", "weight_decay", "eps")
 
 
 def is_matrix(param: torch.Tensor) -> bool:
-    """Whether Muon can update it: it has rows and columns. A parameter that is sharded now is asked
-    for its whole shape.
-    """
+    """Tell whether Muon can update it: its whole shape has rows and columns."""
     return len(logical_shape(param)) >= 2
 
 
@@ -39,12 +37,8 @@ def with_marks(
     uses_muon: Callable[[torch.Tensor], bool],
     names: Mapping[Any, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Parameters, or groups, as groups with the key `use_muon`.
-
-    Args:
-        params: As an optimizer takes them. A group that has the key stays as it is.
-        uses_muon: What to do with a parameter that is not marked (`param.use_muon`).
-        names: Of parameters, for errors.
+    """Group parameters, or complete groups, by the key `use_muon`; `uses_muon` decides of
+    parameters that are not marked (`param.use_muon`), and `names` are for errors.
 
     Raises:
         ValueError: A parameter's mark says otherwise than its group, or it should use Muon and is
@@ -96,17 +90,15 @@ class MuonWithAuxAdam(WholeParameterOptimizer):
     Args:
         params: Parameters, or groups with the key `use_muon`. Without it, a parameter of two
             dimensions or more uses Muon unless it is marked `param.use_muon = False` (embeddings
-            and output heads should be; the engine does so by itself when it makes this optimizer
-            of a configuration).
+            and output heads should be; the engine does so by itself when it makes this optimizer of
+            a configuration).
         lr: Learning rate of groups that name none.
         momentum: Of Muon.
-        weight_decay: Of both.
-        betas: Of AdamW.
-        eps: Of AdamW.
+        betas, eps: Of AdamW.
         muon_lr: Learning rate of Muon's groups; None is `lr`.
         adam_lr: Learning rate of AdamW's groups; None is `lr`.
-        ns_method: How matrices are made orthogonal: "gram", or "standard", the order of products
-            of `torch.optim.Muon`, which are larger where a matrix is far from square.
+        ns_method: How matrices are made orthogonal: "gram", or "standard", the order of products of
+            `torch.optim.Muon`, which are larger where a matrix is far from square.
 
     Raises:
         ValueError: Of `with_marks`, or for an unknown `ns_method`.
@@ -142,11 +134,7 @@ class MuonWithAuxAdam(WholeParameterOptimizer):
         self._adamw: dict[int, torch.optim.AdamW] = {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See base class.
-
-        Raises:
-            ValueError: A group of Muon's would become one of AdamW's, or the reverse.
-        """
+        """Restore; ValueError if a group of Muon's would become one of AdamW's, or the reverse."""
         saved = state_dict["param_groups"]
         for number, (group, other) in enumerate(zip(self.param_groups, saved, strict=False)):
             if other.get(MARK) != group[MARK]:

@@ -28,15 +28,12 @@ EPSILON = 1e-7
 
 
 def orthogonalize(tensor: torch.Tensor, ns_method: str = "standard") -> torch.Tensor:
-    """The nearly orthogonal factor of a matrix.
+    """Return the nearly orthogonal factor of a matrix, in bf16.
 
     Args:
         tensor: `[m, n]`; of three dimensions a stack of matrices, each by itself; of more the
             matrix of its first dimension and all others (the filters of a convolution).
         ns_method: "standard" or "gram"; see [Note: two ways].
-
-    Returns:
-        bf16, in the same shape.
     """
     matrix = tensor.to(torch.bfloat16)
     if tensor.dim() > 3:
@@ -95,8 +92,8 @@ def _gram(wide: torch.Tensor) -> torch.Tensor:
 
 
 def _plus(rest: torch.Tensor, a: float) -> torch.Tensor:
-    """p(G) of p(G) - a, in its place. Its diagonal is rounded, which a Gram matrix does not notice,
-    and the product of several p(G) does.
+    """Add a to p(G) - a, in its place. Its diagonal is rounded, which a Gram matrix does not
+    notice, and the product of several p(G) does.
     """
     rest.diagonal(dim1=-2, dim2=-1).add_(a)
     return rest

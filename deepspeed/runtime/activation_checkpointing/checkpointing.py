@@ -4,8 +4,7 @@ being kept.
 `checkpoint` runs a nested backward per function (reentrant); `non_reentrant_checkpoint`, which is
 torch's with our settings around it, recomputes inside of the one backward. Both restore random
 states and autocast, and save their inputs as `configure` says (`saved_inputs`); `recomputed` leaves
-them where they are. Random states are in `random_states`, upstream's helpers for flat lists in
-`tensor_lists`.
+them where they are.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ def configure(
         mpu_: Megatron-style object that knows the tensor-parallel group; None: the one given to
             `deepspeed.initialize`, if any.
         deepspeed_config: Configuration (path, dict, or `DeepSpeedConfig`) whose block
-            "activation_checkpointing" is used.
+            "activation_checkpointing" is used where an argument after this one is None.
         partition_activations: Save on each tensor-parallel rank its part only. Inputs must be equal
             on those ranks.
         contiguous_checkpointing: Save into long buffers.
@@ -108,8 +107,6 @@ def configure(
         checkpoint_in_cpu: Save in host memory.
         synchronize: Wait for the device at the boundaries of each checkpointed function.
         profile: Log the time of each checkpointed function and of its recomputation.
-
-    The arguments after `deepspeed_config` override it; None leaves it, or the default, in force.
 
     Raises:
         DeepSpeedConfigError: For settings that cannot be honoured together.
@@ -150,9 +147,7 @@ def _block_of(deepspeed_config: Any) -> Any:
 
 
 def configure_for_engine(config: Any, mpu: Any) -> None:
-    """What an engine does with the block of its `DeepSpeedConfig`: use it, unless the script has
-    called `configure` itself.
-    """
+    """Use the block of an engine's configuration, unless the script called `configure` itself."""
     if (
         "activation_checkpointing" in config.tree.model_fields_set
         and not settings.current().by_client
@@ -162,9 +157,7 @@ def configure_for_engine(config: Any, mpu: Any) -> None:
 
 
 def is_configured() -> bool:
-    """Whether `configure` was called, by the script or by an engine whose configuration has the
-    block.
-    """
+    """Tell whether `configure` was called, by the script or by an engine with the block."""
     return settings.is_configured()
 
 
@@ -174,7 +167,7 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 
 def set_num_layers(nlayers: int) -> None:
-    """The number of inputs of one size that a long buffer holds."""
+    """Set the number of inputs of one size that a long buffer holds."""
     settings.change(num_checkpoints=nlayers)
 
 
@@ -188,8 +181,7 @@ def reset() -> None:
 
 @contextlib.contextmanager
 def _boundary(what: str) -> Iterator[None]:
-    """The edges of a checkpointed function's forward or recomputation, where the settings may ask
-    to wait and to measure.
+    """Wait and measure at the edges of a forward or recomputation, where the settings ask for it.
 
     It waits for the current stream, which all that is computed here is on or has joined. The whole
     device would include receives that a pipeline has posted, for which it may wait for ever.
@@ -295,14 +287,7 @@ def _refuse_changed(tensors: Sequence[torch.Tensor], versions: Sequence[int]) ->
 
 class _Flat:
     """A function on the leaves of its nested arguments and results, as autograd and saved-tensor
-    hooks want it.
-
-    It holds no argument itself: autograd keeps them, or what they were packed into.
-
-    Args:
-        function: Any function.
-        arguments: How its positional and keyword arguments nest; tensors may lie in tuples, lists,
-            dicts and what torch's pytrees know.
+    hooks want it. It holds no argument: autograd keeps them, or what they were packed into.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: pytree.TreeSpec) -> None:
@@ -311,20 +296,18 @@ class _Flat:
         self._results: Any = None
 
     def __call__(self, *leaves: Any) -> tuple[Any, ...]:
-        """The leaves of the function's result; further arguments than the function's are
-        dropped.
-        """
+        """Compute the leaves of the result; further arguments than the function's are dropped."""
         args, kwargs = pytree.tree_unflatten(leaves[: self._arguments.num_leaves], self._arguments)
         results, self._results = pytree.tree_flatten(self._function(*args, **kwargs))
         return tuple(results)
 
     def nested(self, leaves: Sequence[Any]) -> Any:
-        """The function's result with these leaves."""
+        """Nest these leaves as the function's result."""
         return pytree.tree_unflatten(leaves, self._results)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, which keeps its arguments and is run again in backward.
+    """Call `function(*args, **kwargs)`, keeping its arguments, and again in backward.
 
     Tensors may lie anywhere in nested arguments and results, and need not require gradients.
     Without gradients to compute, the function is just called.
@@ -365,9 +348,7 @@ def _as_upstream(result: Any) -> Any:
 
 
 class _Recomputation:
-    """Entered around each recomputation of one function; several backwards of a retained graph
-    enter it several times.
-    """
+    """Entered around each recomputation of a function, several times for a retained graph."""
 
     def __init__(self) -> None:
         self._surroundings = Surroundings()
@@ -384,22 +365,16 @@ class _Recomputation:
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As `checkpoint`, inside of the one backward: also under `torch.autograd.grad`, and each
-    parameter's hook fires once.
-
-    Returns:
-        The function's result.
+    """Checkpoint inside of the one backward: also under `torch.autograd.grad`, and each parameter's
+    hook fires once. The result is the function's own.
     """
     with saved_inputs.store().hooks():
         return recomputed(function, *args, **kwargs)
 
 
 def recomputed(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """`non_reentrant_checkpoint` whose inputs stay where they are, whatever `configure` says: for
-    pieces of a larger tensor, which are views and cost nothing to keep.
-
-    Returns:
-        The function's result.
+    """Checkpoint without reentering, with inputs that stay where they are whatever `configure`
+    says: pieces of a larger tensor, which are views and cost nothing to keep.
     """
     leaves, arguments = pytree.tree_flatten((args, kwargs))
     flat = _Flat(function, arguments)

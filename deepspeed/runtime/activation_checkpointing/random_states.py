@@ -19,9 +19,7 @@ MODEL_PARALLEL_SEED_OFFSET = 2718
 
 
 class CudaRNGStatesTracker:
-    """Random states of the accelerator by name; `fork(name)` draws from one of them. On the host
-    they are the host's.
-    """
+    """Random states of the accelerator (on the host the host's) by name, to draw from in `fork`."""
 
     def __init__(self) -> None:
         self.states_: dict[str, torch.Tensor] = {}
@@ -41,10 +39,8 @@ class CudaRNGStatesTracker:
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Make a state from a seed; the accelerator's own stays as it is.
-
-        Raises:
-            ValueError: The name or the seed is taken: two equal states would draw the same numbers.
+        """Make a state from a seed; the accelerator's own stays as it is. ValueError if the name or
+        the seed is taken: two equal states would draw the same numbers.
         """
         if seed in self.seeds_:
             raise ValueError(
@@ -66,12 +62,7 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
-        """Within it, random numbers come from the named state, which goes on from there the next
-        time.
-
-        Raises:
-            ValueError: There is no such state.
-        """
+        """Draw from the named state, which goes on from there the next time."""
         if name not in self.states_:
             raise ValueError(
                 f"random state {name!r} is not added (there are {sorted(self.states_)}); call "
@@ -117,9 +108,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Seed "model-parallel-rng" anew, differently on each tensor-parallel rank; nothing else
-    changes.
-    """
+    """Seed "model-parallel-rng" alone anew, differently on each tensor-parallel rank."""
     with _CUDA_RNG_STATE_TRACKER.fork():
         get_accelerator().manual_seed(_model_parallel_seed(seed))
 

@@ -32,9 +32,7 @@ from deepspeed.runtime.streams import SideStream
 
 
 def is_activation_to_checkpoint(item: Any) -> bool:
-    """Whether `item` is partitioned or moved: a floating-point tensor with an element for each
-    tensor-parallel rank.
-    """
+    """Tell whether `item` is a floating-point tensor with an element for each rank."""
     if not isinstance(item, torch.Tensor) or isinstance(item, nn.Parameter):
         return False
     return (
@@ -55,9 +53,7 @@ def get_partition_start(item: torch.Tensor) -> int:
 
 
 def part_of(flat: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """Copy this rank's part of `flat` ([numel]) to `into` ([partition size]), padded with zeros;
-    returns `into`.
-    """
+    """Copy this rank's part of `flat` ([numel]) to `into` ([partition size]), zero-padded."""
     start, end = get_partition_start(flat), get_partition_start(flat) + into.numel()
     part = flat[start:end]
     into[: part.numel()].copy_(part)
@@ -74,21 +70,16 @@ def whole_of(part: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 def _order_in_memory(tensor: torch.Tensor) -> list[int]:
-    """The dimensions from the widest stride to the narrowest.
-
-    Restored in this order, a tensor has the strides it had: another memory format could choose a
-    kernel that rounds otherwise.
+    """List the dimensions from the widest stride to the narrowest. Restored in this order, a tensor
+    has the strides it had: another memory format could choose a kernel that rounds otherwise.
     """
     strides = tensor.stride()
     return sorted(range(len(strides)), key=lambda dim: -strides[dim])
 
 
 class Block:
-    """A part of a long buffer; whoever drops it gives it back.
-
-    Args:
-        memory: The part, flat.
-        free: Where it goes back to, with the event of its last use.
+    """A part of a long buffer, flat; whoever drops it gives it back, with the event of its last
+    use.
     """
 
     def __init__(self, memory: torch.Tensor, free: list[tuple[torch.Tensor, Any]]) -> None:
@@ -106,18 +97,14 @@ class Block:
 
 
 class LongBuffers:
-    """Blocks of equal size, cut from buffers of `num_blocks` of them; a buffer is added when all
-    blocks are in use.
-    """
+    """Blocks of equal size in buffers of `num_blocks`; one more when all are used."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
         self._free: dict[Any, list[tuple[torch.Tensor, Any]]] = defaultdict(list)
 
     def take(self, like: torch.Tensor, numel: int, on_host: bool) -> Block:
-        """A block of `numel` elements of the dtype (and, unless `on_host`, on the device) of
-        `like`.
-        """
+        """Take a block of `numel` elements of `like`'s dtype and, unless `on_host`, device."""
         free = self._free[(numel, like.dtype, like.device, on_host)]
         if not free:
             buffer = _empty(numel * self._num_blocks, like, on_host)
@@ -139,9 +126,7 @@ def _empty(numel: int, like: torch.Tensor, on_host: bool) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _AsIs:
-    """An input that stays where it is, with its version: somebody could change it before it is read
-    again.
-    """
+    """An input that stays where it is, with its version: it could be changed meanwhile."""
 
     tensor: torch.Tensor
     version: int
@@ -258,11 +243,8 @@ class InputStore:
         return content, block
 
     def unpack(self, packed: _AsIs | _Packed) -> torch.Tensor:
-        """An input as it was saved. Collective over the tensor-parallel group if inputs are
+        """Restore an input, unless it was changed. Collective over the tensor-parallel group if
         partitioned.
-
-        Raises:
-            RuntimeError: It was changed since.
         """
         if isinstance(packed, _AsIs):
             if packed.tensor._version != packed.version:

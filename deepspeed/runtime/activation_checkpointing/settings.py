@@ -18,18 +18,8 @@ from deepspeed.utils.bwc import (
 
 @dataclass(frozen=True)
 class Settings:
-    """How checkpointed functions save their inputs. Each attribute is an argument of `configure`.
-
-    Attributes:
-        mpu: Knows the tensor-parallel group; None: the one that `deepspeed.initialize` was given,
-            if any.
-        partition_activations: Each tensor-parallel rank saves its part only.
-        contiguous: Saved parts lie in long buffers.
-        num_checkpoints: How many parts of one size a buffer holds.
-        cpu: What is saved lies in host memory.
-        synchronize: Wait for the device at the boundaries of a checkpointed function.
-        profile: Log how long a checkpointed function and its recomputation take.
-        by_client: Whether the user's script called `configure`, and not an engine.
+    """How checkpointed functions save their inputs: the arguments of `configure`, and whether the
+    user's script called it, and not an engine (`by_client`).
     """
 
     mpu: Any = None
@@ -42,11 +32,7 @@ class Settings:
     by_client: bool = False
 
     def check(self) -> None:
-        """Refuse what cannot be honoured.
-
-        Raises:
-            DeepSpeedConfigError: Contiguous buffers without partitioning or without their size.
-        """
+        """Refuse contiguous buffers without partitioning or without their size."""
         if not self.contiguous:
             return
         if not self.partition_activations:
@@ -97,11 +83,7 @@ def is_configured() -> bool:
 
 
 def choose(chosen: Settings) -> None:
-    """Put settings in force.
-
-    Raises:
-        DeepSpeedConfigError: They cannot be honoured.
-    """
+    """Put settings in force, unless they cannot be honoured."""
     global _current, _is_configured
     chosen.check()
     _current, _is_configured = chosen, True

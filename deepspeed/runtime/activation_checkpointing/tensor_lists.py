@@ -21,7 +21,7 @@ from deepspeed.runtime.activation_checkpointing.saved_inputs import (
 def extract_tensors(
     all_objects: Sequence[Any],
 ) -> tuple[Sequence[torch.Tensor], Sequence[Any], Sequence[bool]]:
-    """Tensors and the rest of a tuple or list, apart; `merge_tensors` puts them together again.
+    """Take the tensors of a tuple or list apart from the rest; `merge_tensors` puts them together.
 
     Returns:
         Tensors, other objects, and for each object of `all_objects` whether it is a tensor; each of
@@ -48,11 +48,8 @@ def merge_tensors(
 def detach_variable(
     inputs: tuple[Any, ...], device: torch.device | str | None = None
 ) -> tuple[Any, ...]:
-    """Each tensor cut off from its graph, on `device` if given, requiring a gradient if it did;
-    other objects as they are.
-
-    Raises:
-        RuntimeError: `inputs` is no tuple.
+    """Cut each tensor of a tuple off from its graph, on `device` if given, requiring a gradient if
+    it did; other objects stay. RuntimeError for what is no tuple.
     """
     if not isinstance(inputs, tuple):
         raise RuntimeError(
@@ -72,8 +69,7 @@ def _detached(tensor: torch.Tensor, device: torch.device | str | None) -> torch.
 def partition_activations(
     args: Sequence[Any], cpu_checkpoint: bool, contiguous_checkpoint: bool
 ) -> list[Any]:
-    """Each activation of `args` as this rank's part ([partition size], padded); other objects as
-    they are.
+    """Take this rank's part ([partition size], padded) of each activation of `args`; others stay.
 
     Args:
         args: Arguments of a checkpointed function.
@@ -113,14 +109,8 @@ def _blocks(activations: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[t
 def get_partitioned_activations_for_backward(
     args: Sequence[Any], inputs: Sequence[Any], contiguous_checkpoint: bool
 ) -> list[Any]:
-    """What to save of `args`, given their parts: two entries each, the part and its whole shape;
-    other objects with None.
-
-    Args:
-        args: Arguments of a checkpointed function.
-        inputs: What `partition_activations` made of them.
-        contiguous_checkpoint: Accepted as upstream does; the parts lie where
-            `partition_activations` put them.
+    """List what to save of `args`, given their parts `inputs` of `partition_activations`: two
+    entries each, the part and its whole shape; other objects with None.
     """
     saved: list[Any] = []
     for item, part in zip(args, inputs, strict=True):
@@ -133,12 +123,8 @@ def get_partitioned_activations_for_backward(
 def gather_partitioned_activations(
     tensors: Sequence[Any], device: torch.device | str | None = None
 ) -> tuple[Any, ...]:
-    """Inputs from what `get_partitioned_activations_for_backward` saved. Collective over the
-    tensor-parallel group.
-
-    Args:
-        tensors: Pairs of a part and its whole shape, or of an object and None, one after the other.
-        device: Where to gather; None is the accelerator.
+    """Gather inputs from pairs of a part and its whole shape, or of an object and None, one after
+    the other, on `device` (None is the accelerator). Collective over the tensor-parallel group.
     """
     target = torch.device(get_accelerator().current_device_name() if device is None else device)
     whole = []
@@ -156,9 +142,7 @@ def gather_partitioned_activations(
 
 
 def get_cpu_activations_for_backward(args: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """What to save of `args`, given their copies on the host: the copies, requiring gradients as
-    the arguments do.
-    """
+    """List the copies on the host of `args`, requiring gradients as these do."""
     return [
         copy.detach().requires_grad_(item.requires_grad)
         if is_activation_to_checkpoint(item)

@@ -30,11 +30,7 @@ KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class SequenceGroups:
-    """An mpu that knows who shares a sequence: `size` neighbouring ranks each.
-
-    Raises:
-        ValueError: The ranks of the world cannot be split so.
-    """
+    """An mpu that knows who shares a sequence: `size` neighbouring ranks each."""
 
     def __init__(self, size: int) -> None:
         world = dist.get_world_size()
@@ -55,34 +51,32 @@ class SequenceGroups:
         return self._map.replicas
 
     def get_sequence_parallel_group(self) -> Any:
-        """The ranks that share this one's sequences."""
+        """Return the ranks that share this one's sequences."""
         return self._sequence.group
 
     def get_sequence_parallel_world_size(self) -> int:
-        """How many they are."""
+        """Count them."""
         return self._sequence.size
 
     def get_sequence_parallel_rank(self) -> int:
-        """Which piece this rank holds."""
+        """Return which piece this rank holds."""
         return self._sequence.rank
 
     def get_data_parallel_group(self) -> Any:
-        """The ranks that hold the same piece of other sequences."""
+        """Return the ranks that hold the same piece of other sequences."""
         return self._map.data.group
 
     def get_data_parallel_world_size(self) -> int:
-        """How many they are."""
+        """Count them."""
         return self._map.data.size
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's place among them."""
+        """Return this rank's place among them."""
         return self._map.data.rank
 
 
 class _OnWholeSequences(nn.Module):
-    """transformers' attention function as `DistributedAttention` calls it: [b, h, s, d] in and
-    out.
-    """
+    """transformers' attention function, [b, h, s, d] in and out, for `DistributedAttention`."""
 
     def __init__(self, attn: Callable[..., Any]) -> None:
         super().__init__()
@@ -97,7 +91,7 @@ class _OnWholeSequences(nn.Module):
         mask: Any,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        """The context of this rank's heads."""
+        """Compute the context of this rank's heads."""
         if hasattr(module, "num_key_value_groups"):
             # The layer's ratio of heads is not this rank's where key heads were repeated.
             layer: Any = copy.copy(module)
@@ -162,14 +156,14 @@ class UlyssesSPAttentionHF(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The model it is made for."""
+        """Tell the model it is made for."""
         layers, heads, key_heads, size = self.model
         return (
             f"{layers} layers, {heads} heads of {size}, {key_heads} key heads, {self.ranks} ranks"
         )
 
     def is_split(self, module: nn.Module) -> bool:
-        """Whether this layer holds a piece of a sequence now."""
+        """Tell whether this layer holds a piece of a sequence now."""
         return self.ranks > 1 and (module.training or not self.disable_in_eval)
 
     def forward(
@@ -196,9 +190,6 @@ class UlyssesSPAttentionHF(nn.Module):
 
         Returns:
             [b, s / P, h, d], and None: weights of attention are not gathered.
-
-        Raises:
-            ValueError: What cannot be split, and shapes other than the fixed ones.
         """
         if not self.is_split(module):
             mask = (
@@ -338,11 +329,8 @@ def _config_of(model_name_or_path: Any) -> Any:
 
 
 def _core_of(model: nn.Module | None, config: Any, asked: str | None) -> str:
-    """The name of the attention function.
-
-    Raises:
-        ValueError: For one that cannot be wrapped, or that the model doesn't use, and for layers
-            that see other positions than attention does.
+    """Name the attention function; refuse one that cannot be wrapped, or that the model doesn't
+    use, and layers that see other positions than attention does.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # startup: see above
 
@@ -368,12 +356,8 @@ def _core_of(model: nn.Module | None, config: Any, asked: str | None) -> str:
 
 
 class _Registered:
-    """An attention and the layers that it is for.
-
-    Args:
-        attention: The attention.
-        model: Its model; None: all of the configuration's type.
-        config: The model's configuration.
+    """An attention and the layers that it is for: those of a model, or (None) of a configuration's
+    type.
     """
 
     def __init__(
@@ -391,17 +375,17 @@ class _Registered:
             model.register_forward_pre_hook(self._want_positions, with_kwargs=True)
 
     def is_over(self) -> bool:
-        """Whether its model is gone."""
+        """Tell whether its model is gone."""
         return self.is_of_one_model and not self._modules
 
     def has_layer(self, module: nn.Module) -> bool:
-        """Whether the attention is this layer's."""
+        """Tell whether the attention is this layer's."""
         if self.is_of_one_model:
             return module in self._modules
         return getattr(getattr(module, "config", None), "model_type", None) in self._types
 
     def has_config(self, config: Any) -> bool:
-        """Whether models with this configuration may be meant."""
+        """Tell whether models with this configuration may be meant."""
         return id(config) in self._configs or (
             not self.is_of_one_model and config.model_type in self._types
         )
@@ -420,8 +404,8 @@ class _Registered:
 
 
 class _Door:
-    """The place of one of transformers' attention functions, and of the masks that belong to it,
-    taken once. Layers that nobody registered go on as before.
+    """The place of one of transformers' attention functions, and of its masks, taken once. Layers
+    that nobody registered go on as before.
     """
 
     _taken: dict[str, _Door] = {}
@@ -438,13 +422,13 @@ class _Door:
 
     @classmethod
     def of(cls, core: str) -> _Door:
-        """The one of this function."""
+        """Return the one of this function."""
         if core not in cls._taken:
             cls._taken[core] = cls(core)
         return cls._taken[core]
 
     def put(self, registered: _Registered) -> None:
-        """From now on; what was registered last counts first."""
+        """Register an attention; what was registered last counts first."""
         living = [item for item in self._registered if not item.is_over()]
         self._registered = [registered, *living]
 

@@ -49,7 +49,7 @@ class UlyssesSPDataLoaderAdapter:
         self._running: Iterator[Batch] | None = None
 
     def __len__(self) -> int:
-        """Batches of all ranks of the group, which have equally many."""
+        """Count the batches of all ranks of the group, which have equally many."""
         return len(self.dl) * self.sp_world_size
 
     def set_epoch(self, epoch: int) -> None:
@@ -58,12 +58,12 @@ class UlyssesSPDataLoaderAdapter:
             self.dl.set_epoch(epoch)
 
     def __iter__(self) -> UlyssesSPDataLoaderAdapter:
-        """Itself, from the loader's start."""
+        """Begin at the loader's start."""
         self._running = self._pieces()
         return self
 
     def __next__(self) -> Batch:
-        """The next piece. Collective over the group.
+        """Return the next piece. Collective over the group.
 
         Raises:
             ValueError: On all ranks of the group: batches without `position_ids`, lengths that the

@@ -16,12 +16,7 @@ _groups: SequenceGroups | None = None
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
-    """Let so many neighbouring ranks share sequences. Collective over the world; the last call
-    counts.
-
-    Raises:
-        ValueError: The ranks of the world cannot be split so.
-    """
+    """Let so many neighbouring ranks share sequences. Collective; the last call counts."""
     global _groups
     _groups = SequenceGroups(sequence_parallel_size)
 
@@ -36,30 +31,30 @@ def _known() -> SequenceGroups:
 
 
 def get_sequence_parallel_group() -> Any:
-    """The ranks that share this one's sequences."""
+    """Return the ranks that share this one's sequences."""
     return _known().get_sequence_parallel_group()
 
 
 def get_sequence_parallel_world_size() -> int:
-    """How many they are."""
+    """Count them."""
     return _known().get_sequence_parallel_world_size()
 
 
 def get_sequence_parallel_rank() -> int:
-    """Which piece this rank holds."""
+    """Return which piece this rank holds."""
     return _known().get_sequence_parallel_rank()
 
 
 def get_sequence_data_parallel_group() -> Any:
-    """The ranks over which gradients are reduced: those of all sequences."""
+    """Return the ranks over which gradients are reduced: those of all sequences."""
     return _known().replicas.group
 
 
 def get_sequence_data_parallel_world_size() -> int:
-    """How many they are."""
+    """Count them."""
     return _known().replicas.size
 
 
 def get_sequence_data_parallel_rank() -> int:
-    """This rank's place among them."""
+    """Return this rank's place among them."""
     return _known().replicas.rank

@@ -23,11 +23,8 @@ _CACHE = ("past_key_values", "cache")
 
 
 class WholeMask(NamedTuple):
-    """What attention over a whole sequence gets.
-
-    Attributes:
-        mask: As the attention takes it; None: every position sees all before it.
-        positions: [b, s], position ids.
+    """What attention over a whole sequence gets: its mask (None: every position sees all before
+    it), and the position ids [b, s].
     """
 
     mask: Any
@@ -35,12 +32,7 @@ class WholeMask(NamedTuple):
 
 
 class LocalMask:
-    """A mask that is not made yet.
-
-    Args:
-        make: transformers' mask function of the attention.
-        arguments: What the model calls it with.
-    """
+    """A mask that is not made yet, by transformers' mask function and the model's arguments."""
 
     def __init__(self, make: Callable[..., Any], arguments: dict[str, Any]) -> None:
         self._make = make
@@ -49,14 +41,14 @@ class LocalMask:
         self._whole: WholeMask | None = None
 
     def here(self) -> Any:
-        """The mask that the model asked for, of its own positions."""
+        """Make the mask that the model asked for, of its own positions."""
         if not self._here:
             self._here.append(self._make(**self.arguments))
         return self._here[0]
 
     def whole(self, positions: torch.Tensor, group: dist.Group, given: bool) -> WholeMask:
-        """The mask of the sequence that the ranks of `group` share. Collective the first time; all
-        layers ask one mask.
+        """Make the mask of the sequence that the ranks of `group` share. Collective the first time;
+        all layers ask one mask.
 
         Args:
             positions: [b, s / P], or [1, s / P] for all rows: position ids of this rank.
@@ -109,7 +101,7 @@ class LocalMask:
         return WholeMask(asked.here(), whole)
 
     def _of(self, positions: torch.Tensor, padding: torch.Tensor | None) -> LocalMask:
-        """What the model would ask for with the whole sequence."""
+        """Ask for what the model would with the whole sequence."""
         from transformers import masking_utils  # startup: a client's library, once it is used
 
         sliding = self.arguments.get("local_size") is not None
@@ -130,9 +122,7 @@ class LocalMask:
         return LocalMask(self._make, asked.arguments)
 
     def _refuse_other(self, whole: LocalMask) -> None:
-        """Refuse what the model has laid over a mask of positions and padding: it knows its own
-        positions only.
-        """
+        """Refuse what the model, which knows its own positions only, has laid over the mask."""
         own = self.arguments
         bidirectional = "allow_is_bidirectional_skip" in own
         laid_over = own.get("use_vmap") or (
@@ -152,11 +142,7 @@ class LocalMask:
 
 
 def check_library() -> None:
-    """Refuse a transformers that makes masks otherwise.
-
-    Raises:
-        ImportError: With the version that is needed.
-    """
+    """Refuse a transformers that makes masks otherwise, naming the version that is needed."""
     from transformers import __version__, masking_utils  # startup: see above
 
     create = masking_utils.create_causal_mask

@@ -33,7 +33,7 @@ def sequence_tiled_compute(
     output_unshard_dimension: int = 1,
     output_reduction: str | None = "mean",
 ) -> torch.Tensor:
-    """`fn(**kwargs_to_shard, **kwargs_to_pass)`, one tile of the sequence after the other.
+    """Compute `fn(**kwargs_to_shard, **kwargs_to_pass)`, one tile of the sequence after the other.
 
     Args:
         fn: Function whose result at a position depends on that position's inputs alone. It returns
@@ -102,11 +102,8 @@ class SequenceTiledCompute:
         output_reduction: str | None,
         *args: Any,
     ) -> torch.Tensor:
-        """See `sequence_tiled_compute`; `args` are the values of both lists of keys, in their
+        """Call `sequence_tiled_compute`; `args` are the values of both lists of keys, in their
         order.
-
-        Raises:
-            ValueError: Another number of values than of keys; and as there.
         """
         if len(args) != len(keys_to_shard) + len(keys_to_pass):
             raise ValueError(
@@ -137,21 +134,8 @@ class TiledMLP:
         shards: int,
         compute_params: Iterable[torch.nn.Parameter] | None = None,
     ) -> torch.Tensor:
-        """`fn(self, x)`, one tile of positions after the other.
-
-        Args:
-            fn: The layer's own forward, which treats each position alone.
-            self: Its first argument, the layer.
-            x: [..., s, h].
-            shards: Tiles.
-            compute_params: As in `sequence_tiled_compute`.
-
-        Returns:
-            [..., s, h'], with h' what the layer makes of h.
-
-        Raises:
-            ValueError: More tiles than positions, or no positions at all.
-            TypeError: `compute_params` that are no parameters.
+        """Compute `fn(self, x)`, a layer that treats each position of x [..., s, h] alone, in
+        tiles. `compute_params` and refusals as in `sequence_tiled_compute`.
         """
         _check_params(compute_params)
         if x.dim() < 2:
@@ -174,7 +158,8 @@ class TiledFusedLogitsLoss:
         compute_params: Iterable[torch.nn.Parameter] | None = None,
         output_reduction: str = "mean",
     ) -> torch.Tensor:
-        """The loss that `fn(self, x, y)`, or `fn(self, x, y, mask)`, gives for all positions.
+        """Compute the loss that `fn(self, x, y)`, or `fn(self, x, y, mask)`, gives for all
+        positions.
 
         Args:
             fn: Called with one tile's positions, batch and sequence in one dimension: [n, h], [n],
@@ -183,8 +168,7 @@ class TiledFusedLogitsLoss:
             x: [b, s, h].
             y: [b, s], targets; `IGNORE_INDEX` where nothing is to be learned.
             mask: [b, s] that `fn` takes as a third argument; None: it takes none.
-            shards: Tiles.
-            compute_params: As in `sequence_tiled_compute`.
+            shards, compute_params: As in `sequence_tiled_compute`.
             output_reduction: What `fn` returns: "sum", the sum over its positions; or "mean", the
                 mean over those that count. These are weighted by `mask`; without one, those whose
                 target is not `IGNORE_INDEX`. So the result is the mean over all that count, however
@@ -192,11 +176,6 @@ class TiledFusedLogitsLoss:
 
         Returns:
             A scalar; of "mean" fp32.
-
-        Raises:
-            ValueError: Shapes that don't belong together, more tiles than positions, or an unknown
-                reduction.
-            TypeError: `compute_params` that are no parameters.
         """
         _check_params(compute_params)
         if y.dim() < 2 or x.shape[:2] != y.shape[:2] or mask is not None and mask.shape != y.shape:
@@ -215,8 +194,8 @@ class TiledFusedLogitsLoss:
 
 
 class TiledLoss:
-    """A loss of logits that stand already, in tiles: what it makes of them (fp32 copies,
-    probabilities) exists for one tile at a time.
+    """A loss of logits that stand already, whose fp32 copies and the like exist for a tile at a
+    time.
     """
 
     @staticmethod
@@ -227,7 +206,7 @@ class TiledLoss:
         shift_labels: torch.Tensor,
         shards: int,
     ) -> torch.Tensor:
-        """The loss that `loss_fn` gives for all positions.
+        """Compute the loss that `loss_fn` gives for all positions.
 
         Args:
             loss_fn: Called with `logits`, `labels=None`, `vocab_size` and `shift_labels` of one
@@ -240,9 +219,6 @@ class TiledLoss:
 
         Returns:
             A scalar of fp32: the mean over all positions that count, however they are spread.
-
-        Raises:
-            ValueError: Shapes that don't belong together, more tiles than positions.
         """
         if shift_labels.dim() != 2 or logits.shape[:2] != shift_labels.shape:
             raise ValueError(
@@ -270,14 +246,14 @@ class AutogradComputeMLP:
     def apply(
         fn: Callable[[Any, torch.Tensor], torch.Tensor], self: Any, x: torch.Tensor
     ) -> torch.Tensor:
-        """`fn(self, x)`; nothing of it is kept for backward but `x`."""
+        """Compute `fn(self, x)`, keeping nothing of it for backward but `x`."""
         result: torch.Tensor = recomputed(fn, self, x)
         return result
 
 
 def _sizes(positions: int, shards: int) -> list[int]:
-    """Positions of each tile. Their number is what is asked for, on every rank: under stage 3 ranks
-    that entered a layer a different number of times would wait for each other.
+    """Deal positions to as many tiles as are asked for, on every rank: under stage 3 ranks that
+    entered a layer a different number of times would wait for each other.
     """
     if not 1 <= shards <= positions:
         raise ValueError(
@@ -300,11 +276,7 @@ def _reduced(
     weights: Sequence[torch.Tensor | int],
     reduction: str | None,
 ) -> torch.Tensor:
-    """The sum of scalars, or their mean by weight, then in fp32 at least.
-
-    Raises:
-        ValueError: An unknown reduction.
-    """
+    """Sum scalars, or take their mean by weight, then in fp32 at least."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"output_reduction {reduction!r}: choose one of {REDUCTIONS}")
     total = torch.zeros_like(results[0])

@@ -37,16 +37,8 @@ if TYPE_CHECKING:
 
 
 def mpu_of(model: nn.Module, block: TPTrainingConfig | None, mpu: Any) -> Any:
-    """Who shares the layers of a model: those who do already, as the client's mpu says, or
-    neighbours. None if nobody does.
-
-    Args:
-        model: The model, cut or not.
-        block: The configuration's; None if it is not read yet.
-        mpu: The client's, or None.
-
-    Raises:
-        DeepSpeedConfigError: These contradict each other.
+    """Find who shares the layers of a model: those who do already, as the client's mpu says, or
+    neighbours; None if nobody does.
     """
     own, size = slices_of(model), 0 if block is None else block.autotp_size
     if own is not None:
@@ -80,18 +72,9 @@ def cut_by(
     device: torch.device,
     dtype: torch.dtype | None,
 ) -> None:
-    """Cut a model over the tensor-parallel ranks in place, if the block says so and it is not cut
-    yet. Parameters stay the same objects, and on the device where they are.
-
-    Args:
-        model: The model, whole. Afterwards its slices are marked.
-        block: `tensor_parallel` of the configuration.
-        mpu: Who shares layers.
-        device: Where to communicate from.
-        dtype: What the model is trained in, as far as it is known.
-
-    Raises:
-        DeepSpeedConfigError: Something cannot be cut; nothing was changed then.
+    """Cut a whole model over the tensor-parallel ranks in place and mark its slices, if the block
+    says so and it is not cut yet. Parameters stay the same objects, and on the device where they
+    are. If something cannot be cut, nothing was changed.
     """
     if block.autotp_size < 2:
         return
@@ -169,8 +152,8 @@ def _cut_parameters(cut: LayerCut) -> list[tuple[nn.Parameter, int]]:
 
 
 class _ParameterCut(NamedTuple):
-    """How a parameter is cut: in which dimension, the sizes of what lies behind one another in it,
-    and in how many pieces each of these is dealt out.
+    """Dimension that is cut, sizes of what lies behind one another in it, and pieces of each of
+    these.
     """
 
     dim: int

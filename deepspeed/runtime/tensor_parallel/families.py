@@ -30,8 +30,7 @@ class Layout(NamedTuple):
 
     Attributes:
         unit: How many neighbouring outputs stay on one rank, such as those of a head.
-        sizes: Of the layers that lie behind one another, each of which is cut by itself; empty:
-            there is one.
+        sizes: Of the layers that lie behind one another, each cut by itself; empty: there is one.
     """
 
     unit: int
@@ -72,9 +71,7 @@ def _two_behind_one_another(mlp: nn.Module, layer: nn.Module) -> Layout:
 
 
 class OwnAlibi(NamedTuple):
-    """Before an attention's forward: of `alibi` `[batch * heads, 1, keys]` take this rank's
-    heads.
-    """
+    """Takes this rank's heads of `alibi` `[batch * heads, 1, keys]` before a forward."""
 
     share: Share
 
@@ -96,9 +93,7 @@ def _check_bloom(attention: Any) -> None:
 
 
 def _prepare_phi3(attention: Any, share: Share) -> None:
-    """Its forward reads the number of heads from the model's configuration, which stays as it
-    is.
-    """
+    """Give it a configuration of its own, where its forward reads the number of heads."""
     attention.config = copy.copy(attention.config)
     attention.config.num_attention_heads = share.of(attention.config.num_attention_heads)
 
@@ -156,10 +151,9 @@ def counts_of(scope: nn.Module) -> dict[str, int]:
 
 
 def head_size(attention: nn.Module) -> int:
-    """The width of a head: what the module says, else its queries' outputs by its own number of
-    heads. 0 if neither is there, or its keys are of other heads. What the model's configuration
-    says does not count: an attention that has no number itself may read it there, where nothing
-    divides it.
+    """Return the width of a head: what the module says, else its queries' outputs by its own number
+    of heads; 0 if neither is there, or its keys are of other heads. A model's configuration does
+    not count: an attention may read its number there, where nothing divides it.
     """
     size = _first_number(attention, _HEAD_SIZES)
     heads = _first_number(attention, _HEADS)

@@ -33,13 +33,7 @@ _classes: dict[tuple[type, type], type] = {}
 
 
 class SliceGroup:
-    """The ranks that share a layer; a copy of a layer is on the same ranks.
-
-    Attributes:
-        group: The ranks.
-        size: How many.
-        rank: This one's place.
-    """
+    """The ranks that share a layer, their number, and this one's place; a copy is the same."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -153,11 +147,10 @@ class _OverlappedLinear(torch.autograd.Function):
 
 
 class TensorParallelLayer(nn.Module):
-    """A layer that is cut, with the class of the layer that it was.
+    """A layer that is cut, with the class of the layer that it was; `weight` and `bias` are this
+    rank's slices (a row-parallel layer has the whole bias).
 
     Attributes:
-        weight: This rank's slice.
-        bias: This rank's slice, or of a row-parallel layer the whole; None if there is none.
         ds_slice_group: The ranks that share the layer.
         ds_overlaps: The gradient of the input travels while that of the weight is computed.
         ds_widths: If it stands alone, how many outputs (row-parallel: inputs) each rank has.
@@ -183,12 +176,10 @@ class TensorParallelLayer(nn.Module):
 
 
 class LinearLayer(TensorParallelLayer):
-    """A column-parallel layer: `[..., inputs]` to this rank's `[..., outputs / ranks]`, or, alone,
-    to all outputs.
-    """
+    """`[..., inputs]` to this rank's `[..., outputs / ranks]`, or, alone, to all outputs."""
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """This rank's outputs."""
+        """Compute this rank's outputs."""
         if self.ds_overlaps and torch.is_grad_enabled():
             weight, bias = self._as_linear()
             result: torch.Tensor = _OverlappedLinear.apply(
@@ -202,12 +193,10 @@ class LinearLayer(TensorParallelLayer):
 
 
 class LinearAllreduce(TensorParallelLayer):
-    """A row-parallel layer: this rank's `[..., inputs / ranks]`, or, alone, all inputs, to the
-    whole `[..., outputs]`.
-    """
+    """This rank's `[..., inputs / ranks]`, or, alone, all, to the whole `[..., outputs]`."""
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """The outputs, the same on all ranks."""
+        """Compute the outputs, the same on all ranks."""
         if self.ds_widths is not None:
             value = _TakeInputs.apply(value, self.ds_slice_group, self.ds_widths)
         weight, bias = self._as_linear()
@@ -223,9 +212,7 @@ def _as_autocast(value: torch.Tensor) -> torch.Tensor:
 
 
 def is_matrix(module: nn.Module) -> bool:
-    """Whether it multiplies by a matrix in a way that is known, and so can be cut: `nn.Linear`, or
-    transformers' `Conv1D`.
-    """
+    """Tell whether it can be cut: an `nn.Linear` or transformers' `Conv1D` of known forward."""
     cls = type(module)
     if isinstance(module, nn.Linear):
         return (
@@ -266,9 +253,7 @@ def become(
     overlaps: bool,
     widths: tuple[int, ...] | None,
 ) -> None:
-    """Make a layer, whose parameters are this rank's slices already, a parallel one; `widths` are
-    those of one that stands alone.
-    """
+    """Make a layer of slices a parallel one; `widths` if it stands alone."""
     cls = type(module)
     key = (kind, cls)
     if key not in _classes:

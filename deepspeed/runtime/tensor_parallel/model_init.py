@@ -29,9 +29,6 @@ def tp_model_init(
         config: A configuration whose `tensor_parallel` block says how; None: found from the model.
         kwargs: Further keys of that block.
 
-    Returns:
-        The model.
-
     Raises:
         DeepSpeedConfigError: It cannot be cut so, or keys contradict each other.
     """

@@ -39,14 +39,7 @@ _STYLES = MappingProxyType(
 
 
 class ModelPlan:
-    """What `PartitionConfig` is, read from a model.
-
-    Args:
-        plan: Generic name -> style.
-
-    Attributes:
-        use_default_specs: False: what the plan does not name is not cut.
-    """
+    """A `PartitionConfig` read from a model's own plan, of generic names and styles."""
 
     use_default_specs = False
 
@@ -60,9 +53,7 @@ class ModelPlan:
 
 
 def plan_in(model: nn.Module) -> ModelPlan | None:
-    """The model's own plan; None if it has none for any of its layers, or one with a style that is
-    not known here, which is told.
-    """
+    """Read the model's own plan; None if it has none for its layers, or an unknown style."""
     plan = _merged(model)
     styles = {name: _style_of(name, plan) for name, _ in model.named_parameters()}
     known = (None, *_STYLES)

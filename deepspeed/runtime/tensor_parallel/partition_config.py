@@ -64,10 +64,8 @@ class LayerSpec:
         return self.partition_type == "partial"
 
     def sizes(self, layer: nn.Module, length: int) -> tuple[int, ...]:
-        """Of what lies behind one another in `length` elements; empty: one.
-
-        Raises:
-            CannotCut: `shape` or `partition_dim` is not this layer's.
+        """Return the sizes of what lies behind one another in `length` elements; empty: one.
+        CannotCut if `shape` or `partition_dim` is not this layer's.
         """
         dim = int(self.is_row is not is_transposed(layer))
         if self.partition_dim not in (None, dim):
@@ -90,17 +88,8 @@ class LayerSpec:
 
 
 class PartitionConfig:
-    """The block, read.
-
-    Args:
-        block: As in the configuration.
-        model_type: Of the model, for specs that are for some models; None if it says none.
-
-    Attributes:
-        use_default_specs: What no spec matches is found from names.
-
-    Raises:
-        DeepSpeedConfigError: For a key or a value that is not known.
+    """The block, read; `model_type` chooses specs that are for some models. With
+    `use_default_specs` what no spec matches is found from names.
     """
 
     def __init__(self, block: Mapping[str, Any], model_type: str | None) -> None:

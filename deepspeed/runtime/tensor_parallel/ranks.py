@@ -17,8 +17,6 @@ class TensorRanks:
     """An mpu: rank = data rank * size + tensor rank.
 
     Attributes:
-        size: Ranks that share layers.
-        tensor_group: This rank's.
         data_group: The ranks that hold the same slices.
         cuts_models: The engine has cut the layers; a model that is not cut is not for these ranks.
     """
@@ -62,11 +60,7 @@ class TensorRanks:
 
 
 def tensor_ranks(size: int) -> TensorRanks:
-    """The mpu of `size` ranks per model, made once. Collective over the world when first asked.
-
-    Raises:
-        DeepSpeedConfigError: `size` does not divide the ranks.
-    """
+    """Make the mpu of `size` ranks per model, once. Collective over the world when first asked."""
     world = dist.get_world_size()
     if world % size:
         raise DeepSpeedConfigError(

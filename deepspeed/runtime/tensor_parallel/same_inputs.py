@@ -35,10 +35,6 @@ NUMBERS = CONTENTS + MOST_INPUTS
 class SameInputs:
     """Checks the forwards of a model that was cut; of others nothing. Random states are made the
     same here once, those of the first rank.
-
-    Args:
-        model: Whose forwards.
-        device: Where to communicate from.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -73,9 +69,7 @@ class SameInputs:
             put(state.cpu())
 
     def _check(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Raises MisuseError on all of these ranks if they differ; at the first forward on all
-        ranks.
-        """
+        """Raise on all of these ranks if they differ; at the first forward on all ranks."""
         if not (model.training and torch.is_grad_enabled()):
             return
         count, self._num_forwards = self._num_forwards, self._num_forwards + 1
@@ -127,9 +121,7 @@ def _random_states() -> list[tuple[Any, Any]]:
 
 
 def _draws(model: nn.Module) -> bool:
-    """Whether a forward may draw random numbers: something that is called dropout, or noise, is
-    there and not 0.
-    """
+    """Tell whether a forward may draw random numbers: dropout, or noise, is there and not 0."""
     of_modules = (vars(module).items() for module in model.modules())
     of_config = vars(getattr(model, "config", None) or object).items()
     told = (entry for entries in (*of_modules, of_config) for entry in entries)

@@ -31,15 +31,7 @@ WHOLE_NUMEL = 1 << 24
 
 
 def refuse_trained(model: nn.Module, size: int) -> None:
-    """Refuse a model that an engine of stage 3 has.
-
-    Args:
-        model: The model.
-        size: Over how many ranks it is to be cut.
-
-    Raises:
-        DeepSpeedConfigError: Its optimizer has shards of whole parameters.
-    """
+    """Refuse a model whose engine of stage 3 has an optimizer with shards of whole parameters."""
     for param in model.parameters():
         if is_zero_param(param) and record_of(param).unit is not None:
             raise DeepSpeedConfigError(
@@ -56,14 +48,8 @@ def shard_anew(
     slice_group: dist.Group,
     instances: OptimizerInstances,
 ) -> None:
-    """Shard what this rank keeps of each sharded parameter of a model. All ranks call it; others
-    are left alone.
-
-    Args:
-        model: The model.
-        own_part: Of a parameter and its whole value what this rank keeps.
-        slice_group: The ranks that share layers.
-        instances: Those that keep the same.
+    """Shard what `own_part` says this rank keeps of each sharded parameter, given its whole value.
+    All ranks call it; other parameters are left alone.
     """
     for piece in _pieces(model):
         hold_whole(piece)

@@ -64,11 +64,10 @@ class LayerCut:
 
     Attributes:
         name: In the model.
-        module: The layer.
         is_row: It is row-parallel.
         sizes: Of what lies behind one another in the dimension that is cut, each cut by itself.
-        pieces: How many pieces of each stay on one rank, such as heads; they are dealt out, the
-            first ranks have one more.
+        pieces: How many pieces of each stay on one rank, such as heads; the first ranks have one
+            more.
         is_alone: What it reads and gives is whole, see `layers`.
     """
 
@@ -91,17 +90,14 @@ class LayerCut:
 
 @dataclass
 class Plan:
-    """What is to be done to a model.
+    """What is to be done to a model to cut it over `size` ranks.
 
     Attributes:
-        size: Over how many ranks.
-        layers: The layers to cut.
         embeddings: Name -> embedding whose columns are heads.
         scopes: Name -> module with layers that are cut and do not stand alone.
         pieces: Name -> how many pieces what it divides has, the same in all of its layers.
         attentions: Name -> those of them that are attention by their layers' names.
         partial: Names of replicated parameters that act on what is cut.
-        family: What is known about the model.
     """
 
     size: int
@@ -117,14 +113,9 @@ class Plan:
 def plan_of(
     model: nn.Module, size: int, preset: str | None, partition: PartitionConfig | ModelPlan | None
 ) -> Plan:
-    """How a model is cut over `size` ranks.
-
-    Args:
-        model: The model, whole.
-        size: The number of ranks.
-        preset: Whose family; None: that of the model's `config.model_type`, if it is known.
-        partition: What the configuration says of layers, before names do; None: what the model says
-            itself, if it is of no known family.
+    """Plan how a model is cut over `size` ranks: as a family whose name is `preset`, or the model's
+    `config.model_type`; `partition` speaks before names do, and without it a model of no known
+    family for itself.
 
     Raises:
         DeepSpeedConfigError: All that cannot be cut, or is not known, by name; with what to do.
@@ -162,9 +153,7 @@ def _family_name(model: nn.Module, preset: str | None) -> str:
 
 
 def _leave_whole(plan: Plan, model: nn.Module) -> None:
-    """Layers that stand alone may as well be whole: so are those whose weights others read too,
-    tied embeddings, and what has fewer elements than there are ranks.
-    """
+    """Leave whole what stands alone and others read too (tied embeddings), or is too small."""
     owners = Counter(
         id(param) for module in model.modules() for param in dict.values(module._parameters)
     )
@@ -234,8 +223,8 @@ def _plan_scope(
 def _pieces_of_all(
     plan: Plan, scope: nn.Module, cuts: Sequence[LayerCut], problems: list[str]
 ) -> int:
-    """How many pieces the layers of a scope are dealt out in together: what a rank has of one has
-    to fit what it has of the others, queries to their keys, say.
+    """Count the pieces that the layers of a scope are dealt out in together: what a rank has of one
+    has to fit what it has of the others, queries to their keys, say.
     """
     fewest = min(cuts, key=lambda cut: cut.pieces)
     pieces = math.gcd(*(cut.pieces for cut in cuts))
@@ -252,9 +241,9 @@ def _pieces_of_all(
 
 
 def _check_widths(by_name: Mapping[str, LayerCut], problems: list[str]) -> None:
-    """What a layer gives is what the row-parallel one takes, or keys and values of fewer heads.
-    Else it is several layers in one by a name that does not say so, and ranks would pair the
-    outputs of one with those of another.
+    """Refuse several layers in one by a name that does not say so: ranks would pair the outputs of
+    one with those of another. What a layer gives is what the row-parallel one takes, or keys and
+    values of fewer heads.
     """
     inputs = {num_inputs(cut.module) for cut in by_name.values() if cut.is_row}
     for child, cut in by_name.items():
@@ -366,9 +355,7 @@ def _explain(
 
 
 def _blocks(model: nn.Module, scopes: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost elements of lists and sequences that have a scope, and scopes that are in
-    none.
-    """
+    """Yield outermost elements of lists and sequences that have a scope, and scopes in none."""
     found: dict[str, nn.Module] = {}
     modules = dict(model.named_modules())
     for scope in scopes:

@@ -16,14 +16,9 @@ from deepspeed.runtime.zero.gathering.gathered_parameters import hold_whole, let
 class GatherReplacedLayerParams:
     """A `with` block in which `param.data` is the whole parameter, put together from the slices of
     all ranks that share the layer, and after which it is this rank's slice again. All these ranks
-    enter it with the same parameters.
+    enter it with the same parameters, of the whole `module`.
 
     For reading: engines may keep masters that would overwrite what is written here.
-
-    Args:
-        params: One or several parameters of `module`; those that are not cut stay as they are.
-        module: The model that was cut, as a whole.
-        enabled: False: do nothing.
 
     Raises:
         ValueError: A parameter is cut and not one of `module`'s; or, at the end of the block, it
