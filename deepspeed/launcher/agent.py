@@ -1,8 +1,4 @@
-"""One node's processes under torch's elastic agent.
-
-Owns: the agent's set-up, and its findings in this package's terms. Does not own: which failure is
-reported (`failures`), nor the processes' output (`logs`). Called by: `launch`.
-"""
+"""One node's processes under torch's elastic agent: its set-up, and its findings in our terms."""
 
 import contextlib
 import logging
@@ -18,10 +14,9 @@ from deepspeed.launcher.constants import (
     TORCH_DISTRIBUTED_DEFAULT_PORT,
     node_timeout,
 )
-from deepspeed.launcher.elastic import Elastic, rendezvous_settings
 from deepspeed.launcher.failures import Exit
 from deepspeed.launcher.logs import RankHistory, RankLogs
-from deepspeed.launcher.plan import LaunchPlan, free_port, port_in_use
+from deepspeed.launcher.plan import Elastic, LaunchPlan, free_port, port_in_use
 from deepspeed.launcher.signals import (
     AgentWatch,
     Interrupted,
@@ -153,7 +148,7 @@ def _rendezvous_of_nodes(
 ) -> dict[str, Any]:
     """Register the rendezvous and the agent of elastic jobs with torch; return their settings."""
     # startup: see run_with_agent
-    from deepspeed.launcher import rendezvous, restarts
+    from deepspeed.launcher.job import rendezvous
 
     def end_cut_off() -> None:
         # The main thread waits for the rendezvous in native code, where no signal and no
@@ -169,8 +164,7 @@ def _rendezvous_of_nodes(
         os._exit(2)
 
     rendezvous.register()
-    restarts.install()
-    settings = rendezvous_settings(elastic, plan.master_addr, plan.master_port)
+    settings = rendezvous.rendezvous_settings(elastic, plan.master_addr, plan.master_port)
     return {
         **settings,
         "rdzv_configs": {**settings["rdzv_configs"], rendezvous.ON_CUT: end_cut_off},

@@ -1,7 +1,4 @@
-"""The installed commands `deepspeed` and `ds`: the runner, behind the one line that comes first.
-
-Owns: the order of the two. Does not own: what the command does (`runner`).
-"""
+"""The installed commands `deepspeed` and `ds`: the runner, behind the one line that comes first."""
 
 from deepspeed.launcher.signals import die_at_once
 

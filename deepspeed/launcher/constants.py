@@ -1,6 +1,4 @@
-"""Names and numbers that the launcher's files share with each other and with programs that call the
-launcher.
-"""
+"""Names and numbers that the launcher's files share, and programs that call the launcher."""
 
 import os
 import tempfile
@@ -37,6 +35,11 @@ MPICH_LAUNCHER: str = "mpich"
 IMPI_LAUNCHER: str = "impi"
 SLURM_LAUNCHER: str = "slurm"
 MVAPICH_LAUNCHER: str = "mvapich"
+
+EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "GLOO", "TORCH", "OMP", "DS_"]
+"""Variables whose names begin so go to all nodes, and those that the accelerator adds. Programs
+that start the launcher add their own to `runner.EXPORT_ENVS`, which is this list.
+"""
 
 
 def node_timeout() -> float:

@@ -1,8 +1,6 @@
-"""Which failure is reported, and how it reads.
+"""Which failure of one launcher's processes is the cause of the others, and how it reads.
 
-Owns: telling the cause from its consequences among one launcher's processes, and the text on
-stderr. Does not own:
-the choice among several launchers (`coordinator`). Called by: `launch`, `launch_rank`, `nodes`.
+The choice among several launchers is `job.coordinator`'s.
 """
 
 import math

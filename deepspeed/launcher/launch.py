@@ -1,11 +1,7 @@
-"""Running one launcher's processes and answering for their end, alone or as a part of a job over
-several nodes.
+"""Running one launcher's processes and answering for their end, alone or as a part of a job.
 
-Owns: the order of things from the pipes to the exit code, and that no process survives a failed
-launch. Does not own:
-what is started (`plan`), torch's agent (`agent`), other nodes (`nodes`, `coordinator`), the
-choice of devices (`resources`). Called by: `deepspeed.launcher.runner.main` in its own process, or
-as `python -m deepspeed.launcher.launch`.
+Owns the order of things from the pipes to the exit code, and that no process survives a failed
+launch. `runner` calls it in its own process, engines by `python -m deepspeed.launcher.launch`.
 """
 
 from deepspeed.launcher.signals import die_at_once
@@ -28,14 +24,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
+from typing import NoReturn
 
 from deepspeed.launcher.agent import run_with_agent
 from deepspeed.launcher.constants import LOCAL_MASTER_ADDR, PID_FILE_BASEPATH
-from deepspeed.launcher.coordinator import CoordinatorAddress, Verdict
-from deepspeed.launcher.coordinator_client import CoordinatorClient
-from deepspeed.launcher.devices import device_environment
-from deepspeed.launcher.elastic import elastic_of
 from deepspeed.launcher.failures import (
     Exit,
     Failure,
@@ -44,16 +36,20 @@ from deepspeed.launcher.failures import (
     make_failure,
     write_failures,
 )
+from deepspeed.launcher.job.client import CoordinatorClient
+from deepspeed.launcher.job.coordinator import CoordinatorAddress, Verdict
 from deepspeed.launcher.logs import RankLogs
 from deepspeed.launcher.plan import (
     LaunchPlan,
     Place,
     bound_cores,
     build_command,
+    elastic_of,
     place_of_node,
     usable_port,
 )
 from deepspeed.launcher.process_tree import children_ended, terminate_process_tree
+from deepspeed.launcher.resources import device_environment
 from deepspeed.launcher.signals import (
     Interrupted,
     dying_at_once,
@@ -65,6 +61,8 @@ from deepspeed.utils.logging import get_log_level_from_string, logger
 
 __all__ = ["LaunchPlan", "decode_world_info", "main", "parse_args", "run", "terminate_process_tree"]
 
+Flags = tuple[tuple[str, object, str], ...]
+"""Of each flag its names, the default, and its text."""
 Start = Callable[[LaunchPlan, Path, RankLogs], dict[int, Exit]]
 """Runs a plan's processes, as `agent.run_with_agent` describes it."""
 
@@ -124,12 +122,7 @@ class _Stopper:
             self._running = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             self._running = False
 
@@ -254,6 +247,29 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     return make_parser().parse_args(args)
 
 
+FLAGS: Flags = (
+    ("--node_rank", 0, "rank of this node"),
+    ("--master_addr", LOCAL_MASTER_ADDR, "address the processes meet at"),
+    ("--master_port", int, "port they meet at"),
+    ("--world_info", "None", "base64 of the JSON object {host: slots}"),
+    ("--coordinator", None, "where the nodes of a job meet; the `deepspeed` command fills it in"),
+    ("--module", False, "run the script as `python -m`"),
+    ("--no_python", False, "run the script without `python` before it"),
+    (
+        "--enable_elastic_training",
+        False,
+        "restart the processes when one fails or a node comes",
+    ),
+    ("--min_elastic_nodes", -1, "fewest nodes to run with"),
+    ("--max_elastic_nodes", -1, "most nodes to run with"),
+    ("--no_local_rank", False, "do not pass --local_rank to the script"),
+    ("--save_pid", 0, "id of the file that keeps the launcher's process id"),
+    ("--enable_each_rank_log", "None", "folder of one log file per rank"),
+    ("--bind_cores_to_rank", False, "bind each rank to cores of its own"),
+    ("--bind_core_list", None, "cores to bind to, e.g. 1,3-5,7"),
+)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of one launcher's command line."""
     parser = argparse.ArgumentParser(
@@ -262,55 +278,33 @@ def make_parser() -> argparse.ArgumentParser:
         ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--node_rank", type=int, default=0, help="rank of this node")
-    parser.add_argument(
-        "--master_addr", default=LOCAL_MASTER_ADDR, help="address the processes meet at"
-    )
-    parser.add_argument("--master_port", type=int, default=None, help="port they meet at")
-    parser.add_argument(
-        "--world_info", default="None", help="base64 of the JSON object {host: slots}"
-    )
-    parser.add_argument(
-        "--coordinator",
-        default=None,
-        help="where the nodes of a job meet; the `deepspeed` command fills it in",
-    )
-    parser.add_argument("--module", action="store_true", help="run the script as `python -m`")
-    parser.add_argument(
-        "--no_python", action="store_true", help="run the script without `python` before it"
-    )
-    parser.add_argument(
-        "--enable_elastic_training",
-        action="store_true",
-        help="restart the processes when one fails or a node comes",
-    )
-    parser.add_argument(
-        "--min_elastic_nodes", type=int, default=-1, help="fewest nodes to run with"
-    )
-    parser.add_argument("--max_elastic_nodes", type=int, default=-1, help="most nodes to run with")
-    parser.add_argument(
-        "--no_local_rank", action="store_true", help="do not pass --local_rank to the script"
-    )
-    parser.add_argument(
-        "--save_pid",
-        type=int,
-        default=0,
-        help="id of the file that keeps the launcher's process id",
-    )
-    parser.add_argument(
-        "--enable_each_rank_log", default="None", help="folder of one log file per rank"
-    )
-    parser.add_argument(
-        "--bind_cores_to_rank", action="store_true", help="bind each rank to cores of its own"
-    )
-    parser.add_argument("--bind_core_list", default=None, help="cores to bind to, e.g. 1,3-5,7")
-    parser.add_argument(
-        "--log_level", default="info", choices=["debug", "info", "warning", "error", "critical"]
-    )
-    parser.add_argument("-q", "--quiet", action="store_true", help="same as --log_level error")
+    add_flags(parser, FLAGS)
+    add_log_flags(parser)
     parser.add_argument("training_script", help="the script, followed by its arguments")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
     return parser
+
+
+def add_flags(
+    parser: argparse._ActionsContainer,
+    flags: Flags,
+    store: str | type[argparse.Action] = "store",
+) -> None:
+    """Add flags, whose values have the default's type; False is a switch, `int` none yet."""
+    for names, default, text in flags:
+        if default is False:
+            parser.add_argument(*names.split(), action="store_true", help=text)
+            continue
+        kind = int if default is int or isinstance(default, int) else str
+        default = None if default is int else default
+        parser.add_argument(*names.split(), action=store, type=kind, default=default, help=text)
+
+
+def add_log_flags(parser: argparse._ActionsContainer, text: str | None = None) -> None:
+    """Add the flags of the launcher's own log, which `answer` heeds."""
+    levels = ["debug", "info", "warning", "error", "critical"]
+    parser.add_argument("--log_level", default="info", choices=levels, help=text)
+    parser.add_argument("-q", "--quiet", action="store_true", help="same as --log_level error")
 
 
 def decode_world_info(world_info: str) -> dict[str, list[int]]:
@@ -331,11 +325,8 @@ def decode_world_info(world_info: str) -> dict[str, list[int]]:
 def main() -> None:
     """Start this node's processes as the command line says, and exit with their code."""
     args = parse_args()
-    logger.setLevel(get_log_level_from_string("error" if args.quiet else args.log_level))
-    sys.exit(
-        exit_code(
-            lambda: run_told(args.coordinator, args.node_rank, lambda: run(make_node_plan(args)))
-        )
+    answer(
+        args, lambda: run_told(args.coordinator, args.node_rank, lambda: run(make_node_plan(args)))
     )
 
 
@@ -353,14 +344,16 @@ def run_told(coordinator: str | None, member: int, launch: Callable[[], int]) ->
         raise
 
 
-def exit_code(launch: Callable[[], int]) -> int:
-    """Return the launch's exit code; a mistake of the user is one line on stderr and code 2."""
+def answer(args: argparse.Namespace, launch: Callable[[], int]) -> NoReturn:
+    """Exit with the launch's code; a mistake of the user is one line on stderr and code 2."""
+    logger.setLevel(get_log_level_from_string("error" if args.quiet else args.log_level))
     try:
         with dying_at_once():
-            return launch()
+            code = launch()
     except (ValueError, RuntimeError, ConnectionError) as error:
         sys.stderr.write(f"deepspeed: error: {error}\n")
-        return 2
+        code = 2
+    sys.exit(code)
 
 
 def _tell(coordinator: str, member: int, failure: Failure) -> None:

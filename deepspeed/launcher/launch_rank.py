@@ -1,10 +1,7 @@
-"""One process of a job whose engine starts every process itself (MPI, Slurm), run as `python -m` by
-that engine.
+"""One process of a job whose engine (MPI, Slurm) starts every process itself, by `python -m`.
 
-Owns: supervising a single process that stays the engine's: it inherits the engine's variables and
-open descriptors, so that the user's script can be an MPI process. Does not own: the command's part
-(`nodes`), nor what `launch.run` does for every launcher. torch is not imported without need: there
-is one of these per process.
+The process inherits the engine's variables and open descriptors, so that the user's script can be
+an MPI process. torch is not imported without need: there is one of these per process.
 """
 
 from deepspeed.launcher.signals import die_at_once
@@ -24,11 +21,10 @@ from functools import partial
 from pathlib import Path
 
 from deepspeed.launcher.agent import WORKER
-from deepspeed.launcher.devices import device_environment
 from deepspeed.launcher.failures import Exit
 from deepspeed.launcher.launch import (
+    answer,
     decode_world_info,
-    exit_code,
     make_parser,
     node_plan,
     run,
@@ -36,8 +32,8 @@ from deepspeed.launcher.launch import (
 )
 from deepspeed.launcher.logs import RankLogs
 from deepspeed.launcher.plan import LaunchPlan, place_of_rank
+from deepspeed.launcher.resources import device_environment
 from deepspeed.launcher.signals import Interrupted, raising_signals
-from deepspeed.utils.logging import get_log_level_from_string, logger
 
 TERMINATE_SECONDS = 30.0
 
@@ -137,12 +133,9 @@ def main() -> None:
         help="name of the engine's daemon that has to be ended with a lost job",
     )
     args = parser.parse_args()
-    logger.setLevel(get_log_level_from_string("error" if args.quiet else args.log_level))
     launch = partial(run, start=run_directly, on_lost=lambda: end_daemon(args.daemon))
     rank = int(os.environ.get(args.rank_variable, "0"))
-    sys.exit(
-        exit_code(lambda: run_told(args.coordinator, rank, lambda: launch(make_rank_plan(args))))
-    )
+    answer(args, lambda: run_told(args.coordinator, rank, lambda: launch(make_rank_plan(args))))
 
 
 if __name__ == "__main__":

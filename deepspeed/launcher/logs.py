@@ -1,12 +1,8 @@
-"""What the launched processes print: prefixed by rank on the launcher's own output, or kept in a
-file per rank.
+"""What the launched processes print: on the launcher's own output, by rank, or in files.
 
-Owns: the named pipes that the processes write to, the thread that reads them, and the memory of
-when each process ended and what it last wrote to stderr. Does not own: starting or ending
-processes. Called by: `deepspeed.launcher.launch`.
-
-Pipes instead of files that are followed: nothing accumulates on disk, and a line appears when it is
-written.
+Owns the named pipes that they write to, the thread that reads them, and the memory of when each
+ended and what it last wrote to stderr. Pipes instead of files that are followed: nothing
+accumulates on disk, and a line appears when it is written.
 """
 
 import contextlib

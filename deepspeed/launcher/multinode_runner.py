@@ -1,11 +1,7 @@
-"""The engines that start a job's launchers on several nodes: which program, with which command
-line.
+"""The engines that start a job's launchers on several nodes: one class each, with upstream's names.
 
-Owns: one class per engine, with upstream's names and interface. Each builds commands and starts
-nothing. Does not own:
-running them (`nodes`), what is forwarded (`environment`), nor what runs on the nodes: `launch`, one
-per node, under pdsh and ssh; `launch_rank`, one per process, under MPI and Slurm, whose processes
-must be theirs to be MPI processes. Called by: `nodes`.
+They build command lines and start nothing. On the nodes run `launch`, one per node, under pdsh and
+ssh; `launch_rank`, one per process, under MPI and Slurm, whose processes must be theirs.
 """
 
 import abc
@@ -38,10 +34,18 @@ SSH_OPTIONS = (
     *("-o", f"ServerAliveInterval={KEEPALIVE_SECONDS}"),
     *("-o", "ServerAliveCountMax=3"),
 )
+Slots = Mapping[str, Sequence[int]]
+"""Slots by host."""
 
 
 class MultiNodeRunner(abc.ABC):
     """Builds the command that starts a job's launchers over one engine."""
+
+    name: str
+    """The engine's name, as --launcher takes it."""
+
+    programs: tuple[str, ...]
+    version_word = ""
 
     rank_variables: tuple[str, str] | None = None
     """Variables in which the engine tells a process its rank and local rank; None where it starts
@@ -60,24 +64,19 @@ class MultiNodeRunner(abc.ABC):
         self.user_script = args.user_script
         self.exports: dict[str, str] = {}
 
-    @property
-    @abc.abstractmethod
-    def name(self) -> str:
-        """The engine's name, as --launcher takes it."""
-
-    @abc.abstractmethod
     def backend_exists(self) -> bool:
         """Say whether the engine's program is there."""
+        return self.find_program() is not None
+
+    def find_program(self) -> str | None:
+        """Return the first of the programs whose version names the word: several are mpirun."""
+        return find_program(self.programs, self.version_word)
 
     @abc.abstractmethod
-    def get_cmd(
-        self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]
-    ) -> list[str]:
+    def get_cmd(self, environment: dict[str, str], active_resources: Slots) -> list[str]:
         """Return the command that starts the job."""
 
-    def get_cmds(
-        self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]
-    ) -> list[list[str]]:
+    def get_cmds(self, environment: dict[str, str], active_resources: Slots) -> list[list[str]]:
         """Return the commands that start the job: one, or one per host in their order."""
         return [self.get_cmd(environment, active_resources)]
 
@@ -101,22 +100,12 @@ class MultiNodeRunner(abc.ABC):
     def launcher_command(self, node_rank: str | None) -> list[str]:
         """Return the command of the launcher of node `node_rank`, or of one process for None."""
         args = self.args
-        module = (
-            "deepspeed.launcher.launch_rank" if self.rank_variables else "deepspeed.launcher.launch"
-        )
-        command = [
-            *self._python(),
-            "-u",
-            "-m",
-            module,
-            f"--world_info={self.world_info_base64}",
-            f"--coordinator={args.coordinator}",
-        ]
+        module = "deepspeed.launcher.launch" + ("_rank" if self.rank_variables else "")
+        command = [*self._python(), "-u", "-m", module, f"--world_info={self.world_info_base64}"]
+        command.append(f"--coordinator={args.coordinator}")
         if self.rank_variables:
-            command += [
-                f"--rank_variable={self.rank_variables[0]}",
-                f"--local_rank_variable={self.rank_variables[1]}",
-            ]
+            rank, local_rank = self.rank_variables
+            command += [f"--rank_variable={rank}", f"--local_rank_variable={local_rank}"]
         else:
             command.append(f"--node_rank={node_rank}")
         if self.daemon:
@@ -149,24 +138,14 @@ class MultiNodeRunner(abc.ABC):
 class PDSHRunner(MultiNodeRunner):
     """pdsh over ssh: one command for all hosts."""
 
-    @property
-    def name(self) -> str:
-        return PDSH_LAUNCHER
+    name = PDSH_LAUNCHER
+    programs = ("pdsh",)
 
-    def backend_exists(self) -> bool:
-        return shutil.which("pdsh") is not None
-
-    def get_cmd(
-        self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]
-    ) -> list[str]:
+    def get_cmd(self, environment: dict[str, str], active_resources: Slots) -> list[str]:
         environment["PDSH_RCMD_TYPE"] = "ssh"
-        ssh = [
-            *SSH_OPTIONS,
-            *(["-p", str(self.args.ssh_port)] if self.args.ssh_port is not None else []),
-        ]
-        environment["PDSH_SSH_ARGS_APPEND"] = " ".join(
-            [environment.get("PDSH_SSH_ARGS_APPEND", ""), *ssh]
-        ).strip()
+        ssh = ssh_command(self.args.ssh_port)[1:]
+        given = environment.get("PDSH_SSH_ARGS_APPEND", "")
+        environment["PDSH_SSH_ARGS_APPEND"] = " ".join([given, *ssh]).strip()
         # pdsh replaces %h, %u and %n in the command: the last is the host's position in the list,
         # the others are the user's.
         node, mark = "%n", "\0"
@@ -178,32 +157,17 @@ class PDSHRunner(MultiNodeRunner):
         # -N: no host before each line, which names its rank; -S: the highest exit code of all
         # hosts.
         hosts = ",".join(active_resources)
-        return [
-            "pdsh",
-            "-S",
-            "-N",
-            "-f",
-            str(PDSH_MAX_FAN_OUT),
-            *self.launcher_args(),
-            "-w",
-            hosts,
-            remote,
-        ]
+        pdsh = f"pdsh -S -N -f {PDSH_MAX_FAN_OUT}".split()
+        return [*pdsh, *self.launcher_args(), "-w", hosts, remote]
 
 
 class SSHRunner(MultiNodeRunner):
     """Plain ssh: one command per host."""
 
-    @property
-    def name(self) -> str:
-        return SSH_LAUNCHER
+    name = SSH_LAUNCHER
+    programs = ("ssh",)
 
-    def backend_exists(self) -> bool:
-        return shutil.which("ssh") is not None
-
-    def get_cmd(
-        self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]
-    ) -> list[str]:
+    def get_cmd(self, environment: dict[str, str], active_resources: Slots) -> list[str]:
         if len(active_resources) != 1:
             raise ValueError(
                 f"--launcher={self.name}: one command starts one host, not "
@@ -211,9 +175,7 @@ class SSHRunner(MultiNodeRunner):
             )
         return self._host_command(next(iter(active_resources)), 0)
 
-    def get_cmds(
-        self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]
-    ) -> list[list[str]]:
+    def get_cmds(self, environment: dict[str, str], active_resources: Slots) -> list[list[str]]:
         return [
             self._host_command(host, node_rank) for node_rank, host in enumerate(active_resources)
         ]
@@ -242,17 +204,12 @@ class OpenMPIRunner(_RankRunner):
     rank_variables = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
     daemon = "orted"
 
-    @property
-    def name(self) -> str:
-        return OPENMPI_LAUNCHER
+    name = OPENMPI_LAUNCHER
+    programs = ("mpirun.openmpi", "mpirun", "mpiexec")
+    version_word = "Open MPI"
 
-    def backend_exists(self) -> bool:
-        return find_program(("mpirun.openmpi", "mpirun", "mpiexec"), "Open MPI") is not None
-
-    def get_cmd(
-        self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]
-    ) -> list[str]:
-        program = find_program(("mpirun.openmpi", "mpirun", "mpiexec"), "Open MPI") or "mpirun"
+    def get_cmd(self, environment: dict[str, str], active_resources: Slots) -> list[str]:
+        program = self.find_program() or "mpirun"
         hosts = ",".join(f"{host}:{len(slots)}" for host, slots in active_resources.items())
         agent = shlex.join(["ssh", *ssh_command(self.args.ssh_port)[1:]])
         settings = {
@@ -264,27 +221,14 @@ class OpenMPIRunner(_RankRunner):
             # Its words about the first failure would stand behind this project's.
             "orte_abort_print_stack": "0",
         }
-        command = [
-            program,
-            "-n",
-            str(total(active_resources)),
-            "--host",
-            hosts,
-            "--map-by",
-            "slot",
-            "--bind-to",
-            "none",
-            "--quiet",
-        ]
+        command = [program, "-n", str(total(active_resources)), "--host", hosts]
+        command += "--map-by slot --bind-to none --quiet".split()
         for key, value in settings.items():
             command += ["--mca", key, value]
-        for key in self._give(environment):
+        environment.update(self.exports)
+        for key in self.exports:
             command += ["-x", key]
         return [*command, *self.launcher_args(), *self.launcher_command(None)]
-
-    def _give(self, environment: dict[str, str]) -> list[str]:
-        environment.update(self.exports)
-        return list(self.exports)
 
 
 class MPICHRunner(_RankRunner):
@@ -294,34 +238,18 @@ class MPICHRunner(_RankRunner):
     programs: tuple[str, ...] = ("mpirun.mpich", "mpiexec.hydra", "mpirun", "mpiexec")
     version_word = "HYDRA"
 
-    @property
-    def name(self) -> str:
-        return MPICH_LAUNCHER
+    name = MPICH_LAUNCHER
 
-    def backend_exists(self) -> bool:
-        return find_program(self.programs, self.version_word) is not None
-
-    def get_cmd(
-        self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]
-    ) -> list[str]:
-        program = find_program(self.programs, self.version_word) or "mpiexec"
+    def get_cmd(self, environment: dict[str, str], active_resources: Slots) -> list[str]:
+        program = self.find_program() or "mpiexec"
         hosts = ",".join(f"{host}:{len(slots)}" for host, slots in active_resources.items())
         # hydra hands on the environment of its own process, whatever the values hold.
         environment.update(self.exports)
-        extra = [
-            environment.get("HYDRA_LAUNCHER_EXTRA_ARGS", ""),
-            *ssh_command(self.args.ssh_port)[1:],
-        ]
+        given = environment.get("HYDRA_LAUNCHER_EXTRA_ARGS", "")
+        extra = [given, *ssh_command(self.args.ssh_port)[1:]]
         environment["HYDRA_LAUNCHER_EXTRA_ARGS"] = " ".join(extra).strip()
-        command = [
-            program,
-            "-n",
-            str(total(active_resources)),
-            "-hosts",
-            hosts,
-            *self.launcher_args(),
-        ]
-        return [*command, *self.launcher_command(None)]
+        command = [program, "-n", str(total(active_resources)), "-hosts", hosts]
+        return [*command, *self.launcher_args(), *self.launcher_command(None)]
 
 
 class IMPIRunner(MPICHRunner):
@@ -330,9 +258,7 @@ class IMPIRunner(MPICHRunner):
     programs = ("mpiexec.hydra", "mpirun", "mpiexec")
     version_word = "Intel(R) MPI"
 
-    @property
-    def name(self) -> str:
-        return IMPI_LAUNCHER
+    name = IMPI_LAUNCHER
 
 
 class MVAPICHRunner(MPICHRunner):
@@ -340,9 +266,7 @@ class MVAPICHRunner(MPICHRunner):
 
     programs = ("mpiexec.hydra", "mpirun", "mpiexec")
 
-    @property
-    def name(self) -> str:
-        return MVAPICH_LAUNCHER
+    name = MVAPICH_LAUNCHER
 
     def backend_exists(self) -> bool:
         return find_program(("mpiname",), "MVAPICH") is not None and super().backend_exists()
@@ -353,12 +277,8 @@ class SlurmRunner(_RankRunner):
 
     rank_variables = ("SLURM_PROCID", "SLURM_LOCALID")
 
-    @property
-    def name(self) -> str:
-        return SLURM_LAUNCHER
-
-    def backend_exists(self) -> bool:
-        return shutil.which("srun") is not None
+    name = SLURM_LAUNCHER
+    programs = ("srun",)
 
     def validate_args(self) -> None:
         super().validate_args()
@@ -368,9 +288,7 @@ class SlurmRunner(_RankRunner):
                 "flag out"
             )
 
-    def get_cmd(
-        self, environment: dict[str, str], active_resources: Mapping[str, Sequence[int]]
-    ) -> list[str]:
+    def get_cmd(self, environment: dict[str, str], active_resources: Slots) -> list[str]:
         slots = {tuple(host_slots) for host_slots in active_resources.values()}
         if len(slots) != 1:
             raise ValueError(
@@ -381,13 +299,8 @@ class SlurmRunner(_RankRunner):
         # srun hands on the environment of its own process; a list on the command line could hold no
         # commas in values.
         environment.update(self.exports)
-        tasks = [
-            "-n",
-            str(total(active_resources)),
-            "-N",
-            str(len(active_resources)),
-            f"--ntasks-per-node={len(slots.pop())}",
-        ]
+        tasks = ["-n", str(total(active_resources)), "-N", str(len(active_resources))]
+        tasks.append(f"--ntasks-per-node={len(slots.pop())}")
         # Blocks: ranks fill a node before the next one. No kill by srun: the launchers stop
         # together, by themselves.
         layout = [
@@ -399,15 +312,11 @@ class SlurmRunner(_RankRunner):
         return ["srun", *tasks, *layout, *self.launcher_args(), *self.launcher_command(None)]
 
 
-RUNNERS: dict[str, type[MultiNodeRunner]] = {
-    PDSH_LAUNCHER: PDSHRunner,
-    SSH_LAUNCHER: SSHRunner,
-    OPENMPI_LAUNCHER: OpenMPIRunner,
-    MPICH_LAUNCHER: MPICHRunner,
-    IMPI_LAUNCHER: IMPIRunner,
-    MVAPICH_LAUNCHER: MVAPICHRunner,
-    SLURM_LAUNCHER: SlurmRunner,
-}
+_KINDS = (
+    *(PDSHRunner, SSHRunner, OpenMPIRunner, MPICHRunner, IMPIRunner, MVAPICHRunner),
+    SlurmRunner,
+)
+RUNNERS: dict[str, type[MultiNodeRunner]] = {kind.name: kind for kind in _KINDS}
 
 
 def make_runner(
@@ -435,7 +344,7 @@ def make_runner(
     return runner
 
 
-def total(active_resources: Mapping[str, Sequence[int]]) -> int:
+def total(active_resources: Slots) -> int:
     """Return the number of processes of the job."""
     return sum(len(slots) for slots in active_resources.values())
 
@@ -452,18 +361,15 @@ def shell_line(command: Sequence[str], exports: Mapping[str, str]) -> str:
 
 
 def find_program(names: Sequence[str], version_word: str) -> str | None:
-    """Return the first of the programs whose version names `version_word`: several are mpirun."""
+    """Return the first of the programs that is there and says `version_word` of itself."""
     for name in names:
         path = shutil.which(name)
         if path is None:
             continue
-        said = subprocess.run(
-            [path, "--version"],
-            capture_output=True,
-            text=True,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
+        if not version_word:
+            return path
+        command = [path, "--version"]
+        said = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if version_word in said.stdout + said.stderr:
             return path
     return None

@@ -1,37 +1,39 @@
 """Launching on several nodes: the part of the `deepspeed` command that the user started.
 
-Owns: starting the engine's commands, the coordinator that all launchers report to, the user's
-signals, and the words and exit code at the end. Does not own: the engines' command lines
-(`multinode_runner`) nor what runs on the nodes (`launch`, `launch_rank`). Called by: `runner`.
+Owns starting the engine's commands, the coordinator that all launchers report to, the user's
+signals, the words and exit code at the end, and which variables go along.
 """
 
 import argparse
 import contextlib
 import hashlib
 import os
+import re
 import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 
 from deepspeed.launcher.constants import (
     ADDRESS_VARIABLE,
+    DEEPSPEED_ENVIRONMENT_NAME,
+    DEEPSPEED_ENVIRONMENT_PATHS,
     LOCAL_MASTER_ADDR,
     PDSH_LAUNCHER,
     SSH_LAUNCHER,
     TORCH_DISTRIBUTED_DEFAULT_PORT,
 )
-from deepspeed.launcher.coordinator import Coordinator, CoordinatorAddress, Verdict
-from deepspeed.launcher.environment import forwarded_environment
 from deepspeed.launcher.failures import describe_exit
+from deepspeed.launcher.job.coordinator import Coordinator, CoordinatorAddress, Verdict
 from deepspeed.launcher.launch import pid_file, run, write_verdict
 from deepspeed.launcher.multinode_runner import MultiNodeRunner, make_runner, ssh_command
-from deepspeed.launcher.plan import LaunchPlan, place_of_node
+from deepspeed.launcher.plan import LaunchPlan, address_towards, place_of_node
 from deepspeed.launcher.process_tree import children_ended
 from deepspeed.launcher.signals import (
     MIN_APART_SECONDS,
@@ -43,6 +45,7 @@ from deepspeed.utils.logging import logger
 
 ENGINE_END_SECONDS = 5.0  # for the engine's own end, once all launchers have been told theirs
 SSH_CHECK_SECONDS = 20.0
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def run_nodes(
@@ -274,7 +277,7 @@ def own_addresses(hosts: list[str]) -> list[str]:
         return [address.strip() for address in os.environ[ADDRESS_VARIABLE].split(",")]
     import psutil  # startup: needed only in a job over several nodes
 
-    routed = [address for host in hosts if (address := _source_address(host)) is not None]
+    routed = [address for host in hosts if (address := address_towards(host)) is not None]
     families = (socket.AF_INET, socket.AF_INET6)
     others = [
         entry.address
@@ -288,13 +291,36 @@ def own_addresses(hosts: list[str]) -> list[str]:
     return [*found, LOCAL_MASTER_ADDR]
 
 
-def _source_address(host: str) -> str | None:
-    """Return the address this machine would use to talk to a host, None without a route."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            # Connecting a datagram socket sends nothing.
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
+# The variables that go along
+
+
+def forwarded_environment(environment: Mapping[str, str], prefixes: list[str]) -> dict[str, str]:
+    """Return the variables that all nodes get; those of settings files win."""
+    chosen = {
+        key: value
+        for key, value in environment.items()
+        if key.startswith(tuple(prefixes)) and _NAME.fullmatch(key)
+    }
+    # `python -m` on a node finds what it finds here: the current folder too.
+    chosen["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [os.getcwd(), environment.get("PYTHONPATH", "")])
+    )
+    for folder in DEEPSPEED_ENVIRONMENT_PATHS:
+        path = Path(folder) / DEEPSPEED_ENVIRONMENT_NAME
+        if path.is_file():
+            chosen.update(parse_environment_file(path.read_text(encoding="utf-8"), str(path)))
+    return chosen
+
+
+def parse_environment_file(text: str, path: str) -> dict[str, str]:
+    """Read `KEY=VALUE` lines; values are taken as they stand, `#` starts a comment line."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        stripped = line.strip()
+        if not stripped or stripped.startswith("#"):
+            continue
+        key, equals, value = stripped.partition("=")
+        if not equals or not _NAME.fullmatch(key.strip()):
+            raise ValueError(f"{path}: bad line {line!r}; write KEY=VALUE")
+        found[key.strip()] = value.strip()
+    return found

@@ -1,10 +1,4 @@
-"""What one launcher process starts: commands, environments and cores of its ranks, and its place in
-a larger job.
-
-Owns: `LaunchPlan`, `Place` and the functions that fill them from flags. Does not own: starting
-anything (`launch`) nor reading the command line (`runner`). Called by: `launch`, `launch_rank`,
-`runner`.
-"""
+"""What one launcher process starts: commands, environments and cores of its ranks; its place."""
 
 import json
 import os
@@ -14,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deepspeed.launcher.constants import LOCAL_MASTER_ADDR, TORCH_DISTRIBUTED_DEFAULT_PORT
-from deepspeed.launcher.elastic import Elastic
 from deepspeed.launcher.resources import parse_core_list, split_cores
 from deepspeed.utils.logging import logger
 
@@ -78,6 +71,29 @@ def place_of_rank(world: dict[str, list[int]], rank: int, coordinator: str) -> P
             )
         before += len(slots)
     raise ValueError(f"rank {rank} is not in 0..{before - 1}, the slots of {', '.join(world)}")
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """Between how many nodes a job may run."""
+
+    min_nodes: int
+    max_nodes: int
+
+
+def elastic_of(min_nodes: int, max_nodes: int, known_nodes: int) -> Elastic:
+    """Return the limits that the flags mean; -1 is for a flag that was left out."""
+    for name, value in (("min_elastic_nodes", min_nodes), ("max_elastic_nodes", max_nodes)):
+        if value != -1 and value < 1:
+            raise ValueError(f"--{name}={value}: give a positive number")
+    least = 1 if min_nodes == -1 else min_nodes
+    most = max(known_nodes, least) if max_nodes == -1 else max_nodes
+    if least > most:
+        raise ValueError(
+            f"--min_elastic_nodes={least} is above --max_elastic_nodes={most}; exchange them or "
+            "raise the latter"
+        )
+    return Elastic(least, most)
 
 
 @dataclass(frozen=True)
@@ -248,3 +264,19 @@ def port_in_use(port: int) -> str:
         f"--master_port={port}: the port is in use; name another one, or leave the flag out to "
         "have a free one chosen"
     )
+
+
+def address_towards(host: str, port: int = 9) -> str | None:
+    """Return this machine's address as `host` sees it, which need not know its name; None where the
+    name is ssh's own or has no route.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[
+            0
+        ]
+        with socket.socket(family, kind, protocol) as probe:
+            # A datagram socket sends nothing here; connecting only chooses a route.
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None

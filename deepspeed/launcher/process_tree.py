@@ -1,25 +1,25 @@
-"""Ending processes with all that they have started.
+"""Ending processes with all that they have started, also where this process cannot.
 
-Owns: finding and killing descendants, also orphaned ones, and the reaper that does it when this
-process cannot. Does not own: the graceful end of ranks, which is torch's agent's and
-`launch_rank`'s. Called by: `launch`, `nodes`.
+Run as a plain file (`python process_tree.py WORD`) it is the reaper: it waits for its launcher's
+end and kills what carries the word in its environment. The kernel ends ranks with their launcher
+(`worker_exec`), but not what ranks have started: that comes to init. No import but Python's own.
 """
 
 import contextlib
 import ctypes
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
-
-from deepspeed.launcher.reaper import VARIABLE
 
 PR_SET_CHILD_SUBREAPER = 36
 KILL_WAIT_SECONDS = 5.0
-REAPER = Path(__file__).with_name("reaper.py")
+VARIABLE = "DEEPSPEED_LAUNCH_WORD"
+GIVE_UP_SECONDS = 20.0
+PAUSE_SECONDS = 0.02
 
 
 @contextlib.contextmanager
@@ -64,7 +64,7 @@ def _start_reaper() -> "tuple[subprocess.Popen[bytes], str]":
     # A session of its own: what a terminal or a shell sends to this process's group must not end it
     # first. -I -S and no output: it must not hold a pipe open that somebody reads to its end.
     reaper = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(REAPER), word],
+        [sys.executable, "-I", "-S", __file__, word],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -109,3 +109,49 @@ def terminate_process_tree(pid: int) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
     psutil.wait_procs(alive, timeout=KILL_WAIT_SECONDS)
+
+
+# The reaper, a process that outlives its launcher
+
+
+def main() -> None:
+    """Wait for the launcher's end, then kill whatever carries the word until nothing does."""
+    # A terminal's signals are for the launcher; this process ends after it.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.stdin.buffer.read().endswith(b"ok\n"):
+        return
+    kill_marked(f"{VARIABLE}={sys.argv[1]}".encode())
+
+
+def kill_marked(mark: bytes) -> None:
+    """Kill processes whose environment has `mark`, until there is none: one may start another."""
+    deadline = time.monotonic() + GIVE_UP_SECONDS
+    while time.monotonic() < deadline:
+        marked = [pid for pid in _processes() if mark in _environment(pid)]
+        if not marked:
+            return
+        for pid in marked:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(PAUSE_SECONDS)
+
+
+def _processes() -> list[int]:
+    own = os.getpid()
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != own]
+
+
+def _environment(pid: int) -> list[bytes]:
+    """Return the variables that a process was started with; none if that cannot be read."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as stream:
+            return stream.read().split(b"\0")
+    except OSError:
+        return []
+
+
+if __name__ == "__main__":
+    main()

@@ -1,10 +1,7 @@
-"""The `deepspeed` command: from the command line to a running, supervised set of processes on one
-or several machines.
+"""The `deepspeed` command, from the command line to supervised processes on one or more machines.
 
-Owns: upstream's flags, the choice of hosts and slots from them, and the refusal of what this
-release cannot do. Does not own: the hostfile and filter language (`resources`), the processes
-(`launch`), other machines (`nodes`). A launch on this machine runs in this process: no second
-interpreter starts up first.
+Owns upstream's flags and the choice of hosts and slots from them. A launch on this machine runs in
+this process: no second interpreter starts up first.
 """
 
 from deepspeed.launcher.signals import die_at_once
@@ -18,7 +15,6 @@ import json
 import os
 import re
 import socket
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,6 +24,7 @@ from deepspeed.launcher.constants import (
     DEEPSPEED_ENVIRONMENT_NAME,
     DEEPSPEED_ENVIRONMENT_PATHS,
     DLTS_HOSTFILE,
+    EXPORT_ENVS,
     IMPI_LAUNCHER,
     LOCAL_MASTER_ADDR,
     MPICH_LAUNCHER,
@@ -39,21 +36,20 @@ from deepspeed.launcher.constants import (
     SSH_LAUNCHER,
     TORCH_DISTRIBUTED_DEFAULT_PORT,
 )
-from deepspeed.launcher.devices import device_environment, visible_slots
-from deepspeed.launcher.elastic import Elastic, elastic_of
-from deepspeed.launcher.environment import EXPORT_ENVS
-from deepspeed.launcher.launch import exit_code, run
-from deepspeed.launcher.plan import LaunchPlan, bound_cores, build_command
+from deepspeed.launcher.launch import Flags, add_flags, add_log_flags, answer, run
+from deepspeed.launcher.plan import Elastic, LaunchPlan, bound_cores, build_command, elastic_of
 from deepspeed.launcher.resources import (
     _parse_hostfile,
+    device_environment,
     fetch_hostfile,
     parse_inclusion_exclusion,
     parse_node_config,
     parse_node_config_list,
     parse_num_nodes,
     parse_resource_filter,
+    visible_slots,
 )
-from deepspeed.utils.logging import get_log_level_from_string, logger
+from deepspeed.utils.logging import logger
 
 # Upstream's further names here say what to use instead.
 __getattr__ = lazy_attributes(__name__)
@@ -95,18 +91,60 @@ _ENGINE_FLAGS: tuple[tuple[str, Any], ...] = (
     ("venv_script", None),
 )
 """Flags that only an engine for several nodes honours, with the values that ask for nothing."""
-
-
-_ENGINES = ", ".join(
+_ENGINES = f"{PDSH_LAUNCHER}, {SSH_LAUNCHER}, {OPENMPI_LAUNCHER}, {MPICH_LAUNCHER}, "
+_ENGINES += f"{IMPI_LAUNCHER}, {MVAPICH_LAUNCHER}, {SLURM_LAUNCHER}"
+_RESOURCE_FLAGS: Flags = (
+    ("-H --hostfile", DLTS_HOSTFILE, "MPI-style file of `<host> slots=<n>` lines"),
     (
-        PDSH_LAUNCHER,
-        SSH_LAUNCHER,
-        OPENMPI_LAUNCHER,
-        MPICH_LAUNCHER,
-        IMPI_LAUNCHER,
-        MVAPICH_LAUNCHER,
-        SLURM_LAUNCHER,
-    )
+        "-i --include",
+        "",
+        "slots to use, as NAME[:SLOT[,SLOT ...]] joined by @, e.g. localhost:0,2; a slot is a "
+        "device's number",
+    ),
+    ("-e --exclude", "", "slots not to use, in the same form; not with --include"),
+    (
+        "--num_gpus --num_accelerators",
+        -1,
+        "number of processes: the first N devices, or N processes on the CPU; -1 is all devices, "
+        "or one process on the CPU",
+    ),
+    ("--bind_cores_to_rank", False, "bind each rank to cores of its own"),
+    ("--bind_core_list", None, "cores to deal to the ranks, e.g. 1,3-5,7; default all available"),
+)
+_NODE_FLAGS: Flags = (
+    ("--num_nodes", "-1", "number of nodes: the first N hosts of the hostfile; -1 is all"),
+    ("--min_elastic_nodes", -1, "fewest nodes to go on with; 1 if left out"),
+    ("--max_elastic_nodes", -1, "most nodes to take in; --min_elastic_nodes if left out"),
+    (
+        "--elastic_training",
+        False,
+        "restart the processes when one fails, or a node comes or goes; run this on each node, "
+        "with --master_addr",
+    ),
+    (
+        "--master_port",
+        TORCH_DISTRIBUTED_DEFAULT_PORT,
+        "port the processes meet at; a free one is taken if the default is in use",
+    ),
+    ("--master_addr", "", "address they meet at; empty is where the nodes reach the first one"),
+    ("--node_rank", -1, "position of this node, from 0; with --no_ssh"),
+    ("--launcher", PDSH_LAUNCHER, f"engine for several nodes: {_ENGINES}"),
+    ("--launcher_args", "", "flags for the engine, as one quoted argument"),
+    ("--no_ssh", False, "launch this node's part only; run it on each node"),
+    ("--no_ssh_check", False, "do not try ssh to each host first"),
+    ("--force_multi", False, "use the engine also for one host"),
+    ("--ssh_port", int, "port of ssh on the nodes"),
+    ("--venv_script", None, "script to source on the nodes; its `python` is used"),
+)
+_PROCESS_FLAGS: Flags = (
+    ("--module", False, "run the script as `python -m`"),
+    ("--no_python", False, "run the script without `python` before it"),
+    ("--no_local_rank", False, "do not pass --local_rank=N to the script"),
+    (
+        "--save_pid",
+        False,
+        f"keep this command's process id in {PID_FILE_BASEPATH}/<process id>.ds while it runs",
+    ),
 )
 
 
@@ -137,153 +175,26 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.set_defaults(master_port_given=False, hostfile_given=False)
-    _add_resource_flags(parser)
-    _add_node_flags(parser)
-    _add_process_flags(parser)
-    parser.add_argument("user_script", help="script to launch, followed by its arguments")
-    parser.add_argument("user_args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser.parse_args(args)
-
-
-def _add_resource_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("processes and devices")
-    group.add_argument(
-        "-H",
-        "--hostfile",
-        default=DLTS_HOSTFILE,
-        action=_StoreGiven,
-        help="MPI-style file of `<host> slots=<n>` lines",
-    )
-    group.add_argument(
-        "-i",
-        "--include",
-        default="",
-        help=(
-            "slots to use, as NAME[:SLOT[,SLOT ...]] joined by @, e.g. localhost:0,2; a slot is a "
-            "device's number"
-        ),
-    )
-    group.add_argument(
-        "-e", "--exclude", default="", help="slots not to use, in the same form; not with --include"
-    )
-    group.add_argument(
-        "--num_gpus",
-        "--num_accelerators",
-        type=int,
-        default=-1,
-        help=(
-            "number of processes: the first N devices, or N processes on the CPU; -1 is all "
-            "devices, or one process on the CPU"
-        ),
-    )
-    group.add_argument(
-        "--bind_cores_to_rank", action="store_true", help="bind each rank to cores of its own"
-    )
-    group.add_argument(
-        "--bind_core_list",
-        default=None,
-        help="cores to deal to the ranks, e.g. 1,3-5,7; default all available",
-    )
-
-
-def _add_node_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("nodes")
-    group.add_argument(
-        "--num_nodes",
-        default="-1",
-        help="number of nodes: the first N hosts of the hostfile; -1 is all",
-    )
-    group.add_argument(
-        "--min_elastic_nodes",
-        type=int,
-        default=-1,
-        help="fewest nodes to go on with; 1 if left out",
-    )
-    group.add_argument(
-        "--max_elastic_nodes",
-        type=int,
-        default=-1,
-        help="most nodes to take in; --min_elastic_nodes if left out",
-    )
-    group.add_argument(
-        "--elastic_training",
-        action="store_true",
-        help=(
-            "restart the processes when one fails, or a node comes or goes; run this on each node, "
-            "with --master_addr"
-        ),
-    )
-    group.add_argument(
-        "--master_port",
-        type=int,
-        default=TORCH_DISTRIBUTED_DEFAULT_PORT,
-        action=_StoreGiven,
-        help="port the processes meet at; a free one is taken if the default is in use",
-    )
-    group.add_argument(
-        "--master_addr",
-        default="",
-        help="address they meet at; empty is where the nodes reach the first one",
-    )
-    group.add_argument(
-        "--node_rank", type=int, default=-1, help="position of this node, from 0; with --no_ssh"
-    )
-    group.add_argument(
-        "--launcher", default=PDSH_LAUNCHER, help=f"engine for several nodes: {_ENGINES}"
-    )
-    group.add_argument(
-        "--launcher_args", default="", help="flags for the engine, as one quoted argument"
-    )
-    group.add_argument(
-        "--no_ssh",
-        action="store_true",
-        help="launch this node's part only; run it on each node",
-    )
-    group.add_argument(
-        "--no_ssh_check", action="store_true", help="do not try ssh to each host first"
-    )
-    group.add_argument(
-        "--force_multi", action="store_true", help="use the engine also for one host"
-    )
-    group.add_argument("--ssh_port", type=int, default=None, help="port of ssh on the nodes")
-    group.add_argument(
-        "--venv_script", default=None, help="script to source on the nodes; its `python` is used"
-    )
-
-
-def _add_process_flags(parser: argparse.ArgumentParser) -> None:
+    add_flags(parser.add_argument_group("processes and devices"), _RESOURCE_FLAGS, _StoreGiven)
+    add_flags(parser.add_argument_group("nodes"), _NODE_FLAGS, _StoreGiven)
     group = parser.add_argument_group("how the script is run")
-    group.add_argument("--module", action="store_true", help="run the script as `python -m`")
-    group.add_argument(
-        "--no_python", action="store_true", help="run the script without `python` before it"
-    )
-    group.add_argument(
-        "--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script"
-    )
-    group.add_argument(
-        "--save_pid",
-        action="store_true",
-        help=f"keep this command's process id in {PID_FILE_BASEPATH}/<process id>.ds while it runs",
-    )
-    group.add_argument(
+    add_flags(group, _PROCESS_FLAGS)
+    add = group.add_argument
+    add(
         "--enable_each_rank_log",
-        default=None,
         metavar="DIR",
         help="write each rank's output to a file in this folder",
     )
-    group.add_argument(
+    add(
         "--autotuning",
         default="",
         choices=["tune", "run"],
         help="refused: not part of this project",
     )
-    group.add_argument(
-        "--log_level",
-        default="info",
-        choices=["debug", "info", "warning", "error", "critical"],
-        help="level of the launcher's own log",
-    )
-    group.add_argument("-q", "--quiet", action="store_true", help="same as --log_level error")
+    add_log_flags(group, "level of the launcher's own log")
+    parser.add_argument("user_script", help="script to launch, followed by its arguments")
+    parser.add_argument("user_args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser.parse_args(args)
 
 
 def encode_world_info(world_info: dict[str, list[int]]) -> str:
@@ -376,8 +287,7 @@ def main(args: list[str] | None = None) -> None:
     User mistakes end with one line on stderr and exit code 2, not with this program's traceback.
     """
     parsed = parse_args(args)
-    logger.setLevel(get_log_level_from_string("error" if parsed.quiet else parsed.log_level))
-    sys.exit(exit_code(lambda: launch(parsed)))
+    answer(parsed, lambda: launch(parsed))
 
 
 def launch(args: argparse.Namespace) -> int:

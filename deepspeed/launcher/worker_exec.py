@@ -1,9 +1,7 @@
 """The first moments of a launched process: it prepares itself, then becomes the user's command.
 
-Owns: tying the process to its launcher's life, core binding, this rank's environment, and telling
-the launcher its process id. Run as a plain file (`python worker_exec.py PLAN LOCAL_RANK`), so that
-it imports neither deepspeed nor torch; the command comes from the plan file, because torch's agent
-would expand `$` in arguments.
+Run as a plain file (`python worker_exec.py PLAN LOCAL_RANK`), so that it imports neither deepspeed
+nor torch; the command comes from the plan file, as torch's agent would expand `$` in arguments.
 """
 
 import ctypes

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed.launcher.rendezvous import NodeWatch, Round, WatchedRendezvous
+from deepspeed.launcher.job.rendezvous import NodeWatch, Round, WatchedRendezvous
 
 TIMEOUT = 1.0
 SERVER = """
@@ -91,7 +91,7 @@ def test_silence_is_counted_from_the_last_new_word(monkeypatch: pytest.MonkeyPat
 AT_EXIT = """
 import contextlib, datetime, time
 import torch.distributed as dist
-from deepspeed.launcher import rendezvous
+from deepspeed.launcher.job import rendezvous
 
 class Slow:
     def __init__(self, *where, **how):

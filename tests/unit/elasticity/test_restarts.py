@@ -8,8 +8,7 @@ import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from deepspeed.launcher.elastic import QUICK_FAILURE_SECONDS
-from deepspeed.launcher.restarts import PatientAgent
+from deepspeed.launcher.job.rendezvous import QUICK_FAILURE_SECONDS, PatientAgent
 
 QUICK, LONG = QUICK_FAILURE_SECONDS - 1, QUICK_FAILURE_SECONDS
 RESTARTS = 100

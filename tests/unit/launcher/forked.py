@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from deepspeed.launcher import agent, restarts  # noqa: F401 to have them, and torch, imported
+from deepspeed.launcher import agent  # noqa: F401 to have it, and torch, imported
+from deepspeed.launcher.job import rendezvous  # noqa: F401 likewise
 from deepspeed.launcher.signals import die_at_once
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from deepspeed.launcher.constants import NODE_TIMEOUT_VARIABLE, START_TIMEOUT_VARIABLE, node_timeout
-from deepspeed.launcher.coordinator import Coordinator, CoordinatorAddress, Verdict
-from deepspeed.launcher.coordinator_client import CoordinatorClient
 from deepspeed.launcher.failures import Failure
+from deepspeed.launcher.job.client import CoordinatorClient
+from deepspeed.launcher.job.coordinator import Coordinator, CoordinatorAddress, Verdict
 
 WAIT = 30.0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.launcher import environment, multinode_runner, plan, runner
+from deepspeed.launcher import constants, multinode_runner, nodes, plan, runner
 from deepspeed.launcher.multinode_runner import (
     IMPIRunner,
     MPICHRunner,
@@ -149,8 +149,8 @@ def test_forwarded_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.chdir(tmp_path)
     home = tmp_path / "home"
     home.mkdir()
-    monkeypatch.setattr(environment, "DEEPSPEED_ENVIRONMENT_PATHS", [str(home), "."])
-    name = environment.DEEPSPEED_ENVIRONMENT_NAME
+    monkeypatch.setattr(nodes, "DEEPSPEED_ENVIRONMENT_PATHS", [str(home), "."])
+    name = constants.DEEPSPEED_ENVIRONMENT_NAME
     (home / name).write_text("# a comment\nNCCL_A = from home\nMINE=x=y z\n\n")
     (tmp_path / name).write_text("MINE=the current folder wins\n")
     given = {
@@ -162,14 +162,14 @@ def test_forwarded_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         "HOME": "/root",
         "OPAL_X": "5",
     }
-    found = environment.forwarded_environment(given, [*environment.EXPORT_ENVS, "OPAL"])
+    found = nodes.forwarded_environment(given, [*constants.EXPORT_ENVS, "OPAL"])
     assert found == {
         **{"NCCL_A": "from home", "NCCL_B": "2", "UCX_X": "3", "DS_X": "4", "OPAL_X": "5"},
         **{"MINE": "the current folder wins", "PYTHONPATH": f"{tmp_path}{os.pathsep}/lib"},
     }
     (tmp_path / name).write_text("export MINE=1\n")
     with pytest.raises(ValueError, match="bad line 'export MINE=1'; write KEY=VALUE"):
-        environment.forwarded_environment(given, [])
+        nodes.forwarded_environment(given, [])
 
 
 def test_places_of_nodes_and_ranks() -> None:

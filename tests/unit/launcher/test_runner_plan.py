@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from deepspeed.launcher import devices, launch, runner
+from deepspeed.launcher import launch, runner
 from deepspeed.launcher import plan as plans
+from deepspeed.launcher.resources import device_environment, visible_slots
 
 
 def plan(*flags: str) -> plans.LaunchPlan:
@@ -84,11 +85,11 @@ def test_slots_follow_the_visibility_variable(
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert devices.visible_slots() == usable
+    assert visible_slots() == usable
     last = list(usable)[-1]
-    assert devices.device_environment([last]) == {"CUDA_VISIBLE_DEVICES": usable[last]}
+    assert device_environment([last]) == {"CUDA_VISIBLE_DEVICES": usable[last]}
     with pytest.raises(ValueError, match=r"\[9\] are not usable"):
-        devices.device_environment([9])
+        device_environment([9])
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,24 @@
-"""The rendezvous of the nodes of an elastic job: torch's dynamic one, which also notices nodes that
-fall silent, and one that gives up.
+"""The rendezvous of the nodes of an elastic job, torch's dynamic one, which also notices nodes that
+fall silent, and the agent, torch's, which gives up when processes fail soon after their start.
 
-Owns: noticing a node that is cut off, on both sides of the cut. torch's agents start a round of
-processes again when one fails or a node comes; behind a pulled cable nothing fails. The peers of a
-lost node wait in a collective for as long as that may take, half an hour by default, and the lost
-node's agent waits for the rendezvous for as long as TCP tries. Does not own: the rendezvous itself,
-which is torch's. Called by: `agent`.
+torch's agents start a round of processes again when one fails or a node comes; behind a pulled
+cable nothing fails. The peers of a lost node wait in a collective for as long as that may take,
+half an hour by default, and the lost node's agent waits for the rendezvous for as long as TCP
+tries. What a restart goes on from is the script's: it loads its last checkpoint.
 """
 
 import atexit
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, cast
 
+import torch.distributed.launcher.api
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -23,15 +27,23 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.utils.distributed import create_c10d_store
 
-from deepspeed.launcher.constants import node_timeout
-from deepspeed.launcher.coordinator import beat_interval
-from deepspeed.launcher.elastic import RENDEZVOUS_BACKEND
+from deepspeed.launcher.constants import (
+    LOCAL_MASTER_ADDR,
+    TORCH_DISTRIBUTED_DEFAULT_PORT,
+    node_timeout,
+)
+from deepspeed.launcher.job.coordinator import beat_interval
+from deepspeed.launcher.plan import Elastic, address_towards
 from deepspeed.utils.logging import logger
 
-ON_CUT = "on_cut"
-"""The rendezvous configuration's key of what to do when the rendezvous has not answered for the
-timeout.
-"""
+MAX_RESTARTS = 100
+"""Failures that one node may restart from, as upstream has it; nodes that come do not count."""
+QUICK_FAILURES = 3
+"""So many in a row, each soon after its start, and a node gives up: the next would be the same."""
+QUICK_FAILURE_SECONDS = 30.0  # what is soon after a start
+RENDEZVOUS_BACKEND = "deepspeed-c10d"  # the name under which torch finds `rendezvous`
+LAST_CALL_SECONDS = 5  # how long a round that has enough nodes waits for more before it begins
+ON_CUT = "on_cut"  # configuration's key of what to do when the rendezvous has not answered in time
 END_SECONDS = 2.0
 _GAVE_UP = "gave-up"  # takes the place of the beat's number in a node's sign of life
 
@@ -214,8 +226,9 @@ class WatchedRendezvous(RendezvousHandler):
 
 
 def register() -> None:
-    """Make the rendezvous known to torch."""
+    """Make the rendezvous and the agent torch's, for launches of this process."""
     rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, _create)
+    torch.distributed.launcher.api.LocalElasticAgent = PatientAgent  # type: ignore[misc]  # a class by another of its kind
 
 
 def _create(params: RendezvousParameters) -> RendezvousHandler:
@@ -227,3 +240,66 @@ def _create(params: RendezvousParameters) -> RendezvousHandler:
     return WatchedRendezvous(
         rendezvous, NodeWatch(params.endpoint, node_timeout(), params.config[ON_CUT])
     )
+
+
+def rendezvous_settings(
+    elastic: Elastic, master_addr: str, master_port: int | None
+) -> dict[str, Any]:
+    """Return the part of torch's `LaunchConfig` that says where nodes meet.
+
+    One of the agents serves the rendezvous: the first that can listen on it, so the address must
+    be one node's own.
+    """
+    port = TORCH_DISTRIBUTED_DEFAULT_PORT if master_port is None else master_port
+    # Every round of processes needs a store of its own: in the agents' store, which outlives them,
+    # they would find the addresses of processes that are gone and fail to connect.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    return {
+        "min_nodes": elastic.min_nodes,
+        "max_nodes": elastic.max_nodes,
+        "max_restarts": MAX_RESTARTS,
+        "rdzv_backend": RENDEZVOUS_BACKEND,
+        "rdzv_endpoint": f"{master_addr}:{port}",
+        "rdzv_configs": {"last_call_timeout": LAST_CALL_SECONDS},
+        # All nodes must say the same word; two jobs cannot have the same port.
+        "run_id": f"deepspeed-{port}",
+        "local_addr": address_towards(master_addr, port) or LOCAL_MASTER_ADDR,
+    }
+
+
+class PatientAgent(LocalElasticAgent):
+    """Restarts processes as torch's agent does, until `QUICK_FAILURES` in a row have come within
+    `QUICK_FAILURE_SECONDS` of their start; then ends as after its last restart.
+    """
+
+    _started_at = 0.0
+    _quick_failures = 0
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._started_at = time.monotonic()
+        return super()._start_workers(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result = super()._monitor_workers(worker_group)
+        if result.state in (WorkerState.UNHEALTHY, WorkerState.FAILED):
+            # It is the one that `agent` asks torch for.
+            self._count_failure(cast(WatchedRendezvous, worker_group.spec.rdzv_handler))
+        return result
+
+    def _count_failure(self, rendezvous: WatchedRendezvous) -> None:
+        if time.monotonic() - self._started_at >= QUICK_FAILURE_SECONDS:
+            self._quick_failures = 0
+            return
+        if rendezvous.num_nodes_waiting():
+            # A node has come, and these are its peers' ends; or another failed before, and counts.
+            return
+        self._quick_failures += 1
+        if self._quick_failures == QUICK_FAILURES:
+            logger.error(
+                "the processes have failed within %g seconds of their start %d times in a row: "
+                "not starting them again",
+                QUICK_FAILURE_SECONDS,
+                QUICK_FAILURES,
+            )
+            self._remaining_restarts = 0
+            rendezvous.give_up()

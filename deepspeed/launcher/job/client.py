@@ -1,9 +1,4 @@
-"""A launcher's connection to the coordinator of its job: it learns when to go and when to stop, and
-says how its processes ended.
-
-Owns: the launchers' side of the protocol that `coordinator` describes. Does not own: processes;
-what is to be done when the job ends early is the caller's. Called by: `launch`.
-"""
+"""A launcher's side of the protocol that `coordinator` describes: when to go and when to stop."""
 
 import contextlib
 import ipaddress
@@ -14,12 +9,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from types import TracebackType
 from typing import Any
 
 from deepspeed.launcher.constants import LOCAL_MASTER_ADDR, node_timeout, start_timeout
-from deepspeed.launcher.coordinator import CoordinatorAddress, Verdict, beat_interval
 from deepspeed.launcher.failures import Failure
+from deepspeed.launcher.job.coordinator import CoordinatorAddress, Verdict, beat_interval
 
 CONNECT_SECONDS = 5.0
 RETRY_SECONDS = 0.2
@@ -69,12 +63,7 @@ class CoordinatorClient:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         # A reader of another thread is woken by a shutdown, not by a close.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -1,9 +1,6 @@
-"""Where the launchers of one job meet, so that the end of one is the end of all, and its cause is
-known.
+"""Where the launchers of one job meet, so that the end of one is the end of all, its cause known.
 
-Owns: the listening side: who has come, who is alive, which failure was first, and when all may go.
-Does not own: the launchers' side (`coordinator_client`) nor processes. Called by: `nodes`, in the
-command that the user started, or on node 0 where each node is started by hand.
+It runs in the command that the user started, or on node 0 where nodes are started by hand.
 
 The protocol, one JSON object per line, over one TCP connection per launcher:
 
@@ -300,9 +297,7 @@ class Coordinator:
 
     def _lose(self, member: _Member, why: str, age: float = 0.0) -> None:
         member.settled = True
-        self._add_failure("", Failure(member.label, why, LOST_CODE, age))
-        self._stop_all()
-        self._end_if_settled()
+        self._stop_for(Failure(member.label, why, LOST_CODE, age))
 
     def _fail_from_outside(self, number: int | None, failure: Failure) -> None:
         members = self._state.members
@@ -317,6 +312,9 @@ class Coordinator:
             return
         for member in gone:
             member.settled = True
+        self._stop_for(failure)
+
+    def _stop_for(self, failure: Failure) -> None:
         self._add_failure("", failure)
         self._stop_all()
         self._end_if_settled()
