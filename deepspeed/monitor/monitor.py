@@ -6,9 +6,10 @@ The engine's own events (`runtime.step_observers.training_events`) and a script'
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepspeed import comm as dist
 from deepspeed.monitor.base import Event, Monitor, require
@@ -16,6 +17,28 @@ from deepspeed.utils.logging import logger
 
 if TYPE_CHECKING:
     from deepspeed.monitor.watch.monitor import WatchMonitor
+
+
+class Kind(NamedTuple):
+    """One of the monitors."""
+
+    block: str
+    attribute: str  # of `MonitorMaster`
+    module: str
+    class_name: str
+    needs: tuple[str, str] | None = None  # module and package that must be installed
+
+
+KINDS = (
+    Kind(
+        *("tensorboard", "tb_monitor", "tensorboard", "TensorBoardMonitor"),
+        ("tensorboard", "tensorboard"),
+    ),
+    Kind("wandb", "wandb_monitor", "wandb", "WandbMonitor", ("wandb", "wandb")),
+    Kind("csv_monitor", "csv_monitor", "csv_monitor", "csvMonitor"),
+    Kind("comet", "comet_monitor", "comet", "CometMonitor", ("comet_ml", "comet-ml")),
+    Kind("watch", "watch_monitor", "watch.monitor", "WatchMonitor"),
+)
 
 
 class MonitorMaster(Monitor):
@@ -36,45 +59,16 @@ class MonitorMaster(Monitor):
         self.comet_monitor: Monitor | None = None
         self.watch_monitor: WatchMonitor | None = None
         self._warned: set[str] = set()
-        self._require_packages()
-        if self.enabled and _is_rank_0():
-            self._open()
-
-    def _require_packages(self) -> None:
-        """Ranks must not wait for a rank 0 that has raised, so all of them look."""
-        blocks = self.monitor_config
-        if blocks.tensorboard.enabled:
-            require("tensorboard", "tensorboard", "tensorboard")
-        if blocks.wandb.enabled:
-            require("wandb", "wandb", "wandb")
-        if blocks.comet.enabled:
-            require("comet_ml", "comet-ml", "comet")
-
-    def _open(self) -> None:
-        blocks = self.monitor_config
-        if blocks.tensorboard.enabled:
-            # optional: needs its package
-            from deepspeed.monitor.tensorboard import TensorBoardMonitor
-
-            self.tb_monitor = TensorBoardMonitor(blocks.tensorboard)
-        if blocks.wandb.enabled:
-            from deepspeed.monitor.wandb import WandbMonitor  # optional: needs its package
-
-            self.wandb_monitor = WandbMonitor(blocks.wandb)
-        if blocks.csv_monitor.enabled:
-            # optional: few runs write CSV files
-            from deepspeed.monitor.csv_monitor import csvMonitor
-
-            self.csv_monitor = csvMonitor(blocks.csv_monitor)
-        if blocks.comet.enabled:
-            from deepspeed.monitor.comet import CometMonitor  # optional: needs its package
-
-            self.comet_monitor = CometMonitor(blocks.comet)
-        if blocks.watch.enabled:
-            # optional: as the others
-            from deepspeed.monitor.watch.monitor import WatchMonitor
-
-            self.watch_monitor = WatchMonitor(blocks.watch)
+        asked = [kind for kind in KINDS if getattr(monitor_config, kind.block).enabled]
+        # Ranks must not wait for a rank 0 that has raised, so all of them look.
+        for kind in asked:
+            if kind.needs:
+                require(*kind.needs, kind.block)
+        for kind in asked if self.enabled and _is_rank_0() else ():
+            # optional: some need a package of their own, and few runs use them all
+            module = importlib.import_module(f"deepspeed.monitor.{kind.module}")
+            opened = getattr(module, kind.class_name)(getattr(monitor_config, kind.block))
+            setattr(self, kind.attribute, opened)
 
     @property
     def monitors(self) -> list[Monitor]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import html
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from deepspeed.monitor.watch.charts import charts_of
 from deepspeed.monitor.watch.numbers import change, milliseconds, number, number_of_bytes
@@ -158,7 +158,7 @@ def _figures(run: Run, before: Run | None) -> str:
     return f'<div class="figures">{"".join(map(_figure, figures))}</div>'
 
 
-def _float(value: Any) -> float | None:
+def _float(value: float | None) -> float | None:
     return None if value is None else float(value)
 
 
@@ -200,7 +200,7 @@ def _compared(
     theirs: float | None,
     where: str,
     more_is_better: bool | None,
-    write: Any = number,
+    write: Callable[[float | None], str] = number,
 ) -> Figure:
     if mine is None or theirs is None:
         return Figure(title, write(mine), "" if theirs is None else write(theirs) + where)

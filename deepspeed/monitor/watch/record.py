@@ -50,7 +50,7 @@ def encoded(line: Mapping[str, Any]) -> str:
     return json.dumps(_plain(line), allow_nan=False, separators=(",", ":")) + "\n"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

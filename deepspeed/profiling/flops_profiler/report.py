@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -211,5 +211,5 @@ def _numbers(module: nn.Module, totals: tuple[float, float, float]) -> str:
     )
 
 
-def _heading(text: Any) -> str:
+def _heading(text: str) -> str:
     return f" {text} ".center(WIDTH, "-")

@@ -1,9 +1,12 @@
 """The numerics oracle: a user's model under a configuration, on several local ranks, against one
 plain-torch process.
 
-`workload`: model, batches, loss. `plan`: which runs. `ranks`: processes. `worker`, `system`: one
-rank. `reference`, `judge`: what must be, and by how much it may differ. `verdicts`: the table,
-whose rows are `report`'s.
-`text`, `picture`: how it is shown. `cli`: the command `ds_verify`, `usage` its error.
-`hugging_face` builds models by their names, `randomness` makes runs repeatable.
+`workload`: model, batches, loss; `hugging_face` builds models by their names. `plan`: which engines
+are checked for what, and by which runs. `ranks`: processes. `worker`, `system`: one rank.
+`reference`, `judge`: what must be, and by how much it may differ. `verdicts`: the rows of the
+`report`; `picture` draws them. `cli`: the command `ds_verify`.
 """
+
+
+class UsageError(ValueError):
+    """The command was used wrongly; the text names argument, value and remedy."""

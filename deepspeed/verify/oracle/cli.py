@@ -20,25 +20,29 @@ from tqdm import tqdm
 from deepspeed.elasticity.config import ElasticityError
 from deepspeed.runtime.config_models.source import load_config
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
+from deepspeed.verify.oracle import UsageError
 from deepspeed.verify.oracle.picture import require_plotting, write_report
 from deepspeed.verify.oracle.plan import (
     NO_BACKEND,
     TRACED_BACKEND,
     Plan,
-    RunKind,
     make_plan,
     precision_of,
     read_config,
     shape_of,
 )
-from deepspeed.verify.oracle.randomness import seed_everything
 from deepspeed.verify.oracle.ranks import run_plan
 from deepspeed.verify.oracle.reference import uncuttable
-from deepspeed.verify.oracle.report import Report
-from deepspeed.verify.oracle.text import render
-from deepspeed.verify.oracle.usage import UsageError
+from deepspeed.verify.oracle.report import Report, render
 from deepspeed.verify.oracle.verdicts import make_report
-from deepspeed.verify.oracle.workload import GlobalBatches, Shape, Workload, load_workload
+from deepspeed.verify.oracle.workload import (
+    Batch,
+    GlobalBatches,
+    Shape,
+    Workload,
+    load_workload,
+    seed_everything,
+)
 
 FAILED, MISUSED, INCOMPLETE = 1, 2, 3
 DEFAULT_BACKEND = "inductor"
@@ -62,29 +66,20 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument(
-        "--config", required=True, help="DeepSpeed configuration (JSON or hjson file)"
-    )
-    made.add_argument(
+    add = made.add_argument
+    add("--config", required=True, help="DeepSpeed configuration (JSON or hjson file)")
+    add(
         "--model",
         required=True,
         help="module:FUNCTION, file.py:FUNCTION or hf:CONFIG_OR_PATH[?key=value&...]",
     )
-    made.add_argument(
-        "--data",
-        help="module:FUNCTION, file.py:FUNCTION or a file of tensors; instead of the model's own",
-    )
-    made.add_argument("--world-size", type=int, default=2, help="local ranks (default: 2)")
-    made.add_argument(
-        "--steps", type=int, default=4, help="optimizer steps of a training run (default: 4)"
-    )
-    made.add_argument(
-        "--schedules",
-        type=int,
-        default=8,
-        help="orders tried on the simulated device; 0 for none (default: 8)",
-    )
-    made.add_argument(
+    text = "module:FUNCTION, file.py:FUNCTION or a file of tensors; instead of the model's own"
+    add("--data", help=text)
+    add("--world-size", type=int, default=2, help="local ranks (default: 2)")
+    add("--steps", type=int, default=4, help="optimizer steps of a training run (default: 4)")
+    text = "orders tried on the simulated device; 0 for none (default: 8)"
+    add("--schedules", type=int, default=8, help=text)
+    add(
         "--compile",
         nargs="?",
         const=DEFAULT_BACKEND,
@@ -94,21 +89,12 @@ def parser() -> argparse.ArgumentParser:
         f"(default: {TRACED_BACKEND}, which traces and needs no compiler; without BACKEND "
         f"{DEFAULT_BACKEND})",
     )
-    made.add_argument("--json", metavar="FILE", help="write everything as JSON")
-    made.add_argument(
-        "--report",
-        metavar="FILE",
-        help="write FILE.html with table and curves, or FILE.png with the curves",
-    )
-    made.add_argument(
-        "--seed", type=int, default=0, help="for weights, data and schedules (default: 0)"
-    )
-    made.add_argument(
-        "--timeout",
-        type=float,
-        default=300.0,
-        help="seconds without progress after which ranks hang (default: 300)",
-    )
+    add("--json", metavar="FILE", help="write everything as JSON")
+    text = "write FILE.html with table and curves, or FILE.png with the curves"
+    add("--report", metavar="FILE", help=text)
+    add("--seed", type=int, default=0, help="for weights, data and schedules (default: 0)")
+    text = "seconds without progress after which ranks hang (default: 300)"
+    add("--timeout", type=float, default=300.0, help=text)
     return made
 
 
@@ -195,7 +181,7 @@ def _try_model(settings: Settings, config: dict[str, Any], shape: Shape) -> tupl
     return numel, uncuttable(workload, batches), batches.whole_reason or ""
 
 
-def _loss(workload: Workload, batch: Any, dtype: torch.dtype, seed: int) -> torch.Tensor:
+def _loss(workload: Workload, batch: Batch, dtype: torch.dtype, seed: int) -> torch.Tensor:
     module = workload.copy_module(dtype)
     seed_everything(seed)
     try:
@@ -215,8 +201,7 @@ class _Progress:
     """A bar over all steps; a line per run where there is no terminal."""
 
     def __init__(self, plan: Plan, visible: bool) -> None:
-        judged = (RunKind.SGD, RunKind.USER, RunKind.SPLIT, RunKind.COMPILED)
-        total = sum(run.steps * (2 if run.kind in judged else 1) for run in plan.runs)
+        total = sum(run.steps * (2 if run.kind.is_judged else 1) for run in plan.runs)
         self._is_terminal = sys.stderr.isatty()
         self._visible = visible
         self._bar = tqdm(

@@ -10,16 +10,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from urllib.parse import parse_qsl
 
 import torch
 from torch import nn
 
-from deepspeed.verify.oracle.randomness import RANDOM_ATTRIBUTES
-from deepspeed.verify.oracle.usage import UsageError
+from deepspeed.verify.oracle import UsageError
 
+# Attributes that turn random behaviour on when they are floats above zero: nn.LSTM.dropout,
+# attention_dropout, resid_pdrop ...
+RANDOM_ATTRIBUTES = ("dropout", "pdrop", "drop_path", "drop_prob", "layerdrop")
 DEFAULT_SEQUENCE = 32
+Config = Any
+Model = Any
+"""A configuration and an automatic model of transformers, which is an extra."""
 # Above this a check in double precision is a matter of hours on a laptop.
 MAX_PARAMETERS = 500_000_000
 
@@ -60,7 +66,7 @@ def build_model(
     return module, _random_tokens(config, seed, rows, sequence)
 
 
-def _model_class(transformers: Any, config: Any) -> Any:
+def _model_class(transformers: ModuleType, config: Config) -> Model:
     """Find the language model of a configuration: to a sequence, of masked or of next tokens."""
     if config.is_encoder_decoder:
         if getattr(config, "decoder_start_token_id", None) is None:
@@ -70,14 +76,14 @@ def _model_class(transformers: Any, config: Any) -> Any:
     return masked if type(config) in masked._model_mapping else transformers.AutoModelForCausalLM
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> object:
     try:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
 
 
-def _config(transformers: Any, name: str, overrides: dict[str, Any]) -> Any:
+def _config(transformers: ModuleType, name: str, overrides: dict[str, object]) -> Config:
     path = Path(name)
     if path.exists():
         file = path / "config.json" if path.is_dir() else path
@@ -103,7 +109,7 @@ def _config(transformers: Any, name: str, overrides: dict[str, Any]) -> Any:
 
 
 def _random_tokens(
-    config: Any, seed: int, rows: int, sequence: Any
+    config: Config, seed: int, rows: int, sequence: object
 ) -> Callable[[int, int, int], dict[str, torch.Tensor]]:
     limit = next(
         (

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.utils import html_page
-from deepspeed.verify.oracle.report import Report, Verdict
-from deepspeed.verify.oracle.text import cells, summary
-from deepspeed.verify.oracle.usage import UsageError
+from deepspeed.verify.oracle import UsageError
+from deepspeed.verify.oracle.report import Report, Verdict, cells, summary
 
 SUFFIXES = (".html", ".png")
 CLASSES = {

@@ -7,6 +7,7 @@ Owns how the user's configuration is changed for each run. Runs nothing.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
@@ -18,7 +19,7 @@ from deepspeed.ops.op_builder import CPUAdamBuilder
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import parse_dtype
 from deepspeed.runtime.model_setup import buffer_dtype, model_dtype
-from deepspeed.verify.oracle.usage import UsageError
+from deepspeed.verify.oracle import UsageError
 from deepspeed.verify.oracle.workload import Shape
 from deepspeed.verify.sizes import piece_numel
 
@@ -60,6 +61,45 @@ class RunKind(str, Enum):
     LEDGER = "ledger"  # nothing: the gradient ledger watches
     COLLECTIVES = "collectives"  # nothing: the collective intent check watches
     SIM = "sim"  # the same as SGD or USER, on the simulated device under the stream checker
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether ranks compare steps with the reference, one by one."""
+        return self in (RunKind.SGD, RunKind.USER, RunKind.SPLIT, RunKind.COMPILED)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a check of the package's own looks on, and nothing is compared."""
+        return self in (RunKind.LEDGER, RunKind.COLLECTIVES)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What a configuration may be for, and what is checked of it."""
+
+    is_meant: Callable[[DeepSpeedConfig], bool]
+    kinds: frozenset[RunKind] = frozenset()
+    refusal: str = ""  # why nothing is, where `kinds` is empty: key, value and remedy
+
+
+ENGINES = (
+    Engine(
+        lambda config: int(config.tree.zero_optimization.stage) > 2,
+        refusal="zero_optimization.stage 3 is not checked by this release; use stage 0, 1 or 2",
+    ),
+    Engine(
+        lambda config: config.tree.expert_parallel.enabled,
+        refusal="expert_parallel.enabled true is not checked by this release, which compares whole "
+        "parameters; use false",
+    ),
+    Engine(
+        lambda config: config.tree.tensor_parallel.autotp_size > 1,
+        refusal="tensor_parallel.autotp_size {config.tree.tensor_parallel.autotp_size}: ranks that "
+        "share layers are not checked by this release; leave the block out",
+    ),
+    Engine(lambda config: True, frozenset(RunKind)),  # stages 0 to 2
+)
+"""The first that is meant counts."""
 
 
 @dataclass(frozen=True)
@@ -232,24 +272,18 @@ def simulated_run(
     )
 
 
+def engine_of(config: DeepSpeedConfig) -> Engine:
+    """Find the engine that a configuration is for; raises UsageError where nothing is checked."""
+    engine = next(engine for engine in ENGINES if engine.is_meant(config))
+    if not engine.kinds:
+        raise UsageError(f"--config: {engine.refusal.format(config=config)}")
+    return engine
+
+
 def shape_of(config: dict[str, Any], world: int) -> Shape:
-    """How this configuration cuts the global batch."""
+    """Tell how this configuration, which must be for a checked engine, cuts the global batch."""
     read = read_config(config, world)
-    if int(read.tree.zero_optimization.stage) > 2:
-        raise UsageError(
-            "--config: zero_optimization.stage 3 is not checked by this release; use stage 0, 1 or "
-            "2"
-        )
-    if read.tree.expert_parallel.enabled:
-        raise UsageError(
-            "--config: expert_parallel.enabled true is not checked by this release, which compares "
-            "whole parameters; use false"
-        )
-    if read.tree.tensor_parallel.autotp_size > 1:
-        raise UsageError(
-            f"--config: tensor_parallel.autotp_size {read.tree.tensor_parallel.autotp_size}: ranks "
-            "that share layers are not checked by this release; leave the block out"
-        )
+    engine_of(read)
     return Shape(world, read.gradient_accumulation_steps, read.train_micro_batch_size_per_gpu)
 
 
@@ -302,6 +336,8 @@ def make_plan(
         runs.append(
             Run(AS_CONFIGURED, RunKind.SIM, configs[-1], shape, min(steps, AS_CONFIGURED_STEPS))
         )
+    kinds = engine_of(read_config(config, shape.world)).kinds
+    runs = [run for run in runs if run.kind in kinds]
     no_split = no_split or ("" if splits else ONE_CUT)
     return Plan(model, data, seed, steps, shape, runs, no_split, no_whole, no_compile)
 

@@ -111,7 +111,7 @@ class SystemRun:
     ) -> RunRecord:
         """Train all steps; `keep` says of which the record is kept."""
         record = RunRecord()
-        wants_tensors = self.run.kind not in (RunKind.LEDGER, RunKind.COLLECTIVES)
+        wants_tensors = not self.run.kind.is_watched
         masters = self.masters() if wants_tensors else {}
         for step in range(self.run.steps):
             before = masters

@@ -29,10 +29,9 @@ from deepspeed.verify.oracle.judge import (
     judge_step,
 )
 from deepspeed.verify.oracle.plan import Plan, Precision, Run, RunKind, precision_of, read_config
-from deepspeed.verify.oracle.randomness import seed_everything
 from deepspeed.verify.oracle.reference import ROUNDOFF, Reference
 from deepspeed.verify.oracle.system import RunRecord, StepRecord, SystemRun
-from deepspeed.verify.oracle.workload import GlobalBatches, load_workload
+from deepspeed.verify.oracle.workload import GlobalBatches, load_workload, seed_everything
 
 # Gradients are accumulated on this many streams beside autograd's own under the simulated device.
 BACKWARD_STREAMS = 2
@@ -88,10 +87,9 @@ class Worker:
         # One rank's reference is enough: that all ranks hold the same parameters is checked by
         # their checksums.
         follows = run.kind is RunKind.USER and self.rank == 0
-        judged = run.kind in (RunKind.SGD, RunKind.USER, RunKind.SPLIT, RunKind.COMPILED)
         try:
             record = system.train(
-                keep=lambda step: judged and self._keeps(run, step),
+                keep=lambda step: run.kind.is_judged and self._keeps(run, step),
                 progress=lambda step: self.tell("step", run=run.name, step=step),
                 on_step=follow if follows else None,
             )

@@ -24,6 +24,7 @@ import copy
 import importlib
 import inspect
 import os
+import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,18 +32,24 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from deepspeed.runtime.model_setup import cast_module
-from deepspeed.verify.oracle.hugging_face import build_model
-from deepspeed.verify.oracle.randomness import seed_everything, without_randomness
-from deepspeed.verify.oracle.usage import UsageError
+from deepspeed.verify.oracle import UsageError
+from deepspeed.verify.oracle.hugging_face import RANDOM_ATTRIBUTES, build_model
 
 HUGGING_FACE = "hf:"
+Batch = Any
+"""One batch, as the user's function or loader makes it: tensors in any nesting."""
+Batches = Any
+"""A function of (step, micro_batch, rank), a dataset, or an iterable of batches."""
+Output = Any
+"""What the user's module returns."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,7 @@ class Workload:
 
     # As the user's function made it, dropout off; never trained, copied for every run.
     module: nn.Module
-    batches: Any  # see module
+    batches: Batches  # see module
     # See module; None: the module returns it.
     loss: Callable[[Any, Any], torch.Tensor] | None = None
     # What was changed or cannot be compared, for the report.
@@ -96,7 +103,9 @@ class Workload:
             name for name, module in self.module.named_modules() if isinstance(module, _BatchNorm)
         ]
 
-    def loss_of(self, forward: Callable[..., Any], batch: Any, dtype: torch.dtype) -> torch.Tensor:
+    def loss_of(
+        self, forward: Callable[..., Any], batch: Batch, dtype: torch.dtype
+    ) -> torch.Tensor:
         """The scalar loss of one batch under `forward`, whose weights have `dtype`."""
         output = _call(forward, _cast(self._inputs(batch), dtype))
         if self.loss is None:
@@ -110,13 +119,13 @@ class Workload:
             )
         return value
 
-    def _inputs(self, batch: Any) -> Any:
+    def _inputs(self, batch: Batch) -> Batch:
         pair = self.loss is not None and isinstance(batch, (tuple, list)) and len(batch) == 2
         return batch[0] if pair else batch
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    def cast(leaf: Any) -> Any:
+def _cast(value: Batch, dtype: torch.dtype) -> Batch:
+    def cast(leaf: object) -> object:
         return (
             leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
         )
@@ -124,13 +133,13 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return tree_map(cast, value)
 
 
-def _call(forward: Callable[..., Any], inputs: Any) -> Any:
+def _call(forward: Callable[..., Output], inputs: Batch) -> Output:
     if isinstance(inputs, Mapping):
         return forward(**inputs)
     return forward(*inputs) if isinstance(inputs, (tuple, list)) else forward(inputs)
 
 
-def _scalar(output: Any) -> torch.Tensor:
+def _scalar(output: Output) -> torch.Tensor:
     found = output
     if isinstance(output, Mapping) and "loss" in output:
         found = output["loss"]
@@ -146,7 +155,7 @@ def _scalar(output: Any) -> torch.Tensor:
     return found
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return (
         f"a tensor of shape {tuple(value.shape)}"
         if isinstance(value, torch.Tensor)
@@ -222,7 +231,7 @@ def _function(argument: str, spec: str) -> Callable[..., Any]:
     return function
 
 
-def _data(spec: str) -> Any:
+def _data(spec: str) -> Batches:
     if ":" in spec and not Path(spec).exists():
         made = _function("--data", spec)
         # batches(step, micro_batch, rank) is used as it is; a function without arguments makes the
@@ -246,15 +255,44 @@ def _data(spec: str) -> Any:
 class _TensorRows(Dataset[Any]):
     """Tensors whose first dimension counts samples, as a dataset."""
 
-    def __init__(self, leaves: list[torch.Tensor], structure: Any) -> None:
+    def __init__(self, leaves: list[torch.Tensor], structure: TreeSpec) -> None:
         self.leaves = leaves
         self.structure = structure
 
     def __len__(self) -> int:
         return int(self.leaves[0].shape[0])
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Batch:
         return tree_unflatten([leaf[index] for leaf in self.leaves], self.structure)
+
+
+# What is random in a run
+
+
+def seed_everything(seed: int) -> None:
+    """Make the user's functions draw the same numbers in every process."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def without_randomness(module: nn.Module) -> list[str]:
+    """Turn dropout off in place: a run that draws other masks cannot equal the whole batch."""
+    changed = []
+    for name, part in module.named_modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
+            part.p = 0.0
+            changed.append(name or type(part).__name__)
+        for key, value in vars(part).items():
+            if isinstance(value, float) and value > 0 and key.endswith(RANDOM_ATTRIBUTES):
+                setattr(part, key, 0.0)
+                changed.append(f"{name}.{key}")
+    if not changed:
+        return []
+    return [
+        f"dropout is set to 0 for the check in {len(changed)} places "
+        f"({', '.join(changed[:3])}{', ...' * (len(changed) > 3)})"
+    ]
 
 
 # Batches
@@ -295,7 +333,7 @@ class GlobalBatches:
         if any(s != structures[0] for s in structures) or any(s != shapes[0] for s in shapes):
             self.whole_reason = "batches differ in structure or shape"
 
-    def micro_batches(self, step: int, shape: Shape | None = None) -> list[Any]:
+    def micro_batches(self, step: int, shape: Shape | None = None) -> list[Batch]:
         """The micro-batches of a step in the order of `Shape.place`."""
         if shape is None or shape == self.shape:
             return self._steps[step]
@@ -304,7 +342,7 @@ class GlobalBatches:
             _rows(whole, place * shape.rows, shape.rows) for place in range(shape.micro_batches)
         ]
 
-    def whole(self, step: int) -> Any:
+    def whole(self, step: int) -> Batch:
         """The global batch of a step as one batch; `whole_reason` must be None."""
         if step not in self._whole:
             flat = [tree_flatten(batch)[0] for batch in self._steps[step]]
@@ -326,17 +364,19 @@ class GlobalBatches:
         return total
 
 
-def _tensors(batch: Any) -> list[torch.Tensor]:
+def _tensors(batch: Batch) -> list[torch.Tensor]:
     return [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
 
 
-def _joined(leaves: Sequence[Any]) -> Any:
+def _joined(leaves: Sequence[object]) -> object:
     first = leaves[0]
-    return torch.cat(list(leaves)) if isinstance(first, torch.Tensor) and first.dim() else first
+    if isinstance(first, torch.Tensor) and first.dim():
+        return torch.cat([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+    return first
 
 
-def _rows(batch: Any, start: int, count: int) -> Any:
-    def cut(leaf: Any) -> Any:
+def _rows(batch: Batch, start: int, count: int) -> Batch:
+    def cut(leaf: object) -> object:
         return (
             leaf[start : start + count] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
         )
@@ -344,7 +384,7 @@ def _rows(batch: Any, start: int, count: int) -> Any:
     return tree_map(cut, batch)
 
 
-def _micro_batches(batches: Any, shape: Shape, steps: int) -> list[list[Any]]:
+def _micro_batches(batches: Batches, shape: Shape, steps: int) -> list[list[Any]]:
     places = [
         (step, micro, rank)
         for step in range(steps)
@@ -370,7 +410,7 @@ def _micro_batches(batches: Any, shape: Shape, steps: int) -> list[list[Any]]:
     return [found[i : i + shape.micro_batches] for i in range(0, len(found), shape.micro_batches)]
 
 
-def _is_map_style(batches: Any) -> bool:
+def _is_map_style(batches: Batches) -> bool:
     return (
         isinstance(batches, Dataset)
         and not isinstance(batches, IterableDataset)
@@ -378,7 +418,7 @@ def _is_map_style(batches: Any) -> bool:
     )
 
 
-def _collated(dataset: Any, count: int, rows: int) -> Iterator[Any]:
+def _collated(dataset: Batches, count: int, rows: int) -> Iterator[Any]:
     size = len(dataset)
     if size < 1:
         raise UsageError("batches: the dataset is empty")

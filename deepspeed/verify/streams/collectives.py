@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 from deepspeed import comm as dist
 from deepspeed.accelerator.stream_trace import CollectiveTracing, TracedCollective
@@ -16,14 +16,23 @@ _BY_THE_HOST = ("barrier", "monitored_barrier")
 _PAIRWISE = ("send", "recv", "isend", "irecv")
 
 
+@runtime_checkable
+class Awaitable(Protocol):
+    """An asynchronous operation's handle."""
+
+    def wait(self, *args: object, **kwargs: object) -> object: ...
+
+    def is_completed(self) -> bool: ...
+
+
 class TracedWork:
     """An asynchronous operation's handle that also tells who waits for it."""
 
-    def __init__(self, work: Any, issued: TracedCollective) -> None:
+    def __init__(self, work: Awaitable, issued: TracedCollective) -> None:
         self._work = work
         self._issued = issued
 
-    def wait(self, *args: Any, **kwargs: Any) -> Any:
+    def wait(self, *args: object, **kwargs: object) -> object:
         """Wait as the wrapped handle does: the current stream waits, the host goes on."""
         result = self._work.wait(*args, **kwargs)
         self._issued.stream_waits()
@@ -36,7 +45,7 @@ class TracedWork:
             self._issued.host_waited()
         return is_done
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._work, name)
 
 
@@ -46,11 +55,11 @@ class CollectiveTeller:
     def __init__(self, tracing: CollectiveTracing) -> None:
         self._tracing = tracing
 
-    def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
+    def run(self, call: CollectiveCall, proceed: Callable[[], object]) -> object:
         """Tell of the operation, issue it, and tell who waits."""
         issued = self._tracing.collective(call.name, _communicator(call), call.reads, call.writes)
         result = proceed()
-        if call.async_op and hasattr(result, "wait"):
+        if call.async_op and isinstance(result, Awaitable):
             return TracedWork(result, issued)
         issued.stream_waits()
         if call.name in _BY_THE_HOST:

@@ -19,8 +19,7 @@ from deepspeed.verify.oracle.judge import Deviation
 from deepspeed.verify.oracle.plan import Plan, RunKind, make_plan
 from deepspeed.verify.oracle.ranks import Outcome, Session, run_plan
 from deepspeed.verify.oracle.reference import uncuttable
-from deepspeed.verify.oracle.report import Report, Row, Verdict
-from deepspeed.verify.oracle.text import render
+from deepspeed.verify.oracle.report import Report, Row, Verdict, render
 from deepspeed.verify.oracle.verdicts import family_of, make_report
 from deepspeed.verify.oracle.workload import GlobalBatches, Shape, Workload, load_workload
 from unit.verify.oracle_runs import MODELS, config_of, plan_of

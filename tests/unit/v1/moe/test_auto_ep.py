@@ -18,8 +18,8 @@ from deepspeed.runtime.zero.parameters.zero_parameter import is_zero_param
 from deepspeed.utils import groups
 from deepspeed.utils.exceptions import MisuseError
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.verify.oracle import UsageError
 from deepspeed.verify.oracle.plan import shape_of
-from deepspeed.verify.oracle.usage import UsageError
 from unit.common import DistributedTest
 from unit.v1.checkpoint.runs import differences as unlike
 
