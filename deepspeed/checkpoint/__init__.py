@@ -2,15 +2,15 @@
 
 Folders:
 
-    file_names, constants             names of files, and of what is in them
-    manifest, checksum, verification  what a folder has to hold, and whether it does
-    files, retention                  publishing whole folders, and removing old ones
-    experts, parallel_degrees         which experts and which ranks files are of
+    file_names, constants   names of files, and of what is in them
+    manifest, verification  what a folder has to hold, and whether it does; which may be removed
+    files                   reading files, publishing whole folders
+    experts                 which experts files are of
 
 Files:
 
-    file_writer, streamed_file, host_copy      writing them, in pieces, from copies
-    torch_files, safetensors_files, dcp_files  the formats
+    file_writer             writing one in pieces, with its checksum
+    torch_files, dcp_files  the formats
 
 Tools, and what they stand on:
 

@@ -25,10 +25,15 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.utils import _pytree as pytree
 
-from deepspeed.checkpoint.checksum import FileRecord, file_checksum
 from deepspeed.checkpoint.constants import DCP_FOLDER
 from deepspeed.checkpoint.file_names import dcp_folder
-from deepspeed.checkpoint.file_writer import DEFAULT_OPTIONS, WriteOptions, disk_error
+from deepspeed.checkpoint.file_writer import (
+    DEFAULT_OPTIONS,
+    FileRecord,
+    WriteOptions,
+    disk_error,
+    file_checksum,
+)
 from deepspeed.checkpoint.torch_files import write_file
 
 # First item of a pair that stands for a tensor; the second is its name.

@@ -24,7 +24,7 @@ import torch
 from deepspeed._lazy import lazy_attributes
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
-from deepspeed.checkpoint.checksum import FileRecord
+from deepspeed.checkpoint.file_writer import FileRecord
 from deepspeed.checkpoint.files import (
     CheckpointError,
     has_weights_in_shards,
@@ -36,8 +36,8 @@ from deepspeed.checkpoint.files import (
 )
 from deepspeed.checkpoint.manifest import VERSION as MANIFEST_VERSION
 from deepspeed.checkpoint.manifest import merge_parts, read_manifest, write_part
-from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
 from deepspeed.checkpoint.resharding.consolidation import ConsolidatedCheckpoint
+from deepspeed.checkpoint.resharding.cuts import ParallelDegrees
 from deepspeed.checkpoint.resharding.saved_optimizer import LABELS
 from deepspeed.checkpoint.resharding.tensor_parallel import SlicePatterns
 from deepspeed.checkpoint.torch_files import write_file

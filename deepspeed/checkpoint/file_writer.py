@@ -12,22 +12,76 @@ threads that is slower: others wait for the copy to aligned memory.
 
 from __future__ import annotations
 
+import os
+from typing import TYPE_CHECKING, NamedTuple
+
+import xxhash
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 import contextlib
 import errno
 import fcntl
 import mmap
-import os
 import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from deepspeed.checkpoint.checksum import Checksum, FileRecord
+ALGORITHM = "xxh3_128"
+_CHUNK_BYTES = 1 << 20
 
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
+
+class FileRecord(NamedTuple):
+    """What is known of a file's bytes.
+
+    Attributes:
+        bytes: How many.
+        checksum: Their `Checksum.value()`.
+    """
+
+    bytes: int
+    checksum: str
+
+
+class Checksum:
+    """The checksum of bytes that come in pieces; how they are cut makes no difference."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_128()
+
+    def update(self, data: Buffer) -> None:
+        """Take the next bytes; contiguous memory, which is not copied."""
+        self._hash.update(data)
+
+    def value(self) -> str:
+        """`xxh3_128:` and 32 hexadecimal digits, of all bytes so far."""
+        return f"{ALGORITHM}:{self._hash.hexdigest()}"
+
+
+def file_checksum(path: str) -> str:
+    """The checksum of a file.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    checksum, chunk = Checksum(), memoryview(bytearray(_CHUNK_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(chunk):
+            checksum.update(chunk[:count])
+    return checksum.value()
+
+
+def file_record(path: str) -> FileRecord:
+    """The record of a file as it is on disk.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    return FileRecord(os.path.getsize(path), file_checksum(path))
+
 
 # With 64 MiB, two thirds of the processor time more: fresh memory, and no longer in the cache.
 DEFAULT_BUFFER_BYTES = 16 << 20

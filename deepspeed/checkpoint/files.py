@@ -1,27 +1,26 @@
-"""Reading and publishing checkpoint files so that a crash or a bad file never costs a good
+"""Reading checkpoint files, and publishing folders so that a crash or a bad file never costs a good
 checkpoint.
 
-A checkpoint is written into a folder with a temporary name, every file flushed to disk, then
-renamed; the `latest` file changes last and in one rename. Who reads a file need not know who wrote
-it: `torch_files` and `dcp_files` have the two formats.
+Reading unpickles an explicit list of classes only. A checkpoint is written into a folder with a
+temporary name, every file flushed to disk, then renamed; the `latest` file changes last and in one
+rename. Stands in `zero_to_fp32.py` beside every checkpoint too, so it needs torch alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from deepspeed import comm as dist
 from deepspeed.checkpoint import file_names
-from deepspeed.checkpoint.constants import DCP_FOLDER, LATEST
-from deepspeed.checkpoint.torch_files import load_data, reason_of
-from deepspeed.comm import lone_waits
+from deepspeed.checkpoint.constants import DCP_FOLDER, LATEST, PICKLED_CLASSES
 
 
 class CheckpointError(RuntimeError):
@@ -84,6 +83,42 @@ def read_file(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
             f"{path} ({size} bytes) cannot be read: {reason_of(error)}. It is truncated, "
             "damaged, or holds objects that are not data; load another tag, or restore the file"
         ) from error
+
+
+def safe_classes() -> list[Any]:
+    """Classes that checkpoint files may contain beside tensors and plain containers.
+
+    Files name a class by its path, and so does the list of those that are known: they are the
+    runtime's, which stands above this package and need not be loaded to write or to look at a
+    folder. Only the list is imported from, never what a file names.
+    """
+    paths = (path.rsplit(".", 1) for path in PICKLED_CLASSES)
+    return [getattr(importlib.import_module(module), name) for module, name in paths]
+
+
+def load_data(source: Any, map_location: Any = "cpu", mmap: bool = False) -> Any:
+    """What `torch.save` was given.
+
+    Args:
+        source: Path, or a buffer.
+        map_location: Where tensors go.
+        mmap: Read a tensor's elements when they are used, where the format allows it.
+
+    Raises:
+        Exception: Of many kinds, if it is damaged or holds objects of other classes.
+    """
+    # Torch's older format has no place of its own for a tensor.
+    mapped = mmap and zipfile.is_zipfile(source)
+    with torch.serialization.safe_globals(safe_classes()):
+        return torch.load(source, map_location=map_location, weights_only=True, mmap=mapped)
+
+
+def reason_of(error: Exception) -> str:
+    """In one line, what torch says of a file that it cannot load."""
+    lines = str(error).strip().splitlines()
+    # What torch says first is advice; which object it is about stands behind the label.
+    told = [line.strip() for line in lines if "WeightsUnpickler error" in line]
+    return (told or lines or [type(error).__name__])[0]
 
 
 def lead_model_file(folder: str, part: int = 0) -> str:
@@ -151,33 +186,3 @@ def read_latest(load_dir: str, name: str = LATEST) -> str | None:
         return None
     with open(path) as file:
         return file.read().strip()
-
-
-def together(action: Callable[[], Any], device: torch.device, what: str) -> Any:
-    """Run `action` on every rank; if it fails on one, raise on all, naming the ranks and their
-    reasons.
-
-    Raises:
-        CheckpointError: On every rank, if any failed.
-    """
-    result, error = None, None
-    is_alone = dist.get_world_size() == 1
-    meeting = 0 if is_alone else lone_waits.watch.coming()
-    try:
-        result = action()
-    except Exception as caught:  # whatever it is, the other ranks must hear of it
-        error = caught
-    failed = torch.tensor([int(error is not None)], dtype=torch.int32, device=device)
-    if not is_alone:
-        with lone_waits.watch.waiting(lambda: what, meeting):
-            dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-    if not failed.item():
-        return result
-    reasons: list[Any] = [None] * dist.get_world_size()
-    own = None if error is None else f"{type(error).__name__}: {error}"
-    if is_alone:
-        reasons = [own]
-    else:
-        dist.all_gather_object(reasons, own)
-    told = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
-    raise CheckpointError(f"{what} failed. {told}") from error

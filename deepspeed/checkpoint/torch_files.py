@@ -1,27 +1,26 @@
-"""Files in torch's format, which hold data and nothing else.
-
-Writing returns when a file is on disk, with its checksum. Reading unpickles an explicit list of
-classes only, whoever reads: an engine, or a tool without one. Where files lie, and what to say when
-one is bad, is `files`'.
-"""
+"""Writing files in torch's format: whole, or tensor by tensor. Reading is `files`'."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import io
+import os
+import struct
 import threading
 import zipfile
 from collections.abc import Iterator
+from types import TracebackType
 from typing import IO, Any, cast
 
 import torch
-from torch.utils._pytree import tree_map_only
 
-from deepspeed.checkpoint.checksum import FileRecord
-from deepspeed.checkpoint.constants import PICKLED_CLASSES
-from deepspeed.checkpoint.file_writer import DEFAULT_OPTIONS, FileWriter, WriteOptions
-from deepspeed.checkpoint.utils import separate
+from deepspeed.checkpoint.file_writer import (
+    DEFAULT_OPTIONS,
+    FileRecord,
+    FileWriter,
+    WriteOptions,
+    disk_error,
+)
+from deepspeed.checkpoint.utils import map_tensors, separate
 
 
 def write_file(path: str, content: Any, options: WriteOptions = DEFAULT_OPTIONS) -> FileRecord:
@@ -65,67 +64,96 @@ def _without_crc32() -> Iterator[None]:
                 torch.serialization.set_crc32_options(True)
 
 
-def safe_classes() -> list[Any]:
-    """Classes that checkpoint files may contain beside tensors and plain containers.
-
-    Files name a class by its path, and so does the list of those that are known: they are the
-    runtime's, which stands above this package and need not be loaded to write or to look at a
-    folder. Only the list is imported from, never what a file names.
-    """
-    paths = (path.rsplit(".", 1) for path in PICKLED_CLASSES)
-    return [getattr(importlib.import_module(module), name) for module, name in paths]
+# Of an entry's header: its size, and where it has the sizes of the name and of what is behind it.
+_HEADER_BYTES, _LENGTHS = 30, slice(26, 30)
 
 
-def load_data(source: Any, map_location: Any = "cpu", mmap: bool = False) -> Any:
-    """What `torch.save` was given.
+class StreamedFile:
+    """See module.
 
     Args:
-        source: Path, or a buffer.
-        map_location: Where tensors go.
-        mmap: Read a tensor's elements when they are used, where the format allows it.
+        path: The file; an existing one is overwritten.
+        content: Nested lists, tuples and dicts. Its tensors are dense, on the host, each with
+            storage of its own; what they hold is not read, so they may be of memory that nobody has
+            touched.
+
+    Attributes:
+        tensors: Those of the content.
 
     Raises:
-        Exception: Of many kinds, if it is damaged or holds objects of other classes.
+        OSError: It cannot be written.
     """
-    # Torch's older format has no place of its own for a tensor.
-    mapped = mmap and zipfile.is_zipfile(source)
-    with torch.serialization.safe_globals(safe_classes()):
-        return torch.load(source, map_location=map_location, weights_only=True, mmap=mapped)
+
+    def __init__(self, path: str, content: Any) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            self.tensors.append(tensor)
+            return tensor
+
+        with torch.serialization.skip_data():
+            # torch numbers storages in the order in which they occur.
+            torch.save(map_tensors(content, note), path)
+        self._path = path
+        self._starts = _starts_of(path, self.tensors)
+        self._file = os.open(path, os.O_WRONLY)
+
+    def fill(self, place: torch.Tensor, value: torch.Tensor) -> None:
+        """Write the elements of one of the content's tensors.
+
+        Args:
+            place: The tensor.
+            value: Its value, on any device, of its dtype and shape.
+
+        Raises:
+            OSError: They cannot be written.
+        """
+        start = self._starts[id(place)]
+        data = value.detach().to("cpu", place.dtype).contiguous().reshape(-1)
+        left = data.view(torch.uint8).numpy().data
+        while left:
+            try:
+                written = os.pwrite(self._file, left, start)
+            except OSError as error:
+                raise disk_error(error, self._path, os.fstat(self._file).st_size) from error
+            start, left = start + written, left[written:]
+
+    def finish(self) -> None:
+        """Return once all of it is on disk."""
+        os.fsync(self._file)
+
+    def __enter__(self) -> StreamedFile:
+        """The file."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        os.close(self._file)
 
 
-def check_loadable(content: Any, what: str) -> None:
-    """Raise now what `read_file` would raise when the file is needed; tensors are left out.
-
-    Raises:
-        ValueError: If `content` holds objects that are not data.
-    """
-    buffer = io.BytesIO()
-    try:
-        if _is_data(content):
-            return
-        torch.save(tree_map_only(torch.Tensor, lambda tensor: torch.empty(0), content), buffer)
-        buffer.seek(0)
-        load_data(buffer)
-    except Exception as error:  # pickle and torch raise many kinds
-        raise ValueError(
-            f"{what} cannot be loaded back: {reason_of(error)}. Use tensors, numbers, strings "
-            "and containers of them, or allow the class by "
-            "torch.serialization.add_safe_globals([...]), before saving and before loading"
-        ) from error
-
-
-def _is_data(content: Any) -> bool:
-    """Whether it can be loaded, by a look that costs less than trying; False: not known."""
-    if type(content) is dict:
-        return all(map(_is_data, content)) and all(map(_is_data, content.values()))
-    if type(content) in (list, tuple):
-        return all(map(_is_data, content))
-    return content is None or type(content) in (int, float, bool, str, torch.Tensor)
-
-
-def reason_of(error: Exception) -> str:
-    """In one line, what torch says of a file that it cannot load."""
-    lines = str(error).strip().splitlines()
-    # What torch says first is advice; which object it is about stands behind the label.
-    told = [line.strip() for line in lines if "WeightsUnpickler error" in line]
-    return (told or lines or [type(error).__name__])[0]
+def _starts_of(path: str, tensors: list[torch.Tensor]) -> dict[int, int]:
+    """Where in the file the bytes of each tensor go, by its identity."""
+    with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
+        entries = {}
+        for entry in archive.infolist():
+            folder, _, name = entry.filename.rpartition("/")
+            if folder.endswith("/data"):
+                entries[name] = entry
+        starts = {}
+        for number, tensor in enumerate(tensors):
+            entry = entries[str(number)]
+            if entry.file_size != tensor.numel() * tensor.element_size():
+                raise RuntimeError(
+                    f"torch {torch.__version__} left {entry.file_size} bytes for a tensor of "
+                    f"{tensor.numel() * tensor.element_size()} in {path}: it orders storages "
+                    "otherwise than this release knows"
+                )
+            file.seek(entry.header_offset)
+            name_bytes, extra_bytes = struct.unpack("<HH", file.read(_HEADER_BYTES)[_LENGTHS])
+            starts[id(tensor)] = entry.header_offset + _HEADER_BYTES + name_bytes + extra_bytes
+    return starts

@@ -15,11 +15,10 @@ from math import prod
 from typing import Any, NamedTuple
 
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint.checksum import file_checksum
 from deepspeed.checkpoint.file_names import CHECKPOINT_SUFFIXES, MANIFEST, replaced
+from deepspeed.checkpoint.file_writer import file_checksum
 from deepspeed.checkpoint.files import CheckpointError, read_latest
-from deepspeed.checkpoint.manifest import Manifest, read_manifest
-from deepspeed.checkpoint.retention import published_tags
+from deepspeed.checkpoint.manifest import Manifest, published_tags, read_manifest
 
 FULL, SIZES, OFF = "full", "sizes", "off"
 LEVELS = (FULL, SIZES, OFF)

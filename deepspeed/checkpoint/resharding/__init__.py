@@ -5,7 +5,7 @@ parameters, stages and expert ranks some of the parameters. A part of a paramete
 *fragment*. From files to a rank, each step in a module that knows nothing of those after it:
 
     checkpoint.file_names, files        which files hold what, and their content
-    checkpoint.parallel_degrees         how the run that saved them divided the model
+    cuts                                how the run that saved them divided the model
     saved_optimizer.SavedOptimizer      optimizer state of one tensor-parallel rank, in fragments by
                                         parameter name
     saved_weights.SavedWeights          weights of one tensor-parallel rank by name
@@ -26,6 +26,4 @@ ranks, and of universal checkpoints, parameters are consolidated one by one. `ds
 there and writes them.
 
 Files are mapped, nothing communicates, and nothing here changes a model.
-
-`cut_parameters` knows the cuts of stage 3.
 """

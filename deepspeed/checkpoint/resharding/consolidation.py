@@ -23,7 +23,7 @@ from deepspeed.checkpoint.experts import (
     renumbered,
 )
 from deepspeed.checkpoint.files import CheckpointError, lead_model_file, read_file
-from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
+from deepspeed.checkpoint.resharding.cuts import ParallelDegrees
 from deepspeed.checkpoint.resharding.saved_optimizer import (
     FP32,
     SavedFragment,

@@ -33,12 +33,13 @@ from deepspeed.checkpoint.experts import (
     renumbered,
 )
 from deepspeed.checkpoint.files import CheckpointError, lead_model_file, read_file
-from deepspeed.checkpoint.parallel_degrees import ParallelDegrees, data_ranks
-from deepspeed.checkpoint.resharding.cut_parameters import (
+from deepspeed.checkpoint.resharding.cuts import (
+    ParallelDegrees,
     Run,
     comes_data_first,
     cut_runs,
     cuts_of,
+    data_ranks,
 )
 
 # The master weight, among the names of per-element state.

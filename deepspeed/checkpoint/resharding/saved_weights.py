@@ -19,8 +19,7 @@ from deepspeed.checkpoint.files import (
     lead_model_file,
     read_file,
 )
-from deepspeed.checkpoint.parallel_degrees import ParallelDegrees, data_ranks
-from deepspeed.checkpoint.resharding.cut_parameters import HeldExperts
+from deepspeed.checkpoint.resharding.cuts import HeldExperts, ParallelDegrees, data_ranks
 from deepspeed.checkpoint.resharding.saved_optimizer import (
     FP32,
     SavedOptimizer,

@@ -11,7 +11,7 @@ from typing import Any
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.files import CheckpointError, lead_model_file, read_file
-from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
+from deepspeed.checkpoint.resharding.cuts import ParallelDegrees
 from deepspeed.checkpoint.resharding.saved_optimizer import LABELS, parameter_shapes, scaler_state
 from deepspeed.checkpoint.resharding.saved_weights import SavedWeights
 

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed.checkpoint.checksum import FileRecord, file_checksum
+from deepspeed.checkpoint.file_writer import FileRecord, file_checksum
 
 
 @dataclass

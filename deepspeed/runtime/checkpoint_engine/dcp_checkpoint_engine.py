@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed.checkpoint.checksum import FileRecord
 from deepspeed.checkpoint.dcp_files import write_dcp
+from deepspeed.checkpoint.file_writer import FileRecord
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from deepspeed.checkpoint.checksum import FileRecord
-from deepspeed.checkpoint.host_copy import HostCopy
+from deepspeed.checkpoint.file_writer import FileRecord
+from deepspeed.checkpoint.utils import HostCopy
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
     CheckpointCommitInfo,
     CheckpointEngine,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from deepspeed.checkpoint.checksum import FileRecord
-from deepspeed.checkpoint.file_writer import WriteOptions
+from deepspeed.checkpoint.file_writer import FileRecord, WriteOptions
 from deepspeed.checkpoint.files import read_file
 from deepspeed.checkpoint.torch_files import write_file
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (

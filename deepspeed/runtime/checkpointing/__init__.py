@@ -1,20 +1,15 @@
 """Saving and loading an engine, for training to go on.
 
 In the order of a reader: `training_state` names what is read and set of the engine;
-`engine_checkpoint` is what the engine owns, and hands on to `saving` and `loading`.
+`engine_checkpoint` is what the engine owns, and hands on to `saving` and `loading`. `folders` knows
+which ranks share a folder, how they agree, and which one is loaded.
 
-What the files hold: `model_files` the weights, `model_state` what stands beside them in the model
-file, `optimizer_files` the optimizer's state, `host_state` what each process alone knows,
-`window_files` the gradients of an accumulation window that is open.
+What the files hold: `model_files` the weights, `optimizer_files` the optimizer's state,
+`process_files` what each process alone knows, `description` what stands beside the weights in the
+model file, and what the manifest says.
 
 Saving: `save_job` writes a folder and gives it its name, `background_save` does so while training
-goes on, `storage_nodes` knows which ranks share the folder, `description` tells the manifest what
-is in it.
-
-Loading: `folder_choice` finds the folder and checks it, `optimizer_resharding` makes what other
-ranks have saved into this rank's optimizer state, `weight_resharding` takes this rank's slices of
-consolidated parameters.
-
-Stage 3: `sharded_weights` writes the weights and exports them whole, with every rank's experts by
-`whole_experts`; `sharded_loading` and `safetensors_loading` read them into shards.
+goes on. Loading: `optimizer_resharding` and `weight_resharding` make what other ranks have saved
+into this rank's state. Whole weights: `whole_weights` exports them, `safetensors_loading` reads
+them into shards.
 """

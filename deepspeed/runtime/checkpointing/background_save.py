@@ -42,8 +42,8 @@ from deepspeed import comm as dist
 from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.comm import lone_waits
 from deepspeed.comm.process_groups import own_connection
+from deepspeed.runtime.checkpointing.folders import Put
 from deepspeed.runtime.checkpointing.save_job import SaveJob
-from deepspeed.runtime.checkpointing.storage_nodes import Put
 from deepspeed.utils.logging import logger
 
 WAIT_S = 1800.0  # for another rank's files or its disk: as long as torch waits for a collective

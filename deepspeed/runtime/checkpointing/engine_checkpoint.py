@@ -14,19 +14,24 @@ from typing import Any
 from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
-from deepspeed.checkpoint.files import CheckpointError, together
+from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.checkpoint.torch_files import write_file
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.moe.auto_ep import own_rows_only
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.checkpoint_engine.utils import make_checkpoint_engine
 from deepspeed.runtime.checkpointing.background_save import BackgroundSave
+from deepspeed.runtime.checkpointing.folders import together
 from deepspeed.runtime.checkpointing.loading import Loader, LoadOptions, refresh_masters
 from deepspeed.runtime.checkpointing.model_files import ModelFiles
 from deepspeed.runtime.checkpointing.saving import Saver
-from deepspeed.runtime.checkpointing.sharded_weights import consolidated, placeholders, save_whole
 from deepspeed.runtime.checkpointing.training_state import TrainingState
-from deepspeed.runtime.checkpointing.whole_experts import state_of_all
+from deepspeed.runtime.checkpointing.whole_weights import (
+    consolidated,
+    placeholders,
+    save_whole,
+    state_of_all,
+)
 from deepspeed.runtime.sharding.model_slices import slices_of
 from deepspeed.utils.logging import logger
 

@@ -1,7 +1,7 @@
 """One load: every rank reads and checks everything; only when all ranks could, is anything
 changed.
 
-What is in the files is `model_files`', `optimizer_files`' and `host_state`'s; saving is
+What is in the files is `model_files`', `optimizer_files`' and `process_files`'; saving is
 `saving`'s.
 """
 
@@ -23,10 +23,9 @@ from deepspeed.checkpoint.files import (
     lead_model_file,
     read_by,
     read_file,
-    together,
 )
 from deepspeed.checkpoint.manifest import MANIFEST
-from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
+from deepspeed.checkpoint.resharding.cuts import ParallelDegrees
 from deepspeed.checkpoint.resharding.rank_slices import RankSlices
 from deepspeed.checkpoint.verification import OFF, existing_tags
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
@@ -35,29 +34,27 @@ from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import (
 )
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.checkpointing.background_save import finish_saves
-from deepspeed.runtime.checkpointing.folder_choice import FolderChoice
-from deepspeed.runtime.checkpointing.host_state import (
-    host_degrees,
-    restore_host_state,
-    restore_position,
-)
+from deepspeed.runtime.checkpointing.folders import FolderChoice, storage_node, together
 from deepspeed.runtime.checkpointing.model_files import LayeredModule, ModelFiles, ReadWeights
 from deepspeed.runtime.checkpointing.optimizer_files import OptimizerFiles
 from deepspeed.runtime.checkpointing.optimizer_resharding import ReshardedState
-from deepspeed.runtime.checkpointing.sharded_loading import (
+from deepspeed.runtime.checkpointing.process_files import (
+    host_degrees,
+    read_window,
+    restore_host_state,
+    restore_position,
+    restore_window,
+)
+from deepspeed.runtime.checkpointing.training_state import TrainingState
+from deepspeed.runtime.checkpointing.weight_resharding import (
     ShardWeights,
     load_shard_weights,
     read_own_model_file,
     read_shard_weights,
-)
-from deepspeed.runtime.checkpointing.storage_nodes import storage_node
-from deepspeed.runtime.checkpointing.training_state import TrainingState
-from deepspeed.runtime.checkpointing.weight_resharding import (
     read_sliced_weights,
     shards_as_whole,
     slices_of_this_rank,
 )
-from deepspeed.runtime.checkpointing.window_files import read_window, restore_window
 from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.sharded_state import CheckpointMismatchError

@@ -22,7 +22,7 @@ from deepspeed.moe.auto_ep import gathered_experts, named_spread_experts
 from deepspeed.moe.expert_rows import whole_shape
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import named_moe_layers
-from deepspeed.runtime.checkpointing.storage_nodes import Put, StorageNode
+from deepspeed.runtime.checkpointing.folders import Put, StorageNode
 from deepspeed.runtime.zero.parameters.zero_parameter import is_zero_param
 
 

@@ -21,16 +21,16 @@ from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.experts import renumbered
 from deepspeed.checkpoint.files import CheckpointError, read_file
-from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
+from deepspeed.checkpoint.resharding.cuts import ParallelDegrees
 from deepspeed.checkpoint.resharding.rank_slices import RankSlices
 from deepspeed.checkpoint.resharding.saved_optimizer import SavedOptimizer, parameter_shapes
 from deepspeed.git_version_info import version as __version__
+from deepspeed.runtime.checkpointing.folders import StorageNode
 from deepspeed.runtime.checkpointing.model_files import ModelFiles
 from deepspeed.runtime.checkpointing.optimizer_resharding import (
     ReshardedState,
     reshard_optimizer_state,
 )
-from deepspeed.runtime.checkpointing.storage_nodes import StorageNode
 from deepspeed.runtime.checkpointing.training_state import TrainingState, state_layout
 from deepspeed.runtime.optimizers.state_layout import OwnShard
 from deepspeed.runtime.optimizers.step_sequence import StepSequence

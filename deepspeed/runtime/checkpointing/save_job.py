@@ -31,15 +31,14 @@ from typing import Any
 
 from deepspeed import utils
 from deepspeed.checkpoint import file_names
-from deepspeed.checkpoint.checksum import FileRecord
+from deepspeed.checkpoint.file_writer import FileRecord
 from deepspeed.checkpoint.files import CheckpointError, replace_folder, write_latest
-from deepspeed.checkpoint.manifest import merge_parts, write_part
-from deepspeed.checkpoint.retention import remove_oldest
+from deepspeed.checkpoint.manifest import merge_parts, remove_oldest, write_part
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
     CheckpointCommitInfo,
     CheckpointEngine,
 )
-from deepspeed.runtime.checkpointing.storage_nodes import Put, StorageNode
+from deepspeed.runtime.checkpointing.folders import Put, StorageNode
 from deepspeed.utils.logging import log_once, logger
 
 _CONVERTER = os.path.join(os.path.dirname(utils.__file__), "zero_to_fp32.py")

@@ -2,26 +2,26 @@
 
 In which order folders are made, written and renamed is `save_job`'s; how ranks agree in the
 background `background_save`'s. Names are in `checkpoint/constants`; weights are `model_files`',
-what stands beside them in the model file `model_state`'s, optimizer state `optimizer_files`', a
-process's own state `host_state`'s. Loading is `loading`'s.
+what stands beside them in the model file `description`'s, optimizer state `optimizer_files`', a
+process's own state `process_files`'. Loading is `loading`'s.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
-from deepspeed.checkpoint.files import CheckpointError, CheckpointTagError, together
-from deepspeed.checkpoint.host_copy import HostCopy
-from deepspeed.checkpoint.torch_files import check_loadable
-from deepspeed.checkpoint.utils import separate
+from deepspeed.checkpoint.files import CheckpointError, CheckpointTagError, load_data, reason_of
+from deepspeed.checkpoint.utils import HostCopy, separate
 from deepspeed.comm import lone_waits
 from deepspeed.moe.auto_ep import own_rows_only
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
@@ -32,15 +32,18 @@ from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import (
     DecoupledCheckpointEngine,
 )
 from deepspeed.runtime.checkpointing.background_save import BackgroundSave, finish_saves
-from deepspeed.runtime.checkpointing.description import describe, describe_whole
-from deepspeed.runtime.checkpointing.host_state import host_degrees, host_state
+from deepspeed.runtime.checkpointing.description import describe, describe_whole, model_state
+from deepspeed.runtime.checkpointing.folders import Put, StorageNode, storage_node, together
 from deepspeed.runtime.checkpointing.model_files import LayeredModule, ModelFiles
-from deepspeed.runtime.checkpointing.model_state import model_state
 from deepspeed.runtime.checkpointing.optimizer_files import OptimizerFiles
+from deepspeed.runtime.checkpointing.process_files import (
+    host_degrees,
+    host_state,
+    window_content,
+    window_is_open,
+)
 from deepspeed.runtime.checkpointing.save_job import SaveJob
-from deepspeed.runtime.checkpointing.storage_nodes import Put, StorageNode, storage_node
 from deepspeed.runtime.checkpointing.training_state import TrainingState
-from deepspeed.runtime.checkpointing.window_files import window_content, window_is_open
 from deepspeed.utils.logging import logger
 
 
@@ -247,3 +250,33 @@ def _copied(fill: Callable[[Put], None], copy: HostCopy) -> Callable[[Put], None
             put(name, content)
 
     return replay
+
+
+def check_loadable(content: Any, what: str) -> None:
+    """Raise now what `read_file` would raise when the file is needed; tensors are left out.
+
+    Raises:
+        ValueError: If `content` holds objects that are not data.
+    """
+    buffer = io.BytesIO()
+    try:
+        if _is_data(content):
+            return
+        torch.save(tree_map_only(torch.Tensor, lambda tensor: torch.empty(0), content), buffer)
+        buffer.seek(0)
+        load_data(buffer)
+    except Exception as error:  # pickle and torch raise many kinds
+        raise ValueError(
+            f"{what} cannot be loaded back: {reason_of(error)}. Use tensors, numbers, strings "
+            "and containers of them, or allow the class by "
+            "torch.serialization.add_safe_globals([...]), before saving and before loading"
+        ) from error
+
+
+def _is_data(content: Any) -> bool:
+    """Whether it can be loaded, by a look that costs less than trying; False: not known."""
+    if type(content) is dict:
+        return all(map(_is_data, content)) and all(map(_is_data, content.values()))
+    if type(content) in (list, tuple):
+        return all(map(_is_data, content))
+    return content is None or type(content) in (int, float, bool, str, torch.Tensor)

@@ -1,33 +1,56 @@
-"""This rank's slices of consolidated parameters: of a universal checkpoint, or of one saved by
-another number of tensor-parallel ranks.
+"""Weights of a checkpoint that other ranks or stages have saved: this rank's slices of consolidated
+parameters, and its shards at stage 3.
 
 Which slice of a parameter is whose is `checkpoint.resharding`'s; here the names and shapes of the
-model at hand are put to it. Nothing here communicates or changes the model; who calls it when is
-`loading`'s.
+model at hand are put to it. At stage 3 each rank reads its own elements of every parameter, so no
+parameter stands whole on any host (but one at a time where tensor-parallel slices have to be put
+together). Reading and loading are apart, so that every rank can read and check everything before
+any changes a weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
-from deepspeed.checkpoint.experts import renumbered
-from deepspeed.checkpoint.files import CheckpointError
-from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
+from deepspeed.checkpoint import file_names
+from deepspeed.checkpoint.experts import expert_prefix, renumbered, without_experts
+from deepspeed.checkpoint.files import (
+    CheckpointError,
+    has_weights_in_shards,
+    lead_model_file,
+    read_file,
+)
 from deepspeed.checkpoint.resharding.consolidation import (
     ConsolidatedCheckpoint,
     ConsolidatedParameters,
 )
+from deepspeed.checkpoint.resharding.cuts import ParallelDegrees
 from deepspeed.checkpoint.resharding.rank_slices import RankSlices
+from deepspeed.checkpoint.resharding.saved_weights import (
+    SavedWeights,
+    WeightPiece,
+    saved_state,
+    tied_names,
+    weight_pieces,
+)
 from deepspeed.checkpoint.resharding.universal import UniversalCheckpoint
 from deepspeed.comm.parallel_map import Axis
-from deepspeed.moe.expert_rows import whole_shape
+from deepspeed.moe.expert_rows import first_element, whole_shape
 from deepspeed.runtime.checkpointing.model_files import ModelExperts, ModelFiles, ReadWeights
+from deepspeed.runtime.optimizers.step_sequence import StepSequence
+from deepspeed.runtime.sharding.fragments import Fragment
 from deepspeed.runtime.sharding.model_slices import slices_of
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.parameters.zero_parameter import is_zero_param, record_of
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.utils.tensor_fragment import logical_shape
 
 
 def slices_of_this_rank(
@@ -157,3 +180,194 @@ def foreign_names(files: ModelFiles, slices: RankSlices) -> dict[str, Any]:
 
 def _is_trained(parameters: ConsolidatedParameters, name: str) -> bool:
     return len(parameters.slots(name)) > 1
+
+
+Parts = Mapping[nn.Parameter, torch.Tensor]
+"""This rank's elements of parameters, each 1-D without padding, in the dtype that is saved."""
+
+
+class ShardWeights(NamedTuple):
+    """What this rank needs of a checkpoint's weights.
+
+    Attributes:
+        rest: What of the state dict is not of parameters: buffers and extra state.
+        parts: This rank's elements of parameters.
+    """
+
+    rest: Mapping[str, Any]
+    parts: Parts
+
+
+def read_own_model_file(folder: str, group: dist.Group, tensor_rank: int) -> dict[str, Any]:
+    """This rank's model file if as many ranks of stage 3 saved the folder, otherwise the first of
+    those that saved these slices of the model, or any.
+    """
+    rank, world = dist.get_rank(group=group), dist.get_world_size(group=group)
+    path = os.path.join(folder, file_names.stage3_model_file(rank, tensor_rank))
+    if os.path.isfile(path):
+        own: dict[str, Any] = read_file(path)
+        if own.get(keys.DP_WORLD_SIZE) == world:
+            return own
+    path = lead_model_file(folder, tensor_rank)
+    lead: dict[str, Any] = read_file(
+        path if os.path.isfile(path) else lead_model_file(folder), mmap=True
+    )
+    return lead
+
+
+def read_shard_weights(
+    files: ModelFiles,
+    folder: str,
+    model: Mapping[str, Any],
+    slices: RankSlices | None,
+    wanted: set[nn.Parameter],
+    strict: bool,
+    tensor_rank: int,
+) -> ShardWeights:
+    """Read and check what this rank needs.
+
+    Args:
+        files: The model's.
+        folder: The checkpoint.
+        model: Content of one of its model files.
+        slices: Whole parameters, where files cannot be read as they are.
+        wanted: Which parameters; others come with the optimizer's state.
+        strict: All names must be this model's.
+        tensor_rank: This rank's number among those that share the model's layers.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, shapes are not this model's, elements are
+            missing, or (`strict`) names aren't this model's.
+    """
+    if slices is not None:
+        return _of_slices(files, slices, wanted, strict)
+    files.refuse_layers(folder, model)
+    in_shards = has_weights_in_shards(folder)
+    state = saved_state(model, in_shards)
+    if files.experts.layers:
+        state = without_experts(state) | _own_experts(files, folder, model)
+    files.check(state, strict)
+    named = files.module.named_parameters(remove_duplicate=False)
+    params = {name for name, param in named if is_zero_param(param)}
+    first = tied_names(model) if in_shards else {}
+    targets = {
+        renumbered(first.get(name, name), files.experts.first): param
+        for name, param in files.module.named_parameters()
+        if param in wanted and name in state
+    }
+    group = record_of(next(iter(targets.values()))).group if targets else None
+    is_alike = (
+        in_shards
+        and not files.experts.are_spread
+        and not model.get(keys.AUTOEP_LAYERS_KEY)
+        and model.get(keys.DP_WORLD_SIZE) == dist.get_world_size(group=group)
+    )
+    pieces = weight_pieces(
+        folder, targets, dist.get_rank(group=group) if is_alike else None, tensor_rank
+    )
+    rest = {name: value for name, value in state.items() if name not in params}
+    return ShardWeights(rest, _take(targets, pieces, folder))
+
+
+def _own_experts(files: ModelFiles, folder: str, model: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's experts by name, of which other ranks' files may have others: that all of their
+    elements are there is seen when they are taken. What is not of parameters comes with its value.
+    """
+    found: dict[str, Any] = {}
+    weights = None
+    for name, own in files.module.state_dict(keep_vars=True).items():
+        if expert_prefix(name) is None:
+            continue
+        if is_zero_param(own):
+            found[name] = torch.empty(logical_shape(own), device="meta")
+            continue
+        weights = weights or SavedWeights(folder, 0, ParallelDegrees.of_file(model))
+        value = weights.get(renumbered(name, files.experts.first))
+        if value is not None:
+            found[name] = value
+    return found
+
+
+def own_fragment(param: torch.Tensor) -> Fragment:
+    """Which elements of a parameter are this rank's; of experts that are spread, those of all
+    ranks' rows are counted.
+    """
+    own = record_of(param).own
+    return own._replace(param_start=first_element(param) + own.param_start)
+
+
+def _take(
+    targets: Mapping[str, nn.Parameter], pieces: Iterable[WeightPiece], folder: str
+) -> dict[nn.Parameter, torch.Tensor]:
+    """Copy this rank's elements together.
+
+    Raises:
+        CheckpointError: Not all of a parameter are there.
+    """
+    parts: dict[nn.Parameter, torch.Tensor] = {}
+    found = dict.fromkeys(targets.values(), 0)
+    for piece in pieces:
+        param = targets[piece.name]
+        own = own_fragment(param)
+        first = max(own.param_start, piece.start)
+        last = min(own.param_start + own.numel, piece.start + piece.values.numel())
+        if param not in parts:
+            parts[param] = torch.empty(own.numel, dtype=piece.values.dtype)
+        if first < last:
+            source = piece.values[first - piece.start : last - piece.start]
+            parts[param][first - own.param_start : last - own.param_start].copy_(source)
+            found[param] += last - first
+    for name, param in targets.items():
+        if found[param] != own_fragment(param).numel:
+            raise CheckpointError(
+                f"{folder} has {found[param]} of the {own_fragment(param).numel} elements that "
+                f"this rank needs of {name}"
+            )
+    return parts
+
+
+def _of_slices(
+    files: ModelFiles, slices: RankSlices, wanted: set[nn.Parameter], strict: bool
+) -> ShardWeights:
+    """The same of whole parameters, one at a time."""
+    rest: dict[str, Any] = {}
+    seen: dict[str, Any] = {}
+    parts: dict[nn.Parameter, torch.Tensor] = {}
+    for name, own, value in sliced_values(files, slices):
+        if not is_zero_param(own):
+            rest[name] = value.to(own.dtype) if isinstance(own, torch.Tensor) else value
+            continue
+        seen[name] = torch.empty(value.shape, device="meta")
+        if own in wanted and own not in parts:
+            place = own_fragment(own)
+            flat = value.reshape(-1)
+            parts[own] = flat[place.param_start : place.param_start + place.numel].clone()
+    files.check(rest | seen | foreign_names(files, slices), strict)
+    return ShardWeights(rest, parts)
+
+
+@torch.no_grad()
+def load_shard_weights(
+    offload: DeepSpeedZeRoOffload,
+    sequence: StepSequence | None,
+    weights: ShardWeights,
+    with_masters: bool,
+) -> None:
+    """Change shards, and what follows from them, to what was read. All ranks call it.
+
+    Args:
+        offload: Gathers the parameters.
+        sequence: The optimizer, if there is one.
+        weights: What was read.
+        with_masters: Masters are what was saved; False: what the weights are rounded to.
+    """
+    offload.module.load_state_dict(weights.rest, strict=False)
+    offload.before_update()
+    for param, part in weights.parts.items():
+        record_of(param).before_write()
+        record_of(param).shard[: part.numel()].copy_(part)
+    offload.after_update()
+    if isinstance(sequence, DeepSpeedZeroOptimizer_Stage3):
+        sequence.refresh_fp32_params()
+        if with_masters:
+            sequence.set_own_masters(weights.parts)

@@ -21,8 +21,8 @@ from deepspeed.checkpoint.experts import without_experts
 from deepspeed.checkpoint.files import CheckpointError, read_file
 from deepspeed.checkpoint.torch_files import write_file
 from deepspeed.checkpoint.utils import separate
+from deepspeed.runtime.checkpointing.folders import Put, StorageNode, shared_storage
 from deepspeed.runtime.checkpointing.model_files import ModelExperts
-from deepspeed.runtime.checkpointing.storage_nodes import Put, StorageNode, shared_storage
 from deepspeed.runtime.pipe.topology import DATA_AXIS, PipelineParallelGrid
 from deepspeed.runtime.utils import partition_uniform
 

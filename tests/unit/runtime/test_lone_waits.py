@@ -19,9 +19,9 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.checkpoint import files
 from deepspeed.comm import lone_waits
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.checkpointing import folders
 from deepspeed.runtime.checkpointing.save_job import SaveJob
 from deepspeed.utils.logging import logger
 from unit.common import DistributedTest
@@ -158,7 +158,7 @@ class TestLate(DistributedTest):
             patch.setattr(SaveJob, "write", slow)
             engine.save_checkpoint(str(tmpdir), "a")
             assert not said, said
-        act = lambda: files.together(lambda: None, engine.device, "something")  # noqa: E731
+        act = lambda: folders.together(lambda: None, engine.device, "something")  # noqa: E731
         one_that_is_late(act, "something", "rank 1 has not joined")
         engine.destroy()
 

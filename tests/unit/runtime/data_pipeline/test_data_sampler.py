@@ -13,7 +13,7 @@ from unit.common import DistributedTest
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.runtime.checkpointing.host_state import restore_position
+from deepspeed.runtime.checkpointing.process_files import restore_position
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
 from deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset import (

@@ -20,7 +20,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint.files import CheckpointError
-from deepspeed.checkpoint.host_copy import HostCopy
+from deepspeed.checkpoint.utils import HostCopy
 from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import (
     DecoupledCheckpointEngine,
 )

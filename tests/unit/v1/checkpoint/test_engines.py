@@ -18,8 +18,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint import dcp_files
-from deepspeed.checkpoint.checksum import FileRecord, file_checksum
-from deepspeed.checkpoint.file_writer import FileWriter, WriteOptions
+from deepspeed.checkpoint.file_writer import FileRecord, FileWriter, WriteOptions, file_checksum
 from deepspeed.checkpoint.files import CheckpointError, read_file
 from deepspeed.checkpoint.torch_files import write_file
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint import verification
-from deepspeed.checkpoint.checksum import Checksum, FileRecord, file_checksum, file_record
 from deepspeed.checkpoint.cli import main as ds_checkpoint
+from deepspeed.checkpoint.file_writer import Checksum, FileRecord, file_checksum, file_record
 from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.checkpoint.manifest import Manifest, merge_parts, read_manifest, write_part
 from deepspeed.checkpoint.resharding.saved_optimizer import SavedOptimizer

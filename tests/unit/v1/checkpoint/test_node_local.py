@@ -14,7 +14,7 @@ import pytest
 
 from deepspeed import comm as dist
 from deepspeed.runtime.checkpointing import background_save
-from deepspeed.runtime.checkpointing.storage_nodes import StorageNode
+from deepspeed.runtime.checkpointing.folders import StorageNode
 from unit.common import DistributedTest
 
 from . import pipeline, test_experts

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed.checkpoint.parallel_degrees import ParallelDegrees
+from deepspeed.checkpoint.resharding.cuts import ParallelDegrees
 
 
 @pytest.mark.parametrize(

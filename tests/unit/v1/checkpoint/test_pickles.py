@@ -26,10 +26,9 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint import manifest
-from deepspeed.checkpoint.checksum import file_record
 from deepspeed.checkpoint.constants import PICKLED_CLASSES
-from deepspeed.checkpoint.files import CheckpointError, read_file
-from deepspeed.checkpoint.torch_files import safe_classes
+from deepspeed.checkpoint.file_writer import file_record
+from deepspeed.checkpoint.files import CheckpointError, read_file, safe_classes
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum

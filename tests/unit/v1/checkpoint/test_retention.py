@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from deepspeed.checkpoint import retention
-from deepspeed.checkpoint.retention import newest_common_tag, published_tags, remove_oldest
+from deepspeed.checkpoint import manifest
+from deepspeed.checkpoint.manifest import newest_common_tag, published_tags, remove_oldest
 from deepspeed.runtime.checkpointing import background_save
 from unit.common import DistributedTest
 
@@ -57,7 +57,7 @@ def test_a_kill_leaves_no_part_under_its_name(
     publish(tmp_path, "one", "two")
     with monkeypatch.context() as patch:
         # Killed before the first file is removed.
-        patch.setattr(retention.shutil, "rmtree", lambda path, ignore_errors: None)
+        patch.setattr(manifest.shutil, "rmtree", lambda path, ignore_errors: None)
         remove_oldest(str(tmp_path), 1)
     assert visible(tmp_path) == [".one.removed", "two"]
     remove_oldest(str(tmp_path), 1)

@@ -14,8 +14,8 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.checkpoint import safetensors_files
 from deepspeed.checkpoint.files import CheckpointError
+from deepspeed.runtime.checkpointing import safetensors_loading
 from deepspeed.utils import load_sharded_safetensors, safe_get_full_fp32_param
 from unit.common import DistributedTest
 from unit.v1.zero.stage3.models import Net, config_of, engine_of, train
@@ -70,7 +70,7 @@ class TestLoading(DistributedTest):
         # Kills: whole tensors read on every rank, cuts of another rank, padding read, tied weights
         # asked for twice, masters that stay what they were.
         weights = write(tmp_path / "model")
-        monkeypatch.setattr(safetensors_files, "_CHUNK_BYTES", 64)  # many reads of a tensor
+        monkeypatch.setattr(safetensors_loading, "_CHUNK_BYTES", 64)  # many reads of a tensor
         with deepspeed.zero.Init(config_dict_or_path=CONFIG):
             model = Net(width=9)
         headers = sum(
@@ -78,7 +78,7 @@ class TestLoading(DistributedTest):
             for path in (tmp_path / "model").glob("*.safetensors")
         )
         Counted.total = 0
-        monkeypatch.setattr(safetensors_files, "open", counted, raising=False)
+        monkeypatch.setattr(safetensors_loading, "open", counted, raising=False)
         loaded = load_sharded_safetensors(model, tmp_path / "model")
         monkeypatch.undo()
         params = {name: param for name, param in model.named_parameters()}

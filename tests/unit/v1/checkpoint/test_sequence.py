@@ -12,8 +12,8 @@ import pytest
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.checkpointing.folders import StorageNode
 from deepspeed.runtime.checkpointing.save_job import SaveJob, put_converter
-from deepspeed.runtime.checkpointing.storage_nodes import StorageNode
 
 
 def test_everything_is_on_disk_before_its_name_and_latest_is_last(

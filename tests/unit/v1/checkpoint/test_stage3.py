@@ -17,7 +17,7 @@ from deepspeed import comm as dist
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.checkpoint.verification import verify_checkpoint
-from deepspeed.runtime.checkpointing import sharded_weights
+from deepspeed.runtime.checkpointing import whole_weights
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
 from deepspeed.utils import safe_get_full_fp32_param
@@ -159,13 +159,13 @@ class TestWhole(DistributedTest):
         most = max(unit.numel for unit in (*offload.units, *offload.persistent_units))
         most += sum(unit.numel for unit in offload.persistent_units)
         seen: list[int] = []
-        hold = sharded_weights.hold_whole
+        hold = whole_weights.hold_whole
 
         def counting(chosen: Any) -> None:
             hold(chosen)
             seen.append(sum(param.numel() for param in params))
 
-        monkeypatch.setattr(sharded_weights, "hold_whole", counting)
+        monkeypatch.setattr(whole_weights, "hold_whole", counting)
         gc.collect()
         gc.disable()  # memory must go by itself, and not when circles are looked for
         engine.save_16bit_model(str(tmp_path))

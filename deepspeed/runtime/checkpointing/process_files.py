@@ -1,9 +1,11 @@
-"""The accumulation window in a checkpoint that is saved inside one: what each rank has summed since
-the last step, in a file of its own.
+"""What each process alone has in a checkpoint: random states and its position in the data, and of a
+checkpoint that is saved inside an accumulation window, what it has summed since the last step.
 
-Sums are divided by the window's micro-batches and lie as the ranks' buffers do, so only an equal
-run goes on with them; another says what differs, or begins the window anew
-(`checkpoint.open_window`). A process's own file (`host_state`) says whether a window was open.
+Random states belong to a process, so they are restored where as many processes hold the same parts
+of the model. The position in the data is counted in samples over all ranks, so any number of ranks
+can go on from it. Sums are divided by the window's micro-batches and lie as the ranks' buffers do,
+so only an equal run goes on with them; another says what differs, or begins the window anew
+(`checkpoint.open_window`).
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +23,100 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.files import CheckpointError, read_file
-from deepspeed.runtime.checkpointing.host_state import host_degrees
+from deepspeed.checkpoint.resharding.cuts import ParallelDegrees
+from deepspeed.comm.parallel_map import ParallelMap
 from deepspeed.runtime.checkpointing.model_files import LayeredModule
 from deepspeed.runtime.checkpointing.training_state import TrainingState
+from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
+from deepspeed.runtime.dataloader import ResumableDistributedSampler
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
-from deepspeed.utils.logging import log_dist
+from deepspeed.utils.logging import log_dist, logger
 from deepspeed.utils.tensor_fragment import logical_shape
+
+# Samplers whose position is counted in samples over all ranks.
+POSITIONED = (ResumableDistributedSampler, DeepSpeedDataSampler)
+
+
+def host_state(
+    loader: Any,
+    micro_steps: int,
+    cut: dict[str, int],
+    num_forwards: Sequence[int],
+    window: bool,
+) -> dict[str, Any]:
+    """This process's state.
+
+    Args:
+        loader: The engine's training dataloader, or None.
+        micro_steps: Micro-batches so far.
+        cut: `host_degrees` of this run.
+        num_forwards: Of each chunk of a pipeline's layers, which may be seeded by it; empty
+            without.
+        window: An accumulation window is open.
+    """
+    import numpy  # startup: only needed here
+
+    accelerator = get_accelerator()
+    name, state, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    version, words, gauss = random.getstate()
+    return {
+        # Tensors: a thousand numbers cost a save in the background milliseconds, in which training
+        # waits for the interpreter.
+        "python": (version, torch.tensor(words), gauss),
+        "numpy": (
+            name,
+            torch.from_numpy(numpy.array(state, dtype=numpy.int64)),
+            position,
+            has_gauss,
+            cached,
+        ),
+        "torch": torch.get_rng_state(),
+        "device": accelerator.get_rng_state() if accelerator.device_name() != "cpu" else None,
+        "dataloader": loader.state_dict() if hasattr(loader, "state_dict") else None,
+        "micro_steps": micro_steps,
+        "cut": dict(cut),
+        "num_forwards": list(num_forwards),
+        "window": window,
+    }
+
+
+def host_degrees(parallel_map: ParallelMap) -> dict[str, int]:
+    """Where a process must be in an equal run for its random states to be its own again."""
+    return {
+        "world": dist.get_world_size(),
+        "replicas": parallel_map.replicas.size,
+        **ParallelDegrees.of_this_run(parallel_map)._asdict(),
+    }
+
+
+def restore_host_state(host: dict[str, Any], loader: Any) -> None:
+    """Go on where this process, or one in its place, was."""
+    import numpy  # startup: only needed here
+
+    version, words, gauss = host["python"]
+    # The words are plain numbers in older files.
+    random.setstate((version, tuple(torch.as_tensor(words).tolist()), gauss))
+    name, words, *rest = host["numpy"]
+    numpy.random.set_state((name, torch.as_tensor(words).numpy().astype(numpy.uint32), *rest))
+    torch.set_rng_state(host["torch"])
+    if host["device"] is not None:
+        get_accelerator().set_rng_state(host["device"])
+    if hasattr(loader, "load_state_dict") and host["dataloader"] is not None:
+        loader.load_state_dict(host["dataloader"])
+
+
+def restore_position(host: dict[str, Any], loader: Any) -> None:
+    """Go on in the data where a run of other ranks was; `host` is of any of them."""
+    if loader is None or host["dataloader"] is None:
+        return
+    if isinstance(getattr(loader, "data_sampler", None), POSITIONED):
+        loader.load_state_dict(host["dataloader"])
+    else:
+        logger.warning(
+            "the checkpoint was saved by other ranks, and a sampler of the client orders the "
+            "training data: its position is not restored, the epoch begins anew"
+        )
+
 
 DISCARD = "discard"
 _DIGEST = "sha256 "

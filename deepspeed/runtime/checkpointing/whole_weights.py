@@ -1,7 +1,8 @@
-"""Weights of stage 3 in checkpoints, and whole for export.
+"""Whole weights for export: of the shards of stage 3, and of experts that ranks hold apart.
 
-A rank's model file has no trained weights: they are the masters in its optimizer file, rounded. It
-has buffers, and this rank's shards of other parameters. Reading is `sharded_loading`'s.
+A rank's model numbers the experts that it holds; the ranks of the first one's expert group hold all
+of them. They are sent one tensor at a time, so no rank holds more than one that is not its own.
+Checkpoints need none of it: there every rank writes what it holds.
 """
 
 from __future__ import annotations
@@ -14,22 +15,101 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
-from deepspeed.checkpoint.streamed_file import StreamedFile
+from deepspeed.checkpoint.experts import expert_number, expert_prefix, renumbered
+from deepspeed.checkpoint.torch_files import StreamedFile
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.moe.auto_ep import named_spread_experts
 from deepspeed.moe.expert_rows import whole_shape
 from deepspeed.runtime.checkpointing.model_files import ModelExperts
-from deepspeed.runtime.checkpointing.whole_experts import (
-    in_order,
-    names_of_all,
-    state_of_all,
-    values_of_all,
-)
 from deepspeed.runtime.sharding.model_ranks import is_model_parallel_parameter
 from deepspeed.runtime.sharding.model_slices import slices_of
 from deepspeed.runtime.zero.gathering.gathered_parameters import hold_whole, let_go
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.parameters.zero_parameter import is_zero_param, record_of
+
+
+def names_of_all(experts: ModelExperts, name: str) -> list[str]:
+    """What an entry of this rank's state dict stands for: with experts the same one of each rank of
+    its expert group, in their order and numbered over all of them; of what all hold alike the entry
+    itself.
+    """
+    prefix = expert_prefix(name)
+    if prefix is None or prefix not in experts.layers:
+        return [name]
+    held, shares = experts.layers[prefix].num_local_experts, range(experts.group_sizes[prefix])
+    return [renumbered(name, {prefix: share * held}) for share in shares]
+
+
+def values_of_all(experts: ModelExperts, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Each of `names_of_all` with its value, which is there until the next is asked for. All ranks
+    go through all of them, with an entry of the same name and shape; those that are in no group
+    with the first rank get their own value alone.
+    """
+    names, prefix = names_of_all(experts, name), expert_prefix(name)
+    if len(names) == 1 or prefix is None:
+        yield names[0], value
+        return
+    layer = experts.layers[prefix]
+    axis = layer.parallel_map.experts(layer.expert_group_name).expert
+    if 0 not in axis.ranks:
+        yield names[axis.rank], value
+        return
+    for share, other in enumerate(names):
+        is_own, source = share == axis.rank, dist.get_global_rank(axis.group, share)
+        if isinstance(value, torch.Tensor):
+            sent = value.detach().contiguous()
+            if not is_own:
+                sent = torch.empty_like(sent)
+            dist.broadcast(sent, src=source, group=axis.group)
+            yield other, sent
+        else:
+            told = [value if is_own else None]
+            dist.broadcast_object_list(told, src=source, group=axis.group)
+            yield other, told[0]
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """The names as a model has them that holds all experts: those of a layer expert by expert."""
+    listed, place = list(names), dict[str, int]()
+    for name in listed:
+        place.setdefault(expert_prefix(name) or name, len(place))
+
+    def key(name: str) -> tuple[int, int]:
+        return place[expert_prefix(name) or name], expert_number(name) or 0
+
+    return sorted(listed, key=key)
+
+
+def state_of_all(experts: ModelExperts, state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+    """A state dict with the experts of all ranks, whose tensors are in host memory; empty on ranks
+    that don't `keep` it. All ranks call it, with the same names. Entries that share their memory
+    share it there too.
+    """
+    found: dict[str, Any] = {}
+    first: dict[Any, list[str]] = {}
+    for name, value in state.items():
+        names = names_of_all(experts, name)
+        if len(names) == 1:
+            found[name] = value
+            continue
+        earlier = first.setdefault(_memory(name, value), names)
+        if earlier is not names:
+            found |= {
+                other: found[same] for other, same in zip(names, earlier, strict=True) if keep
+            }
+            continue
+        for other, whole in values_of_all(experts, name, value):
+            if keep:
+                is_tensor = isinstance(whole, torch.Tensor)
+                found[other] = whole.detach().to("cpu", copy=True) if is_tensor else whole
+    return {name: found[name] for name in in_order(found)} if keep else {}
+
+
+def _memory(name: str, value: Any) -> Any:
+    """What two entries have in common that are one tensor."""
+    if not isinstance(value, torch.Tensor) or not value.numel():
+        return name
+    return value.data_ptr(), value.dtype, value.shape, value.stride()
 
 
 def placeholders(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:

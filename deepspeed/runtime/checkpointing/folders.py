@@ -1,23 +1,24 @@
-"""Which checkpoint is loaded, and whether its files are as they were written.
+"""Which ranks share a checkpoint folder, how they agree, and which folder is loaded.
 
-Ranks agree here, so that all load the same or all raise. What is in the files is `loading`'s.
+What several ranks have, one of them writes: the first of those that share a folder, so with
+node-local storage one on each node.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
-from typing import Any
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.file_names import CHECKPOINT_SUFFIXES
-from deepspeed.checkpoint.files import CheckpointError, read_latest, recover_folder, together
-from deepspeed.checkpoint.manifest import read_manifest
-from deepspeed.checkpoint.retention import newest_common_tag, published_tags
+from deepspeed.checkpoint.files import CheckpointError, read_latest, recover_folder
+from deepspeed.checkpoint.manifest import newest_common_tag, published_tags, read_manifest
 from deepspeed.checkpoint.verification import (
     FULL,
     OFF,
@@ -28,8 +29,107 @@ from deepspeed.checkpoint.verification import (
     newest_published,
     raise_problems,
 )
-from deepspeed.runtime.checkpointing.storage_nodes import StorageNode
+from deepspeed.comm import lone_waits
 from deepspeed.utils.logging import log_dist, logger
+
+# Number of the node, from the launcher of ours and that of torch; without either the machine's name
+# tells nodes apart.
+_NODE_VARIABLES = ("CROSS_RANK", "GROUP_RANK")
+
+# Takes a file's name in the folder and its content, which may change after.
+Put = Callable[[str, Any], None]
+
+
+class StorageNode(NamedTuple):
+    """The ranks that share this rank's folder.
+
+    Attributes:
+        rank: This rank.
+        ranks: Global ranks with this folder, ascending.
+        publishers: The first rank of each folder; it renames and removes what is in it.
+    """
+
+    rank: int
+    ranks: tuple[int, ...]
+    publishers: tuple[int, ...]
+
+    @property
+    def publishes(self) -> bool:
+        """Whether this rank renames the folder."""
+        return self.rank in self.publishers
+
+    def is_first(self, ranks: Sequence[int]) -> bool:
+        """Whether this rank writes what `ranks`, itself among them, have in common."""
+        return self.rank == min(set(ranks) & set(self.ranks))
+
+    def share(self, ranks: Sequence[int]) -> tuple[int, int]:
+        """Which of how many this rank is among those of `ranks` that share the folder."""
+        here = sorted(set(ranks) & set(self.ranks))
+        return here.index(self.rank), len(here)
+
+
+def storage_node(is_local: bool) -> StorageNode:
+    """The ranks that share a checkpoint folder; `is_local`: those of one node. Collective."""
+    return node_local_storage() if is_local else shared_storage()
+
+
+def shared_storage() -> StorageNode:
+    """One folder for all ranks."""
+    return StorageNode(dist.get_rank(), tuple(range(dist.get_world_size())), (0,))
+
+
+def node_local_storage() -> StorageNode:
+    """A folder for the ranks of each node. Collective.
+
+    Raises:
+        ValueError: On every rank, if two ranks of what seems one node have the same local rank.
+    """
+    own = next((os.environ[name] for name in _NODE_VARIABLES if name in os.environ), None)
+    places: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(places, ((own, socket.gethostname()), dist.get_local_rank()))
+    if len(set(places)) < len(places):
+        raise ValueError(
+            "checkpoint.use_node_local_storage: ranks of one node have the same local rank, so "
+            "which ranks share a folder is not known; let the launcher set LOCAL_RANK, and "
+            f"{' or '.join(_NODE_VARIABLES)} where nodes have the same name. Rank by rank: {places}"
+        )
+    nodes: dict[Any, list[int]] = {}
+    for rank, (node, _) in enumerate(places):
+        nodes.setdefault(node, []).append(rank)
+    own_ranks = nodes[places[dist.get_rank()][0]]
+    return StorageNode(
+        dist.get_rank(), tuple(own_ranks), tuple(ranks[0] for ranks in nodes.values())
+    )
+
+
+def together(action: Callable[[], Any], device: torch.device, what: str) -> Any:
+    """Run `action` on every rank; if it fails on one, raise on all, naming the ranks and their
+    reasons.
+
+    Raises:
+        CheckpointError: On every rank, if any failed.
+    """
+    result, error = None, None
+    is_alone = dist.get_world_size() == 1
+    meeting = 0 if is_alone else lone_waits.watch.coming()
+    try:
+        result = action()
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
+        error = caught
+    failed = torch.tensor([int(error is not None)], dtype=torch.int32, device=device)
+    if not is_alone:
+        with lone_waits.watch.waiting(lambda: what, meeting):
+            dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if not failed.item():
+        return result
+    reasons: list[Any] = [None] * dist.get_world_size()
+    own = None if error is None else f"{type(error).__name__}: {error}"
+    if is_alone:
+        reasons = [own]
+    else:
+        dist.all_gather_object(reasons, own)
+    told = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+    raise CheckpointError(f"{what} failed. {told}") from error
 
 
 class FolderChoice:
