@@ -48,8 +48,10 @@ def workload(arguments: argparse.Namespace) -> Workload:
 @contextmanager
 def cut_out() -> Iterator[None]:
     """The engine as it would be without this project's checks."""
-    from deepspeed.runtime import verification  # startup: after the accelerator is chosen
     from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.engine_parts import (
+        verification,  # startup: after the accelerator is chosen
+    )
     from deepspeed.runtime.optimizers.step_sequence import StepSequence
 
     kept: list[tuple[Any, str, Any]] = []

@@ -21,17 +21,23 @@ from deepspeed._absent import reason
 from deepspeed._lazy import lazy_attributes
 from deepspeed.comm.initialization import ensure_distributed
 from deepspeed.monitor.monitor import MonitorMaster
-from deepspeed.runtime import verification
 from deepspeed.runtime.activation_checkpointing.checkpointing import configure_for_engine
 from deepspeed.runtime.checkpointing.engine_checkpoint import EngineCheckpoint
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.data_pipeline.sequence_curriculum import make_scheduler
+from deepspeed.runtime.engine_parts import verification
 from deepspeed.runtime.engine_parts.checkpoints import EngineCheckpoints
 from deepspeed.runtime.engine_parts.compiling import EngineCompiling
 from deepspeed.runtime.engine_parts.data import EngineData
 from deepspeed.runtime.engine_parts.device_memory import EngineDeviceMemory
 from deepspeed.runtime.engine_parts.face import EngineFace
 from deepspeed.runtime.engine_parts.losses import Losses, check_loss
+from deepspeed.runtime.engine_parts.model_setup import (
+    broadcast_model,
+    cast_model,
+    make_parallel_groups,
+    spread_experts,
+)
 from deepspeed.runtime.engine_parts.optimizers import make_optimizer, shard
 from deepspeed.runtime.engine_parts.plain_backward import PlainBackward
 from deepspeed.runtime.engine_parts.ranks import take_place
@@ -44,12 +50,6 @@ from deepspeed.runtime.gradients.accumulation import (
 )
 from deepspeed.runtime.gradients.scope import GradientScope
 from deepspeed.runtime.gradients.sequence_parts import SequenceParts
-from deepspeed.runtime.model_setup import (
-    broadcast_model,
-    cast_model,
-    make_parallel_groups,
-    spread_experts,
-)
 from deepspeed.runtime.optimizers.lr_scheduler_factory import build_lr_scheduler
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.model_ranks import ModelRanks

@@ -20,12 +20,12 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_models.arguments import read_argument, read_arguments
 from deepspeed.runtime.config_utils import DeepSpeedConfigError, parse_dtype
 from deepspeed.runtime.constants import MUON_OPTIMIZER
+from deepspeed.runtime.engine_parts.model_setup import model_dtype
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler, LossScalerBase
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker
 from deepspeed.runtime.gradients.reduce_rule import ReduceRule
-from deepspeed.runtime.model_setup import model_dtype
 from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
 from deepspeed.runtime.optimizers.on_shards import (
     BY_OWNERS,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from deepspeed.runtime import verification
+from deepspeed.runtime.engine_parts import verification
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine

@@ -22,7 +22,7 @@ SIZES: tuple[tuple[str, str], ...] = (
     ("deepspeed.runtime.gradients.overlay", "TAIL_NUMEL"),
     ("deepspeed.runtime.gradients.sink", "HOST_CHUNK"),
     ("deepspeed.runtime.gradients.sink", "STAGE_NUMEL"),
-    ("deepspeed.runtime.model_setup", "BROADCAST_NUMEL"),
+    ("deepspeed.runtime.engine_parts.model_setup", "BROADCAST_NUMEL"),
     ("deepspeed.runtime.gradients.sequence_parts", "MESSAGE_NUMEL"),
     ("deepspeed.runtime.zero.model_sharding", "CUT_NUMEL"),
     ("deepspeed.runtime.sharding.exchange", "ROUND_NUMEL"),

@@ -16,5 +16,7 @@ Objects that it has, one subject a file:
     device_memory   state that moves to the host and back
     compiling       torch.compile, in place
     timing          the engine's phases, timed and told to observers
+    model_setup     what is done to a model before it trains: cast, made the same on all ranks
+    verification    which checks an engine trains under, and how they are switched on
     patches         what clients put in the place of upstream's methods: called, or told
 """

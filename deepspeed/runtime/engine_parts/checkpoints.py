@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from deepspeed.runtime import verification
 from deepspeed.runtime.checkpointing.engine_checkpoint import EngineCheckpoint
 from deepspeed.runtime.checkpointing.loading import LoadOptions
+from deepspeed.runtime.engine_parts import verification
 from deepspeed.runtime.engine_parts.engine_state import EngineState
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine_parts.engine_state import EngineState
-from deepspeed.runtime.model_setup import (
+from deepspeed.runtime.engine_parts.model_setup import (
     buffer_dtype,
     comm_dtype_lookup,
     model_dtype,

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from deepspeed.runtime import verification
+from deepspeed.runtime.engine_parts import verification
 from deepspeed.runtime.engine_parts.engine_state import EngineState
 from deepspeed.runtime.engine_parts.losses import Losses
 from deepspeed.runtime.gradients.accumulation import BackwardState, Foreign

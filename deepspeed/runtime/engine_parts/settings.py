@@ -13,8 +13,8 @@ import torch
 
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.config_utils import parse_dtype
+from deepspeed.runtime.engine_parts.model_setup import LOWER_PRECISION_SAFE_MODULES
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker
-from deepspeed.runtime.model_setup import LOWER_PRECISION_SAFE_MODULES
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 Read = Callable[[DeepSpeedConfig], object]

@@ -23,8 +23,8 @@ Beside them stand those who watch:
   default is nobody; see [Note: a gradient's life] there.
 - `scope`: what they can tell when asked: where reduced gradients lie, and whose contributions they
   are made of.
-- `ledger/`: the observer that checks every contribution. `runtime.verification` attaches it;
-  nothing else here knows of it.
+- `ledger/`: the observer that checks every contribution. `runtime.engine_parts.verification`
+  attaches it; nothing else here knows of it.
 
 Called from `optimizers/`, `zero/`, `fp16/` and the engines above; imports `sharding/`, `streams`
 and `comm` only.

@@ -7,14 +7,13 @@ the engine that runs them.
     topology                                           where every rank stands
     schedule                                           which instructions each stage runs
     schedule_text, simulator                           schedules for people, and run on paper
-    posting                                            when a stage may post its receives
     engine, settings                                   runs a schedule; what it honours of a
                                                        configuration
     buffers, outputs                                   what a stage keeps of a micro-batch, and
                                                        what a batch yields
     split_backward                                     gradients of inputs now, of weights later
-    channel, stage_channels, wire, pending_sends, p2p  messages between stages
-    failure                                            one rank's failure is every rank's
+    messages, p2p                                      what travels between stages; upstream's
+                                                       functions of it
     layer_files                                        checkpoint files by layer
 """
 

@@ -28,13 +28,13 @@ from deepspeed.runtime.gradients.accumulation import BackwardState
 from deepspeed.runtime.gradients.scope import GradientScope, Passes
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.buffers import PipeBuffer
-from deepspeed.runtime.pipe.failure import FailureWatch
+from deepspeed.runtime.pipe.messages.failure import FailureWatch
+from deepspeed.runtime.pipe.messages.posting import Arrival, Lane, arrivals
+from deepspeed.runtime.pipe.messages.stage_channels import StageChannels
 from deepspeed.runtime.pipe.module import PipelineError, PipelineModule
 from deepspeed.runtime.pipe.outputs import BatchOutputs, described
-from deepspeed.runtime.pipe.posting import Arrival, Lane, arrivals
 from deepspeed.runtime.pipe.settings import apply_settings
 from deepspeed.runtime.pipe.split_backward import SplitBackward
-from deepspeed.runtime.pipe.stage_channels import StageChannels
 from deepspeed.runtime.utils import move_to_device
 from deepspeed.utils.logging import log_dist, logger
 

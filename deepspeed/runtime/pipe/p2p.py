@@ -23,8 +23,12 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import group_creation, group_store
 from deepspeed.comm.process_groups import message_options
-from deepspeed.runtime.pipe.channel import Channel, PipelineShapeError, transfers_are_ordered
-from deepspeed.runtime.pipe.failure import PipelinePeerError, transferring
+from deepspeed.runtime.pipe.messages.channel import (
+    Channel,
+    PipelineShapeError,
+    transfers_are_ordered,
+)
+from deepspeed.runtime.pipe.messages.failure import PipelinePeerError, transferring
 
 __all__ = [
     "Channel",

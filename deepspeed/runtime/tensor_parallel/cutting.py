@@ -14,7 +14,7 @@ from deepspeed.checkpoint.resharding.tensor_parallel import Share, own_slice
 from deepspeed.comm.parallel_map import OptimizerInstances, ParallelMap
 from deepspeed.runtime.checkpointing.model_files import LayeredModule
 from deepspeed.runtime.config_utils import DeepSpeedConfigError, parse_dtype
-from deepspeed.runtime.model_setup import broadcast_tensors, model_dtype
+from deepspeed.runtime.engine_parts.model_setup import broadcast_tensors, model_dtype
 from deepspeed.runtime.sharding.model_slices import ModelSlices, slices_of
 from deepspeed.runtime.tensor_parallel.families import counts_of
 from deepspeed.runtime.tensor_parallel.layers import (

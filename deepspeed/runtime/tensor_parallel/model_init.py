@@ -10,7 +10,7 @@ from torch import nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.initialization import ensure_distributed
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
-from deepspeed.runtime.model_setup import cast_module
+from deepspeed.runtime.engine_parts.model_setup import cast_module
 from deepspeed.runtime.tensor_parallel.cutting import cut_by, mpu_of
 
 

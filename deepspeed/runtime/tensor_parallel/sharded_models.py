@@ -15,7 +15,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.parallel_map import OptimizerInstances
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
-from deepspeed.runtime.model_setup import broadcast_tensors
+from deepspeed.runtime.engine_parts.model_setup import broadcast_tensors
 from deepspeed.runtime.sharding.flattening import lies_on_host
 from deepspeed.runtime.zero.gathering.gathered_parameters import hold_whole, let_go
 from deepspeed.runtime.zero.parameters.shard_memory import ShardMemory

@@ -18,7 +18,7 @@ from torch import nn
 from deepspeed.ops.op_builder import CPUAdamBuilder
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.config_utils import parse_dtype
-from deepspeed.runtime.model_setup import buffer_dtype, model_dtype
+from deepspeed.runtime.engine_parts.model_setup import buffer_dtype, model_dtype
 from deepspeed.verify.oracle import UsageError
 from deepspeed.verify.oracle.workload import Shape
 from deepspeed.verify.sizes import piece_numel

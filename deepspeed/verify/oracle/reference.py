@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from deepspeed.runtime.model_setup import cast_module
+from deepspeed.runtime.engine_parts.model_setup import cast_module
 from deepspeed.verify.oracle.plan import Precision
 from deepspeed.verify.oracle.workload import GlobalBatches, Shape, Workload
 

@@ -39,7 +39,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from deepspeed.runtime.model_setup import cast_module
+from deepspeed.runtime.engine_parts.model_setup import cast_module
 from deepspeed.verify.oracle import UsageError
 from deepspeed.verify.oracle.hugging_face import RANDOM_ATTRIBUTES, build_model
 

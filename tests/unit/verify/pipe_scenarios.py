@@ -145,7 +145,7 @@ def waiting_host(case: PipeCase) -> list[str]:
     """The same if the host of the last stage waits, after each instruction, for all that it has
     posted.
     """
-    from deepspeed.runtime.pipe.stage_channels import StageChannels
+    from deepspeed.runtime.pipe.messages.stage_channels import StageChannels
 
     issued = StageChannels.issued
 

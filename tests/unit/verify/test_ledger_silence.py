@@ -19,9 +19,9 @@ from deepspeed import comm as dist
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.config_models.observe import VerifyConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
+from deepspeed.runtime.engine_parts.verification import wanted_checks
 from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedger, GradientLedgerError
 from deepspeed.runtime.gradients.observer import UNOBSERVED
-from deepspeed.runtime.verification import wanted_checks
 from deepspeed.utils import safe_set_full_grad
 from deepspeed.verify import ledger
 from unit.common import DistributedTest

@@ -2,8 +2,8 @@
 every gradient.
 
 - `gradient_ledger`: `GradientLedger`, the observer. `settled` compares what autograd handed out
-  with what the optimizer is about to use. `runtime.verification` makes and attaches it; engines
-  and optimizers call it by the protocol of `gradients.observer`.
+  with what the optimizer is about to use. `runtime.engine_parts.verification` makes and attaches
+  it; engines and optimizers call it by the protocol of `gradients.observer`.
 - `recorder`: `ContributionRecorder`, which the ledger derives from: hooks on the parameters record
   what autograd hands out.
 - `fingerprint`: how a gradient is recognized without being kept. Pure; taken by both.

@@ -69,7 +69,7 @@ class GradientLedgerError(RuntimeError):
 
 
 class GradientLedger(ContributionRecorder):
-    """See module. Made by `runtime.verification`, called by optimizers and engines.
+    """See module. Made by `runtime.engine_parts.verification`, called by optimizers and engines.
 
     Args:
         pieces: All pieces of all parameters, in an order that is the same on all ranks that hold

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from deepspeed.runtime.pipe.posting import ChannelKey, Lane, _channel_of, arrivals
+from deepspeed.runtime.pipe.messages.posting import ChannelKey, Lane, _channel_of, arrivals
 from deepspeed.runtime.pipe.schedule import (
     InferenceSchedule,
     PipeSchedule,

@@ -14,9 +14,9 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.pipe import stage_channels
-from deepspeed.runtime.pipe.channel import QUEUES_ENV
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.messages import stage_channels
+from deepspeed.runtime.pipe.messages.channel import QUEUES_ENV
 from deepspeed.verify import Budget, BudgetError, check_budgets
 from unit.common import DistributedTest
 from unit.v1.looping import each

@@ -12,7 +12,7 @@ from deepspeed import comm as dist
 from deepspeed.checkpoint.ds_to_universal import main, parse_arguments
 from deepspeed.comm import intent
 from deepspeed.moe.expert_rows import rows_of
-from deepspeed.runtime.model_setup import cast_module
+from deepspeed.runtime.engine_parts.model_setup import cast_module
 from deepspeed.runtime.zero import model_sharding
 from deepspeed.runtime.zero.parameters.zero_parameter import is_zero_param
 from deepspeed.utils import groups

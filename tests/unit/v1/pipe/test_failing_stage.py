@@ -22,7 +22,7 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.failure import PipelinePeerError
+from deepspeed.runtime.pipe.messages.failure import PipelinePeerError
 from unit.common import DistributedTest
 
 LIMIT_S = 10.0

@@ -16,8 +16,9 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.comm import intent
-from deepspeed.runtime.pipe import failure, p2p, pending_sends
-from deepspeed.runtime.pipe.failure import FailureWatch, PipelinePeerError
+from deepspeed.runtime.pipe import p2p
+from deepspeed.runtime.pipe.messages import failure, pending_sends
+from deepspeed.runtime.pipe.messages.failure import FailureWatch, PipelinePeerError
 from deepspeed.runtime.pipe.p2p import Channel, make_channel_groups
 from unit.common import DistributedTest
 

@@ -17,7 +17,8 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.comm import intent
-from deepspeed.runtime.pipe import p2p, pending_sends, wire
+from deepspeed.runtime.pipe import p2p
+from deepspeed.runtime.pipe.messages import pending_sends, wire
 from deepspeed.runtime.pipe.p2p import Channel, PipelineShapeError, make_channel_groups
 from deepspeed.verify.streams import check_streams
 from unit.common import DistributedTest

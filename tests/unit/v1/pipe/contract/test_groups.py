@@ -15,7 +15,7 @@ from deepspeed.comm import intent, observation
 from deepspeed.comm.observation import CollectiveCall, group_size
 from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
 from deepspeed.runtime.optimizers.replicated_optimizer import ReplicatedOptimizer
-from deepspeed.runtime.pipe.failure import PipelinePeerError
+from deepspeed.runtime.pipe.messages.failure import PipelinePeerError
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from unit.common import DistributedTest
 from unit.v1.contract.runner import run_cases

@@ -23,9 +23,9 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import lone_waits
-from deepspeed.runtime.pipe.failure import FailureWatch, transferring
-from deepspeed.runtime.pipe.pending_sends import PendingSends
-from deepspeed.runtime.pipe.wire import (
+from deepspeed.runtime.pipe.messages.failure import FailureWatch, transferring
+from deepspeed.runtime.pipe.messages.pending_sends import PendingSends
+from deepspeed.runtime.pipe.messages.wire import (
     HEADER_BYTES,
     Arrival,
     MessageSpec,

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.runtime.pipe.channel import Channel, messages_ahead
-from deepspeed.runtime.pipe.failure import FailureWatch
+from deepspeed.runtime.pipe.messages.channel import Channel, messages_ahead
+from deepspeed.runtime.pipe.messages.failure import FailureWatch
+from deepspeed.runtime.pipe.messages.posting import Arrival, ChannelKey, Lane
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.p2p import make_channel_groups
-from deepspeed.runtime.pipe.posting import Arrival, ChannelKey, Lane
 
 
 class ChunkChannels(NamedTuple):

@@ -1,0 +1,9 @@
+"""Messages between the stages of a pipeline.
+
+wire            what a message consists of: shapes and dtypes ahead of the data
+channel         one direction between two stages
+stage_channels  all channels of a stage
+posting         when a stage may post its receives
+pending_sends   what has been sent and must stay alive
+failure         one rank's failure is every rank's
+"""
