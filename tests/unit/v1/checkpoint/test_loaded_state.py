@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 
 import deepspeed
 from deepspeed.checkpoint.files import CheckpointError
-from deepspeed.runtime.sharding import state as sharded_state
+from deepspeed.runtime.zero import sharded_state
 from unit.common import DistributedFixture, DistributedTest
 
 from .known_gradients import LR, NAMES, grouped, made, start, train
