@@ -4,13 +4,14 @@ without recomputation does.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from unit.common import DistributedTest
+from unit.models import drawn
+from unit.one_process import OneProcess, mean_square
 from unit.v1.looping import each_pair
 
 import deepspeed
@@ -44,25 +45,7 @@ class Net(nn.Module):
 
 
 def data(index: int, rank: int) -> torch.Tensor:
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * index + rank))
-
-
-def loss_of(output: torch.Tensor) -> torch.Tensor:
-    return output.square().mean()
-
-
-def reference(steps: int, accumulation: int) -> dict[str, torch.Tensor]:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    world = dist.get_world_size()
-    for step in range(steps):
-        optimizer.zero_grad()
-        for micro, rank in itertools.product(range(accumulation), range(world)):
-            (
-                loss_of(model(data(step * accumulation + micro, rank))) / (world * accumulation)
-            ).backward()
-        optimizer.step()
-    return {name: param.detach() for name, param in model.named_parameters()}
+    return drawn(100 * index + rank, 4, 5)
 
 
 def train(
@@ -76,16 +59,16 @@ def train(
         "zero_optimization": {"stage": stage, "reduce_bucket_size": bucket, "overlap_comm": True},
         "verify": {"ledger": form != "direct", "collectives": True},
     }
-    wanted = reference(steps, accumulation)
+    wanted = OneProcess(Net(), LR, mean_square).train(data, steps, accumulation)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=torch.optim.SGD(model.parameters(), lr=LR), config=config
     )
     for index in range(steps * accumulation):
         x = data(index, dist.get_rank()).to(engine.device)
         if form.startswith("around"):
-            loss = loss_of(call(engine, x))
+            loss = call(engine, x).square().mean()
         else:
-            loss = loss_of((engine.module if form == "direct" else engine)(x))
+            loss = mean_square(engine.module if form == "direct" else engine, x)
         if form in ("managed", "around"):
             engine.backward(loss)
         else:

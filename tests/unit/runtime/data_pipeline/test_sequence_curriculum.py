@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 from unit.common import DistributedTest
+from unit.models import tokens
+from unit.one_process import OneProcess, of_all_ranks
 
 import deepspeed
 from deepspeed import comm as dist
@@ -65,17 +67,16 @@ def make_engine(**keys: Any) -> Any:
     return engine
 
 
-def tokens_of(step: int, micro: int, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
-    return torch.randint(0, 16, (ROWS, LENGTH), generator=generator)
+def tokens_of(number: int, rank: int) -> torch.Tensor:
+    step, micro = divmod(number, ACCUMULATION)
+    return tokens(1000 * step + 10 * micro + rank, 16, ROWS, LENGTH)
 
 
 def train(engine: Any, steps: range, bad_step: int | None = None) -> list[float]:
     losses = []
     for step in steps:
-        for micro in range(ACCUMULATION):
-            tokens = tokens_of(step, micro, dist.get_rank())
-            loss = engine(tokens, math.inf if step == bad_step else 1.0)
+        for batch in of_all_ranks(tokens_of, step, ACCUMULATION)[dist.get_rank() :: 2]:
+            loss = engine(batch, math.inf if step == bad_step else 1.0)
             losses.append(float(loss))
             engine.backward(loss)
             engine.step()
@@ -85,15 +86,10 @@ def train(engine: Any, steps: range, bad_step: int | None = None) -> list[float]
 def reference() -> list[torch.Tensor]:
     """Parameters after the same steps of one plain process, each on the whole batch."""
     model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+    one = OneProcess(model, torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9))
     for step, length in enumerate(LENGTHS):
-        everything = [
-            tokens_of(step, micro, rank) for micro in range(ACCUMULATION) for rank in range(2)
-        ]
-        model(torch.cat(everything)[:, :length]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [param.detach() for param in model.parameters()]
+        one.step([torch.cat(of_all_ranks(tokens_of, step, ACCUMULATION))[:, :length]])
+    return list(one.params().values())
 
 
 def parameters(engine: Any) -> list[torch.Tensor]:
@@ -114,7 +110,7 @@ class TestTraining(DistributedTest):
             losses = train(engine, range(3))
             engine.save_checkpoint(str(tmpdir), tag=f"stage{stage}")
             engine.eval()
-            engine(tokens_of(0, 0, 0))
+            engine(tokens_of(0, 0))
             engine.train()
             losses += train(engine, range(3, STEPS))
             lengths = [length for length in LENGTHS for _ in range(ACCUMULATION)]
@@ -136,7 +132,7 @@ class TestTraining(DistributedTest):
         custom = {**SCHEDULE, "schedule_type": "custom", "schedule_config": {}}
         engine = make_engine(curriculum_learning=custom, fp16={"enabled": True})
         with pytest.raises(DeepSpeedConfigError, match="needs a function"):
-            engine(tokens_of(0, 0, 0))
+            engine(tokens_of(0, 0))
         with pytest.raises(DeepSpeedConfigError, match="'words' has no schedule_type"):
             engine.set_custom_curriculum_learning_schedule({"words": lambda step: step})
         engine.set_custom_curriculum_learning_schedule({"seqlen": lambda step: LENGTH - step})

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 from unit.common import DistributedTest
+from unit.models import drawn, seeded
+from unit.one_process import OneProcess, mean_square, of_all_ranks
 
 import deepspeed
 from deepspeed import comm as dist
@@ -19,29 +21,12 @@ ROWS = [[[1, 3], [4, 2]], [[5, 1], [1, 2]]]
 
 
 def make_model() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+    return seeded(lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)), seed=3)
 
 
-def batch_of(step: int, micro: int, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
-    return torch.randn(ROWS[step][micro][rank], 5, generator=generator)
-
-
-def reference() -> tuple[list[torch.Tensor], list[float]]:
-    """Parameters after the same steps, and the norm of each."""
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    norms = []
-    for step in range(len(ROWS)):
-        everything = [
-            batch_of(step, micro, rank) for micro in range(ACCUMULATION) for rank in (0, 1)
-        ]
-        model(torch.cat(everything)).square().mean().backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return [param.detach() for param in model.parameters()], norms
+def batch_of(number: int, rank: int) -> torch.Tensor:
+    step, micro = divmod(number, ACCUMULATION)
+    return drawn(100 * step + 10 * micro + rank, ROWS[step][micro][rank], 5)
 
 
 class TestUnequalBatches(DistributedTest):
@@ -50,7 +35,10 @@ class TestUnequalBatches(DistributedTest):
     def test_equal_one_process(self) -> None:
         # Kills: a mean of ranks' means, which counts a sample of a small batch more, and a total of
         # one micro-batch.
-        expected, norms = reference()
+        one, norms = OneProcess(make_model(), LR, mean_square, CLIP), []
+        for step in range(len(ROWS)):
+            one.step([torch.cat(of_all_ranks(batch_of, step, ACCUMULATION))])
+            norms.append(float(one.norm))
         assert norms[0] > CLIP
         for stage in range(4):
             engine, *_ = deepspeed.initialize(
@@ -65,10 +53,13 @@ class TestUnequalBatches(DistributedTest):
                 },
             )
             for step in range(len(ROWS)):
-                self.step(engine, [batch_of(step, m, dist.get_rank()) for m in range(ACCUMULATION)])
+                own = of_all_ranks(batch_of, step, ACCUMULATION)[dist.get_rank() :: 2]
+                self.step(engine, own)
                 assert abs(engine.get_global_grad_norm() - norms[step]) < 1e-5, stage
             with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-                for param, wanted in zip(engine.module.parameters(), expected, strict=True):
+                for param, wanted in zip(
+                    engine.module.parameters(), one.params().values(), strict=True
+                ):
                     torch.testing.assert_close(param.detach(), wanted, atol=1e-6, rtol=1e-5)
             engine.destroy()
 

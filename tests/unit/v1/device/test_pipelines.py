@@ -19,6 +19,7 @@ from deepspeed.runtime.pipe.messages import stage_channels
 from deepspeed.runtime.pipe.messages.channel import QUEUES_ENV
 from deepspeed.verify import Budget, BudgetError, check_budgets
 from unit.common import DistributedTest
+from unit.one_process import OneProcess
 from unit.v1.looping import each
 
 WIDTH = 5
@@ -51,16 +52,9 @@ def batch(step: int) -> list[tuple[torch.Tensor, ...]]:
 
 def expected() -> list[float]:
     """The losses of one process that has all layers."""
-    model = nn.Sequential(*make_layers())
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    losses = []
-    for step in range(BATCHES):
-        loss = torch.stack([loss_of(model(x), y) for x, y in batch(step)]).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    layers = nn.Sequential(*make_layers())
+    one = OneProcess(layers, LR, lambda model, pair: loss_of(model(pair[0]), pair[1]))
+    return [one.step(batch(step)) for step in range(BATCHES)]
 
 
 def make_engine(schedule: str, **keys: Any) -> PipelineEngine:

@@ -17,6 +17,8 @@ from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.runtime.streams import SideStream
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
+from unit.models import config_of, drawn, seeded
+from unit.one_process import OneProcess, mean_square
 from unit.v1.looping import each
 
 WIDTH = 8
@@ -27,35 +29,23 @@ STEPS = 2
 
 
 def make_model(static: bool) -> nn.Sequential:
-    torch.manual_seed(1)
-    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    layers = seeded(lambda: [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)], seed=1)
     return nn.Sequential(*(StaticGradients(layer) if static else layer for layer in layers))
 
 
-def batch(step: int, micro: int, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
-    return torch.randn(ROWS, WIDTH, generator=generator)
+def batch(number: int, rank: int) -> torch.Tensor:
+    return drawn(10 * number + rank, ROWS, WIDTH)
 
 
 def train(stage: int, micro_batches: int, overlap: bool, **more: Any) -> list[torch.Tensor]:
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": micro_batches,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_optimization": {
-            "stage": stage,
-            "overlap_comm": overlap,
-            "reduce_bucket_size": 2 * WIDTH * (WIDTH + 1),
-        },
-        **more,
-    }
+    sgd = {"type": "SGD", "params": {"lr": LR}}
+    zero = {"overlap_comm": overlap, "reduce_bucket_size": 2 * WIDTH * (WIDTH + 1)}
+    more = {"optimizer": sgd, "zero_optimization": zero, **more}
+    config = config_of(stage, ROWS, micro_batches, **more)
     engine = deepspeed.initialize(model=make_model(static=True), config=config)[0]
-    for step in range(STEPS):
-        for micro in range(micro_batches):
-            x = batch(step, micro, dist.get_rank()).to(next(engine.module.parameters()).dtype)
-            engine.backward(engine(x).square().mean())
-            engine.step()
+    for number in range(STEPS * micro_batches):
+        engine.backward(mean_square(engine, batch(number, dist.get_rank()).to(engine.model_dtype)))
+        engine.step()
     get_accelerator().synchronize()
     found = [param.detach().clone() for param in engine.module.parameters()]
     get_accelerator().synchronize()
@@ -65,15 +55,8 @@ def train(stage: int, micro_batches: int, overlap: bool, **more: Any) -> list[to
 
 def reference(micro_batches: int) -> list[torch.Tensor]:
     """Parameters of one process with the whole batch."""
-    model = make_model(static=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    parts = [(micro, rank) for micro in range(micro_batches) for rank in range(2)]
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for micro, rank in parts:
-            (model(batch(step, micro, rank)).square().mean() / len(parts)).backward()
-        optimizer.step()
-    return [param.detach() for param in model.parameters()]
+    one = OneProcess(make_model(static=False), LR, mean_square)
+    return list(one.train(batch, STEPS, micro_batches).values())
 
 
 def deviates(found: list[torch.Tensor], micro_batches: int, within: float = 1e-5) -> bool:
@@ -128,7 +111,7 @@ class TestStaticGradients(DistributedTest):
             engine = deepspeed.initialize(model=make_model(static=False), config=config)[0]
             assert all(param._backward_hooks for param in engine.module.parameters())
             for micro in range(2):
-                engine.backward(engine(batch(0, micro, dist.get_rank())).square().mean())
+                engine.backward(engine(batch(micro, dist.get_rank())).square().mean())
                 engine.step()
             assert not any(param._backward_hooks for param in engine.module.parameters())
             engine.destroy()
@@ -146,7 +129,7 @@ def test_autograd_takes_the_memory_over() -> None:
     # Kills: a model of static memory that is copied on its way to `param.grad`.
     layer = StaticGradients(nn.Linear(WIDTH, WIDTH))
     for _ in range(2):
-        layer(batch(0, 0, 0)).sum().backward()
+        layer(batch(0, 0)).sum().backward()
         for param, memory in zip(layer.parameters(), layer.memory, strict=True):
             assert param.grad is not None and param.grad.data_ptr() == memory.data_ptr()
             param.grad = None
@@ -156,7 +139,7 @@ def test_autograd_takes_the_memory_over() -> None:
 def test_gradients_are_the_modules(static: bool) -> None:
     model, plain = make_model(static), make_model(static=False)
     for net in (model, plain):
-        net(batch(0, 0, 0)).square().mean().backward()
+        net(batch(0, 0)).square().mean().backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None
         assert torch.equal(one.grad, other.grad)

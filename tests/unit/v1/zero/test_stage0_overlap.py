@@ -19,6 +19,8 @@ from deepspeed.runtime.gradients.observer import GradientObserver
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
+from unit.models import config_of, drawn, seeded
+from unit.one_process import OneProcess
 from unit.v1.looping import each
 
 LR = 0.125
@@ -52,26 +54,17 @@ class Net(nn.Module):
 
 
 def make_net() -> Net:
-    torch.manual_seed(11)
-    return Net()
+    return seeded(Net, seed=11)
 
 
 def rows(index: int, rank: int) -> torch.Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * index + rank))
+    return drawn(100 * index + rank, 4, WIDTH)
 
 
 def make_engine(stage: int = 0, **more: Any) -> Any:
     net = make_net()
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {
-            "stage": stage,
-            "overlap_comm": True,
-            "reduce_bucket_size": WIDTH * WIDTH,
-        },
-        **more,
-    }
+    zero = {"overlap_comm": True, "reduce_bucket_size": WIDTH * WIDTH}
+    config = config_of(stage, 4, zero_optimization=zero, **more)
     optimizer = torch.optim.SGD(net.parameters(), lr=LR)
     return deepspeed.initialize(model=net, optimizer=optimizer, config=config)[0]
 
@@ -83,22 +76,11 @@ def train(engine: Any, steps: int = 2) -> None:
         engine.step()
 
 
-def expected(steps: int = 2) -> nn.Module:
-    """Plain torch with the whole batch."""
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=LR)
-    for index in range(steps):
-        net(torch.cat([rows(index, rank) for rank in range(dist.get_world_size())])).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return net
-
-
 def compare(engine: Any, tolerance: float = 1e-6, steps: int = 2) -> None:
-    params = zip(engine.module.parameters(), expected(steps).parameters(), strict=True)
-    for param, reference in params:
+    expected = OneProcess(make_net(), LR).train(rows, steps)
+    for param, reference in zip(engine.module.parameters(), expected.values(), strict=True):
         value = safe_get_full_fp32_param(param) if hasattr(param, "_hp_mapping") else param.detach()
-        torch.testing.assert_close(value, reference.detach(), rtol=0, atol=tolerance)
+        torch.testing.assert_close(value, reference, rtol=0, atol=tolerance)
 
 
 class Sent(GradientObserver):

@@ -5,7 +5,6 @@ For tests of the ways in which scripts drive an engine.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,8 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.logging import _log_dist_once, logger
+from unit.models import drawn
+from unit.one_process import OneProcess
 
 LR = 0.1
 
@@ -116,9 +117,7 @@ class Warnings(logging.Handler):
 
 def data(index: int, rank: int | None = None) -> torch.Tensor:
     """Input of a micro-batch of a rank: different for each."""
-    rank = dist.get_rank() if rank is None else rank
-    generator = torch.Generator().manual_seed(1000 * index + rank)
-    return torch.randn(ROWS, 5, generator=generator)
+    return drawn(1000 * index + (dist.get_rank() if rank is None else rank), ROWS, 5)
 
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:
@@ -131,15 +130,10 @@ def reference_params(
     model: nn.Module | None = None,
 ) -> dict[str, torch.Tensor]:
     """Plain torch over all ranks' data; one list of micro-batch indices per optimizer step."""
-    model = make_net() if model is None else model
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
-    world = dist.get_world_size()
+    one = OneProcess(make_net() if model is None else model, LR, loss)
     for indices in micro_batches:
-        optimizer.zero_grad()
-        for index, rank in itertools.product(indices, range(world)):
-            (loss(model, data(index, rank)) / (world * len(indices))).backward()
-        optimizer.step()
-    return {name: param.detach() for name, param in model.named_parameters()}
+        one.step(data(index, rank) for index in indices for rank in range(dist.get_world_size()))
+    return one.params()
 
 
 def assert_close(

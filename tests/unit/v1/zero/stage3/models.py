@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -11,6 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed import comm as dist
+from unit import models
+from unit.models import seeded, tokens
+from unit.one_process import OneProcess
 
 VOCABULARY = 11
 LR = 0.5
@@ -72,14 +74,12 @@ class Net(nn.Module):
 
 def make_net(**kwargs: Any) -> Net:
     """The same on every rank."""
-    torch.manual_seed(0)
-    return Net(**kwargs)
+    return seeded(Net, **kwargs)
 
 
 def tokens_of(index: int, rank: int) -> torch.Tensor:
     """A micro-batch: other data on each rank."""
-    generator = torch.Generator().manual_seed(100 * index + rank)
-    return torch.randint(0, VOCABULARY, (4, 6), generator=generator)
+    return tokens(100 * index + rank, VOCABULARY, 4, 6)
 
 
 def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -89,14 +89,8 @@ def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def config_of(stage: int, accumulation: int = 2, **zero: Any) -> dict[str, Any]:
-    """No clipping: a factor that differs in the last bit would hide what is bit-equal."""
-    return {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage, **zero},
-        "zero_force_ds_cpu_optimizer": False,
-    }
+    """A configuration of this model."""
+    return models.config_of(stage, 4, accumulation, zero_optimization=zero)
 
 
 def engine_of(model: nn.Module, config: dict[str, Any]) -> Any:
@@ -123,16 +117,7 @@ def trained(stage: int, model: nn.Module | None = None, steps: int = STEPS, **ze
 
 def reference(steps: int = STEPS, accumulation: int = 2) -> Tensors:
     """One process that sees the batches of all ranks."""
-    model = make_net()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
-    world = dist.get_world_size()
-    for step in range(steps):
-        optimizer.zero_grad()
-        for micro, rank in itertools.product(range(accumulation), range(world)):
-            tokens = tokens_of(step * accumulation + micro, rank)
-            (loss_of(model, tokens) / (accumulation * world)).backward()
-        optimizer.step()
-    return {name: param.detach() for name, param in model.named_parameters()}
+    return OneProcess(make_net(), LR, loss_of).train(tokens_of, steps, accumulation)
 
 
 def distance(found: Tensors, wanted: Tensors) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -13,6 +12,8 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.runtime.zero import Init
 from unit.common import DistributedTest
+from unit.models import drawn, seeded
+from unit.one_process import OneProcess, mean_square
 from unit.v1.zero.stage3.models import LR, SHARDED, STEPS, Tensors, config_of, distance, engine_of
 
 WIDTH = 7
@@ -33,24 +34,15 @@ class Adapted(nn.Module):
 
 
 def made() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(Adapted(), Adapted(), Adapted())
+    return seeded(lambda: nn.Sequential(Adapted(), Adapted(), Adapted()))
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+    return drawn(10 * step + rank, 4, WIDTH)
 
 
 def one_process() -> Tensors:
-    """Plain torch over the batches of all ranks."""
-    model, world = made(), dist.get_world_size()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
-    for step, rank in itertools.product(range(STEPS), range(world)):
-        (model(batch(step, rank)).square().mean() / world).backward()
-        if rank == world - 1:
-            optimizer.step()
-            optimizer.zero_grad()
-    return {name: param.detach() for name, param in model.named_parameters()}
+    return OneProcess(made(), LR, mean_square).train(batch, STEPS)
 
 
 def trained(

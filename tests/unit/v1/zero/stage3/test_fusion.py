@@ -20,6 +20,8 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import set_z3_leaf_modules
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
+from unit.models import drawn, seeded
+from unit.one_process import OneProcess, mean_square
 from unit.v1.zero.stage3.models import LR, STEPS, Tensors, config_of, distance, engine_of
 
 WIDTH = 5
@@ -99,21 +101,17 @@ class Many(nn.Module):
 
 def make_many(**kwargs: Any) -> Many:
     """The same on every rank."""
-    torch.manual_seed(0)
-    return Many(**kwargs)
+    return seeded(Many, **kwargs)
 
 
 def loss_of(model: Any, index: int, rank: int) -> torch.Tensor:
-    """Other data on each rank; its layers run in another order at every second step."""
+    """Other data on each rank; its layers run in another order in every fourth micro-batch."""
     inner = model.module if hasattr(model, "module") else model
-    if index % 4 >= 2:
-        inner.order.reverse()
-    generator = torch.Generator().manual_seed(100 * index + rank)
-    x = torch.randn(4, WIDTH, generator=generator)
+    inner.order.sort(reverse=index % 4 == 2)
     # Reentrant checkpoints have no gradient otherwise.
+    x = drawn(100 * index + rank, 4, WIDTH)
     x.requires_grad_(inner.recompute is True or index % 2 == 0)
-    loss: torch.Tensor = model(x).square().mean()
-    return loss
+    return mean_square(model, x)
 
 
 def train(engine: Any, steps: int = STEPS, first: int = 0) -> None:
@@ -131,19 +129,8 @@ def trained(stage: int, model: nn.Module | None = None, **zero: Any) -> Tensors:
 
 
 def reference() -> Tensors:
-    """One process that sees the batches of all ranks."""
-    model = make_many()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
-    world = dist.get_world_size()
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for micro in range(2):
-            index, order = 2 * step + micro, list(model.order)
-            for rank in range(world):
-                model.order = list(order)
-                (loss_of(model, index, rank) / (2 * world)).backward()
-        optimizer.step()
-    return {name: param.detach() for name, param in model.named_parameters()}
+    one = OneProcess(make_many(), LR, lambda model, at: loss_of(model, *at))
+    return one.train(lambda *at: at, STEPS, 2)
 
 
 class TestTraining(DistributedTest):

@@ -21,6 +21,8 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.runtime.zero import GatheredParameters, Init
 from unit.common import DistributedTest
+from unit.models import config_of, drawn
+from unit.one_process import OneProcess, mean_square, train
 from unit.v1.zero.stage3.models import SHARDED
 
 WIDTH = 8
@@ -185,34 +187,25 @@ class AllKinds(nn.ModuleDict):
 
 
 def data(step: int, rank: int) -> Tensor:
-    return torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+    return drawn(10 * step + rank, 2, 4, WIDTH)
 
 
 def one_process(model: nn.Module) -> Tensor:
     """Train as all ranks together; what each part gives afterwards."""
-    optimizer, world = torch.optim.SGD(model.parameters(), lr=LR), dist.get_world_size()
-    for step in range(2):
-        optimizer.zero_grad()
-        for rank in range(world):
-            (model(data(step, rank)).sum() / world).backward()
-        optimizer.step()
+    OneProcess(model, LR, lambda model, x: model(x).sum()).train(data, 2)
     model.eval()
     with torch.no_grad():
         return model(data(9, 0))
 
 
-def config_of(**zero: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": 3, "stage3_max_reuse_distance": 0, **zero},
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_force_ds_cpu_optimizer": False,
-    }
+def config(kind: str = "SGD", options: Any = None, **zero: Any) -> dict[str, Any]:
+    optimizer = {"type": kind, "params": options or {"lr": LR}}
+    zero = {"stage3_max_reuse_distance": 0, **zero}
+    return config_of(3, 2, optimizer=optimizer, zero_optimization=zero)
 
 
 def engine_of(model: nn.Module, **zero: Any) -> Any:
-    return deepspeed.initialize(model=model, config=config_of(**zero))[0]
+    return deepspeed.initialize(model=model, config=config(**zero))[0]
 
 
 class TestModules(DistributedTest):
@@ -288,19 +281,13 @@ class TestModules(DistributedTest):
         options = {"lr": LR, "initial_accumulator_value": 0.1}
         with Init():
             model = make()
-        config = config_of(**SHARDED) | {"optimizer": {"type": "Adagrad", "params": options}}
-        engine = deepspeed.initialize(model=model, config=config)[0]
-        plain = make()
-        optimizer = torch.optim.Adagrad(plain.parameters(), **options)
-        for step in range(2):
-            engine.backward(engine(data(step, dist.get_rank())).square().mean())
-            engine.step()
-            optimizer.zero_grad()
-            for rank in range(2):
-                (plain(data(step, rank)).square().mean() / 2).backward()
-            optimizer.step()
+        made = config("Adagrad", options, **SHARDED)
+        engine = deepspeed.initialize(model=model, config=made)[0]
+        train(engine, [data(step, dist.get_rank()) for step in range(2)], mean_square)
         engine.destroy()
-        for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        plain = make()
+        one = OneProcess(plain, torch.optim.Adagrad(plain.parameters(), **options), mean_square)
+        for found, wanted in zip(model.parameters(), one.train(data, 2).values(), strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)  # sums of another order
 
     def test_models_that_are_refused(self) -> None:
@@ -308,9 +295,9 @@ class TestModules(DistributedTest):
         # raise without a remedy.
         with Init():
             cut = linear()
-        config = config_of() | {"zero_optimization": {"stage": 2}}
+        settings = config() | {"zero_optimization": {"stage": 2}}
         with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"stage: 2, but weight is shar"):
-            deepspeed.initialize(model=cut, config=config)
+            deepspeed.initialize(model=cut, config=settings)
         model = nn.Sequential(linear(), torch.jit.script(linear()))
         with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"3 with 1, which torch\.jit"):
             engine_of(model)

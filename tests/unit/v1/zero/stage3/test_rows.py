@@ -49,6 +49,8 @@ from deepspeed.comm.observation import add_observer, remove_observer
 from deepspeed.profiling.flops_profiler.module_profile import get_module_params
 from deepspeed.runtime.zero import GatheredParameters
 from unit.common import DistributedTest
+from unit.models import drawn, seeded
+from unit.one_process import OneProcess, mean_square, of_all_ranks
 from unit.v1.zero.stage3.models import (
     LR,
     SHARDED,
@@ -151,13 +153,7 @@ class Wrapper(nn.Module):
 
 
 def data_of(index: int, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * index + rank)
-    return torch.randn(4, WIDTH, generator=generator)
-
-
-def made(kind: type[nn.Module]) -> Any:
-    torch.manual_seed(0)
-    return kind()
+    return drawn(100 * index + rank, 4, WIDTH)
 
 
 def values_of(model: nn.Module) -> Tensors:
@@ -166,18 +162,12 @@ def values_of(model: nn.Module) -> Tensors:
 
 def one_process(model: nn.Module, orders: Any, steps: int = 5) -> Tensors:
     """SGD over the batches of all ranks."""
-    world = dist.get_world_size()
+    one = OneProcess(model, LR, mean_square)
     for step in range(steps):
         if orders:
             model.order = orders[step]  # type: ignore[assignment]  # of Shuffled
-        model.zero_grad()
-        for rank in range(world):
-            (model(data_of(step, rank)).square().mean() / world).backward()
-        with torch.no_grad():
-            for param in model.parameters():
-                if param.grad is not None:
-                    param -= LR * param.grad
-    return values_of(model)
+        one.step(of_all_ranks(data_of, step))
+    return one.params()
 
 
 def at_stage_3(model: nn.Module, orders: Any, steps: int = 5, **zero: Any) -> Tensors:
@@ -201,26 +191,26 @@ class TestRows(DistributedTest):
         # Kills: an order that is trusted: a unit that is not there, or one that was gathered ahead
         # and is never let go.
         orders = ((0, 1, 2, 3), (3, 1, 0), (2, 2, 1, 3), (1,), (3, 2, 1, 0))
-        wanted = one_process(made(Shuffled), orders)
+        wanted = one_process(seeded(Shuffled), orders)
         for zero in (SHARDED, BOUNDED, {**SHARDED, "stage3_prefetch_bucket_size": 40}):
-            assert distance(at_stage_3(made(Shuffled), orders, **zero), wanted) < 1e-5, zero
+            assert distance(at_stage_3(seeded(Shuffled), orders, **zero), wanted) < 1e-5, zero
 
     def test_experts_chosen_by_each_rank(self) -> None:
         # Kills: a unit per expert, which some ranks never enter.
-        wanted = one_process(made(Experts), None)
+        wanted = one_process(seeded(Experts), None)
         leaf = {**SHARDED, "leaf_module": {"classes": ["Routed"]}}
-        assert distance(at_stage_3(made(Experts), None, **leaf), wanted) < 1e-5
+        assert distance(at_stage_3(seeded(Experts), None, **leaf), wanted) < 1e-5
 
     def test_a_leaf_that_some_ranks_pass_by(self) -> None:
         # Kills: a leaf that is gathered in backward only where something was computed with it,
         # while the others gather what comes next.
         taken = {step: {bool(data_of(step, r).sum() > 0) for r in (0, 1)} for step in range(5)}
         assert {True, False} in taken.values()
-        wanted = one_process(made(Passing), None)
+        wanted = one_process(seeded(Passing), None)
         leaf = {**BOUNDED, "leaf_module": {"classes": ["Sometimes"]}}
         intent.enable(timeout_s=10)
         try:
-            assert distance(at_stage_3(made(Passing), None, **leaf), wanted) < 1e-5
+            assert distance(at_stage_3(seeded(Passing), None, **leaf), wanted) < 1e-5
         finally:
             intent.disable()
 

@@ -4,7 +4,6 @@ by the same collectives in one order on all ranks.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,6 +18,8 @@ from deepspeed import comm as dist
 from deepspeed.comm import intent
 from deepspeed.comm.observation import add_observer, remove_observer
 from unit.common import DistributedTest
+from unit.models import drawn
+from unit.one_process import OneProcess
 from unit.v1.zero.stage3.models import LR, SHARDED, Tensors, config_of, distance, engine_of
 
 WIDTH = 5
@@ -202,8 +203,7 @@ def made(**kwargs: Any) -> Uneven:
 
 
 def data_of(index: int, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * index + rank)
-    return torch.randn(4, WIDTH, generator=generator)
+    return drawn(100 * index + rank, 4, WIDTH)
 
 
 def wants_of(index: int, rank: int) -> Wants:
@@ -244,17 +244,8 @@ def loss_and_penalty(model: Any, index: int, rank: int) -> torch.Tensor:
 
 
 def reference(model: nn.Module, loss: Loss = loss_of) -> Tensors:
-    """One process that sees the batches of all ranks."""
-    world = dist.get_world_size()
-    for step in range(STEPS):
-        model.zero_grad()
-        for micro, rank in itertools.product(range(ACCUMULATION), range(world)):
-            (loss(model, step * ACCUMULATION + micro, rank) / (ACCUMULATION * world)).backward()
-        with torch.no_grad():
-            for param in model.parameters():
-                if param.grad is not None:
-                    param -= LR * param.grad
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
+    one = OneProcess(model, LR, lambda model, at: loss(model, *at))
+    return one.train(lambda *at: at, STEPS, ACCUMULATION)
 
 
 def train(engine: Any, loss: Loss = loss_of, plain: bool = False) -> None:

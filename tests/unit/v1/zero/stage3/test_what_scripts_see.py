@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.runtime.zero import GatheredParameters
 from unit.common import DistributedTest
+from unit.one_process import OneProcess
 from unit.v1.looping import each
 from unit.v1.zero.stage3.models import (
     MIXED,
@@ -202,15 +202,10 @@ class TestBeforeTraining(DistributedTest):
 
 def reference_gradients(first: int, micro_batches: int) -> dict[str, torch.Tensor]:
     """Of one process that sees the batches of all ranks."""
-    model, world = make_net(), dist.get_world_size()
-    for micro, rank in itertools.product(range(micro_batches), range(world)):
-        loss = loss_of(model, tokens_of(first + micro, rank))
-        (loss / (micro_batches * world)).backward()
-    return {
-        name: torch.zeros_like(param) if param.grad is None else param.grad
-        for name, param in model.named_parameters()
-        if param.requires_grad
-    }
+    one = OneProcess(make_net(), 0.0, loss_of)
+    numbers = range(first, first + micro_batches)
+    one.backward(tokens_of(n, rank) for n in numbers for rank in range(dist.get_world_size()))
+    return one.grads()
 
 
 PRECISIONS: dict[str, dict[str, Any]] = {

@@ -1,0 +1,50 @@
+"""Small models, batches and configurations for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def seeded(make: Callable[..., T], *args: Any, seed: int = 0, **kwargs: Any) -> T:
+    """What `make` gives when torch's generator starts at `seed`."""
+    torch.manual_seed(seed)
+    return make(*args, **kwargs)
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    """Normal numbers that depend on `seed` alone."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tokens(seed: int, vocabulary: int, *shape: int) -> torch.Tensor:
+    """Integers below `vocabulary` that depend on `seed` alone."""
+    return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def config_of(
+    stage: int, rows: int, accumulation: int = 1, precision: str = "fp32", **more: Any
+) -> dict[str, Any]:
+    """A configuration that doesn't clip: a factor that differs in its last bit would hide what is
+    bit-equal.
+
+    Args:
+        stage: Of ZeRO.
+        rows: Of a micro-batch.
+        accumulation: How many micro-batches a step has.
+        precision: "fp32", "bf16" or "fp16".
+        more: Blocks of the configuration; `zero_optimization` without its stage.
+    """
+    return {
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        "zero_force_ds_cpu_optimizer": False,
+        **({} if precision == "fp32" else {precision: {"enabled": True}}),
+        **more,
+        "zero_optimization": {"stage": stage, **more.get("zero_optimization", {})},
+    }

@@ -1,0 +1,114 @@
+"""The reference of most tests: one process that sees the batches of all ranks, in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed import comm as dist
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+def own_loss(model: Any, batch: Any) -> torch.Tensor:
+    """What a model gives that is its loss."""
+    loss: torch.Tensor = model(*batch) if isinstance(batch, tuple) else model(batch)
+    return loss
+
+
+def mean_square(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    """The mean square of what a model gives, in fp32."""
+    output: torch.Tensor = model(batch)
+    return output.float().square().mean()
+
+
+class OneProcess:
+    """A model and its optimizer.
+
+    Args:
+        model: Trained in place.
+        optimizer: An optimizer, or the rate of SGD for all that is trained.
+        loss: Of the model and a batch.
+        clip: What norm gradients are clipped to, if not 0.
+
+    Attributes:
+        norm: The norm of the last step's gradients, before they were clipped.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | float,
+        loss: Loss = own_loss,
+        clip: float = 0.0,
+    ) -> None:
+        self.model, self.loss, self.clip = model, loss, clip
+        trained = [param for param in model.parameters() if param.requires_grad]
+        is_rate = isinstance(optimizer, float | int)
+        self.optimizer = torch.optim.SGD(trained, lr=optimizer) if is_rate else optimizer
+        self.norm = torch.zeros(())
+
+    def backward(self, batches: Iterable[Any]) -> float:
+        """Leave the gradients of the mean of the losses of `batches`, which is returned."""
+        self.optimizer.zero_grad()
+        batches, total = list(batches), 0.0
+        for batch in batches:
+            loss = self.loss(self.model, batch) / len(batches)
+            loss.backward()
+            total += loss.item()
+        return total
+
+    def step(self, batches: Iterable[Any]) -> float:
+        """One step on the mean of the losses of `batches`, which is returned."""
+        loss = self.backward(batches)
+        self.norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip or float("inf"))
+        self.optimizer.step()
+        return loss
+
+    def train(
+        self, batch_of: Callable[[int, int], Any], steps: int, accumulation: int = 1
+    ) -> dict[str, torch.Tensor]:
+        """Steps on the micro-batches `batch_of(index, rank)` of all ranks; the parameters then."""
+        for step in range(steps):
+            self.step(of_all_ranks(batch_of, step, accumulation))
+        return self.params()
+
+    def params(self) -> dict[str, torch.Tensor]:
+        """The parameters by name."""
+        return {name: param.detach().clone() for name, param in self.model.named_parameters()}
+
+    def grads(self) -> dict[str, torch.Tensor]:
+        """The gradients of what is trained by name, zeros where there is none."""
+        return {
+            name: torch.zeros_like(param) if param.grad is None else param.grad.clone()
+            for name, param in self.model.named_parameters()
+            if param.requires_grad
+        }
+
+
+def of_all_ranks(
+    batch_of: Callable[[int, int], Any], step: int, accumulation: int = 1
+) -> list[Any]:
+    """The micro-batches of one step: their numbers go on over steps."""
+    numbers = range(step * accumulation, (step + 1) * accumulation)
+    return [batch_of(number, rank) for number in numbers for rank in range(dist.get_world_size())]
+
+
+def train(engine: Any, batches: Iterable[Any], loss: Loss = own_loss) -> list[float]:
+    """Go through micro-batches as a script does; their losses.
+
+    Args:
+        engine: Of `deepspeed.initialize`.
+        batches: One for each call of `step`, this rank's.
+        loss: Of the engine and a batch.
+    """
+    losses = []
+    for batch in batches:
+        value = loss(engine, batch)
+        engine.backward(value)
+        engine.step()
+        losses.append(value.detach())
+    return [value.item() for value in losses]
