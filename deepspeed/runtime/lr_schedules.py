@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 
-from deepspeed.runtime.optimizers.lr_tuning import (
-    COS_MIN_RATIO as COS_MIN_RATIO,
-)
+from deepspeed.runtime.optimizers.lr_tuning import COS_MIN_RATIO as COS_MIN_RATIO
 from deepspeed.runtime.optimizers.lr_tuning import (
     LR_RANGE_TEST,
     LR_SCHEDULE,

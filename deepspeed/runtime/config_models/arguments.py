@@ -12,12 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic_core import PydanticCustomError
 
-from deepspeed.runtime.config_models.base import (
-    read_boolean,
-    read_integer,
-    read_number,
-    read_text,
-)
+from deepspeed.runtime.config_models.base import read_boolean, read_integer, read_number, read_text
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 
 _READERS: dict[Any, Callable[[Any], Any]] = {

@@ -71,10 +71,7 @@ class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
     buffer_count: Int = option(5, "Buffers for NVMe transfers.", ge=0, needs=NVME_OFFLOAD)
     buffer_size: Size = option(int(1e8), "Elements of one NVMe buffer.", ge=0, needs=NVME_OFFLOAD)
     max_in_cpu: Size = option(
-        int(1e9),
-        "Elements kept in CPU memory when offloading to NVMe.",
-        ge=0,
-        needs=NVME_OFFLOAD,
+        int(1e9), "Elements kept in CPU memory when offloading to NVMe.", ge=0, needs=NVME_OFFLOAD
     )
     pin_memory: Bool = option(True, "Use page-locked CPU memory.")
 

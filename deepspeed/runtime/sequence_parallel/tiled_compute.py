@@ -272,9 +272,7 @@ def _check_params(params: Iterable[torch.nn.Parameter] | None) -> None:
 
 
 def _reduced(
-    results: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor | int],
-    reduction: str | None,
+    results: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | int], reduction: str | None
 ) -> torch.Tensor:
     """Sum scalars, or take their mean by weight, then in fp32 at least."""
     if reduction not in REDUCTIONS:

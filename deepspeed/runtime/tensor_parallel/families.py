@@ -14,11 +14,7 @@ import torch
 from torch import nn
 
 from deepspeed.checkpoint.resharding.tensor_parallel import Share
-from deepspeed.runtime.tensor_parallel.layers import (
-    is_matrix,
-    num_inputs,
-    num_outputs,
-)
+from deepspeed.runtime.tensor_parallel.layers import is_matrix, num_inputs, num_outputs
 
 
 class CannotCut(ValueError):

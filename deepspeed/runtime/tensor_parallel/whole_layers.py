@@ -26,10 +26,7 @@ class GatherReplacedLayerParams:
     """
 
     def __init__(
-        self,
-        params: Iterable[torch.Tensor] | torch.Tensor,
-        module: nn.Module,
-        enabled: bool = True,
+        self, params: Iterable[torch.Tensor] | torch.Tensor, module: nn.Module, enabled: bool = True
     ) -> None:
         given = [params] if isinstance(params, torch.Tensor) else list(params)
         self._slices = slices_of(module)
