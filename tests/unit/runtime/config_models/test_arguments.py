@@ -147,21 +147,9 @@ def test_what_optimizers_are_refused_for(name: str, params: dict[str, Any], told
 @pytest.mark.parametrize(
     ("name", "params", "told"),
     [
-        (
-            "WarmupLR",
-            {"warmup_min_lr": "low"},
-            r"'low' .* a number or \[a number, \.\.\.\]$",
-        ),
-        (
-            "WarmupLR",
-            {"warmup_max_lr": [1, 2]},
-            r"type 'WarmupLR'.*expected 1 warmup_max_lr",
-        ),
-        (
-            "WarmupLR",
-            {"steps": 3},
-            r"params\.steps is no argument of WarmupLR; it",
-        ),
+        ("WarmupLR", {"warmup_min_lr": "low"}, r"'low' .* a number or \[a number, \.\.\.\]$"),
+        ("WarmupLR", {"warmup_max_lr": [1, 2]}, r"type 'WarmupLR'.*expected 1 warmup_max_lr"),
+        ("WarmupLR", {"steps": 3}, r"params\.steps is no argument of WarmupLR; it"),
         ("WarmupDecayLR", {}, r"scheduler\.params\.total_num_steps: is missing"),
         ("StepLR", {"step_size": 5.5}, r"step_size: 5\.5 \(float\) .*: expected an integer$"),
         (

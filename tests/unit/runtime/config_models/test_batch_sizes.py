@@ -107,10 +107,7 @@ def test_tensor_parallel_ranks_share_their_batches(monkeypatch, warnings):
         {"train_batch_size": 48, **by_clients, "tensor_parallel": {"autotp_size": 4}}
     )
     assert read.train_batch_size == 12 and "it is 12" in warnings[0]
-    for more in (
-        {"tensor_parallel": {"autotp_size": 3}},
-        {"sequence_parallel_size": 2},
-    ):
+    for more in ({"tensor_parallel": {"autotp_size": 3}}, {"sequence_parallel_size": 2}):
         with pytest.raises(
             DeepSpeedConfigError, match=r"^tensor_parallel.autotp_size: [23] .*; use"
         ):
