@@ -166,9 +166,7 @@ def batch(model: Any, step: int, rank: int, micro: int) -> dict[str, torch.Tenso
 
 
 def reference_step(model: Any, case: Case, step: int, world: int) -> float:
-    """Gradients of the mean over the whole batch, which has equally many tokens of each rank and
-    micro-batch, left in the model; their norm.
-    """
+    """Leave gradients of the mean over the whole batch in the model; returns their norm."""
     model.zero_grad()
     parts = [
         batch(model, step, rank, micro)
@@ -297,9 +295,7 @@ def train(engine: Any, steps: int) -> None:
 
 
 def whole_state(engine: Any) -> dict[str, torch.Tensor]:
-    """Masters and moments by name, whole, on every rank, put together by where each rank says that
-    its rows begin.
-    """
+    """Masters and moments by name, whole, put together by where each rank's rows begin."""
     own: dict[str, Any] = {}
     for kind_and_name, value in by_name(engine).items():
         kind, name = kind_and_name.split(".", 1)

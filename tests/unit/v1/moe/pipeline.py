@@ -29,9 +29,9 @@ from unit.v1.moe.runner import (
     WIDTH,
     Case,
     CaseRun,
-    Expected,
     Expert,
     micro_batch,
+    reference_step,
 )
 from unit.v1.moe.slow_gate import Tensors, moe_forward
 
@@ -169,35 +169,6 @@ def reference_loss(
     return loss_of((hidden, balance), target)
 
 
-def reference_step(
-    masters: Tensors, case: PipeCase, step: int, replicas: int
-) -> tuple[Expected, float]:
-    """What one SGD step must give, and the mean loss; micro-batch gradients are summed in double
-    precision.
-    """
-    total = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in masters.items()}
-    losses = []
-    for replica in range(replicas):
-        for micro in range(case.accumulation):
-            params = {
-                name: value.to(case.dtype).requires_grad_() for name, value in masters.items()
-            }
-            loss = reference_loss(params, case, micro_batch(step, replica, micro, case.dtype))
-            losses.append(loss.item())
-            grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
-            for name, grad in zip(params, grads, strict=True):
-                total[name] += 0 if grad is None else grad.double() / (replicas * case.accumulation)
-    norm = math.sqrt(sum(grad.square().sum().item() for grad in total.values()))
-    factor = min(1.0, CLIP / (norm + 1e-6))
-    params = {
-        name: (value.double() - LEARNING_RATE * factor * total[name]).float()
-        for name, value in masters.items()
-    }
-    return Expected([], {name: grad.float() for name, grad in total.items()}, norm, params), sum(
-        losses
-    ) / len(losses)
-
-
 class WorldReductions:
     """Observes the shapes of reductions over all ranks."""
 
@@ -215,12 +186,8 @@ class WorldReductions:
 
 
 class PipeRun(CaseRun):
-    """One case, through `train_batch`.
-
-    Args:
-        case: The configuration.
-        verify: Which guards watch. The ledger's ranks settle by a reduction of their own, so norms
-            are counted without it.
+    """One case, through `train_batch`. The ledger's ranks settle by a reduction of their own, so
+    norms are counted without it.
     """
 
     def __init__(self, case: PipeCase, verify: dict[str, Any] | None = None) -> None:
@@ -262,9 +229,7 @@ class PipeRun(CaseRun):
         return f"{layer}.{self._global_name(rest, self.replica % ep_size * NUM_EXPERTS // ep_size)}"
 
     def _observe_gradients(self) -> None:
-        """Read reduced gradients right before each step, which `train_batch` takes by itself, and
-        count its norm's collectives.
-        """
+        """Read gradients right before each step, and count its norm's collectives."""
         original: Callable[..., None] = self.engine._take_model_step
 
         def observed(*args: Any) -> None:
@@ -291,7 +256,9 @@ class PipeRun(CaseRun):
 
     def _train(self, step: int, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         case = self.case
-        expected, wanted = reference_step(before, case, step, self.replicas)
+        expected = reference_step(before, case, step, self.replicas, reference_loss)
+        losses = [loss for of_replica in expected.losses for loss in of_replica]
+        wanted = sum(losses) / len(losses)
         own = (
             micro_batch(step, self.replica, micro, case.dtype) for micro in range(case.accumulation)
         )

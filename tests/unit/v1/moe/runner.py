@@ -12,6 +12,7 @@ the gradient of one rank is far more.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,9 +77,7 @@ class Expert(nn.Module):
 
 
 class Net(nn.Module):
-    """A dense layer, a mixture of experts, a dense layer, mean square error plus the balancing
-    loss.
-    """
+    """A dense layer, a mixture of experts, a dense layer; square error plus balancing loss."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -162,24 +161,28 @@ class Expected:
     params: dict[str, torch.Tensor]
 
 
-def reference_step(masters: Tensors, case: Case, step: int, world: int) -> Expected:
-    """What one step from `masters` must give; micro-batch gradients are summed in double
-    precision.
-    """
+def reference_step(
+    masters: Tensors,
+    case: Case,
+    step: int,
+    ranks: int,
+    loss_of: Callable[..., torch.Tensor] = reference_loss,
+) -> Expected:
+    """What one step from `masters` must give; micro-batch gradients are summed in double."""
     total = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in masters.items()}
     losses: list[list[float]] = []
-    for rank in range(world):
+    for rank in range(ranks):
         losses.append([])
         for micro in range(case.accumulation):
             params = {
                 name: value.to(case.dtype).requires_grad_() for name, value in masters.items()
             }
-            loss = reference_loss(params, case, micro_batch(step, rank, micro, case.dtype))
+            loss = loss_of(params, case, micro_batch(step, rank, micro, case.dtype))
             losses[-1].append(loss.item())
             grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
             for name, grad in zip(params, grads, strict=True):
                 if grad is not None:
-                    total[name] += grad.double() / (world * case.accumulation)
+                    total[name] += grad.double() / (ranks * case.accumulation)
     norm = math.sqrt(sum(grad.square().sum().item() for grad in total.values()))
     factor = min(1.0, CLIP / (norm + 1e-6))
     params = {
@@ -244,9 +247,7 @@ class CaseRun:
         }
 
     def _whole(self, local: list[torch.Tensor], what: str) -> dict[str, torch.Tensor]:
-        """The tensors of all ranks by name; ranks that hold the same one must have the same
-        bits.
-        """
+        """The tensors of all ranks by name; those that several hold have the same bits."""
         own = {name: value.detach().clone() for name, value in zip(self.params, local, strict=True)}
         whole: dict[str, torch.Tensor] = {}
         for rank, tensors in enumerate(from_all_ranks(own)):

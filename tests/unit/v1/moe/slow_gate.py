@@ -18,9 +18,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Gate:
-    """Settings: routes per token, capacity factor, least capacity, drop tokens, drop the last
-    instead of the least probable.
-    """
+    """Routes per token, capacity factor, least capacity, drop, drop the last, not the least."""
 
     k: int
     factor: float
@@ -104,8 +102,8 @@ def _queue(
 def moe_forward(
     hidden: torch.Tensor, params: Tensors, gate: Gate, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and balancing loss of one rank's tokens [S, M]; experts are `experts.E.weight` [M, M]
-    and `.bias`, and tanh.
+    """Output and balancing loss of tokens [S, M]; experts are `experts.E.weight`, `.bias`, and
+    tanh.
     """
     decision = route(hidden.float() @ params["wg"].float().t(), gate)
     outputs = [torch.zeros_like(hidden[0]) for _ in hidden]

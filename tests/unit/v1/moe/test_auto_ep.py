@@ -42,10 +42,7 @@ from unit.v1.moe.auto_ep import (
 LEDGER = ("verify", {"ledger": True})
 OVERLAP = ("zero_optimization", {"stage": 2, "overlap_comm": True})
 OFFLOAD = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
-HOST = (
-    ("zero_optimization", {**zero_block(3), **OFFLOAD}),
-    ("zero_force_ds_cpu_optimizer", False),
-)
+HOST = (("zero_optimization", {**zero_block(3), **OFFLOAD}), ("zero_force_ds_cpu_optimizer", False))
 EVERYWHERE = {"enabled": True, "autoep_size": 4}
 DATA_FIRST = ("use_data_before_expert_parallelism", True)
 UNEVEN = [
@@ -216,9 +213,7 @@ def state_dicts_are_empty(engine: Any) -> None:
 
 
 def made_in_shards(folder: str) -> None:
-    """`from_pretrained` under zero.Init: as if the model had been whole, and no rank keeps more
-    than its shards.
-    """
+    """`from_pretrained` under zero.Init: as if whole before, and no rank keeps more than shards."""
     case = Case("mixtral", 2, 3, "bf16")
     if dist.get_rank() == 0:
         case.model(seed=1).save_pretrained(folder)

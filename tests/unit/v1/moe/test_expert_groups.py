@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from deepspeed import comm as dist
 from deepspeed.comm import rank_lists
 from deepspeed.utils import groups
 from unit.common import DistributedTest
+from unit.v1.tensor.megatron import Mpu
 
 
 @pytest.mark.parametrize(
@@ -99,14 +98,7 @@ class TestExpertGroups(DistributedTest):
     @pytest.mark.parametrize("sharded", [False, True])
     def test_beside_tensor_parallelism(self, sharded: bool) -> None:
         rank = dist.get_rank()
-        data = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-        tensor = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-        mpu = SimpleNamespace(
-            get_data_parallel_group=lambda: data,
-            get_model_parallel_group=lambda: tensor,
-            get_model_parallel_world_size=lambda: 2,
-            get_model_parallel_rank=lambda: rank % 2,
-        )
+        mpu = Mpu(2)
         groups.initialize(mpu=mpu)
         if sharded:
             groups._create_expert_data_and_model_parallel(2, mpu)

@@ -83,9 +83,7 @@ def test_gates_equal_the_loops(gate: Gate, masked: bool) -> None:
 
 @pytest.mark.parametrize("gate", GATES, ids=str)
 def test_moves_equal_the_masks(gate: Gate) -> None:
-    """Index routing and multiplication by the dense masks are the same function, forward and
-    backward.
-    """
+    """Index routing and multiplication by dense masks are the same function, both ways."""
     logits = torch.randn(10, 4, generator=torch.Generator().manual_seed(3)) * 2
     sparse, dense = run_gate(logits, gate, sparse=True), run_gate(logits, gate, sparse=False)
     tokens = torch.randn(10, 5, dtype=torch.float64, requires_grad=True)

@@ -5,8 +5,6 @@ optimizer groups.
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -28,6 +26,7 @@ from deepspeed.moe.utils import (
 from deepspeed.utils import groups
 from unit.common import DistributedTest
 from unit.v1.moe.slow_gate import Gate, route
+from unit.v1.tensor.megatron import Copy, Mpu, Reduce
 
 EXPERTS = "deepspeed_moe.experts.deepspeed_experts"
 
@@ -156,9 +155,7 @@ class TestOneRank(DistributedTest):
 
 
 class ShardedExpert(nn.Module):
-    """A linear layer whose output columns and then input rows are split over tensor ranks: a real
-    pair with its collectives.
-    """
+    """A linear layer of split output columns and one of split input rows, with collectives."""
 
     def __init__(self, width: int, rank: int, size: int) -> None:
         super().__init__()
@@ -168,54 +165,17 @@ class ShardedExpert(nn.Module):
         self.second = nn.Parameter(second.chunk(size, dim=1)[rank].clone())
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(SumBackward.apply(tokens) @ self.first.t())
-        return SumForward.apply(hidden @ self.second.t())
-
-
-class SumForward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        total = value.clone()
-        dist.all_reduce(total, group=groups.get_tensor_model_parallel_group())
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        return grads[0]
-
-
-class SumBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        total = grads[0].clone()
-        dist.all_reduce(total, group=groups.get_tensor_model_parallel_group())
-        return total
+        group = groups.get_tensor_model_parallel_group()
+        hidden = torch.tanh(Copy.apply(tokens, group) @ self.first.t())
+        return Reduce.apply(hidden @ self.second.t(), group)
 
 
 class TestTensorParallel(DistributedTest):
     world_size = 4
     width = 6
 
-    def mesh(self) -> int:
-        """Tensor ranks [0, 1] and [2, 3]; returns the data rank."""
-        rank = dist.get_rank()
-        data = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-        tensor = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-        mpu = SimpleNamespace(
-            get_data_parallel_group=lambda: data,
-            get_model_parallel_group=lambda: tensor,
-            get_model_parallel_world_size=lambda: 2,
-            get_model_parallel_rank=lambda: rank % 2,
-        )
-        groups.initialize(mpu=mpu)
-        return rank // 2
-
     def test_drop_and_gather_are_each_others_gradient(self) -> None:
-        self.mesh()
+        groups.initialize(mpu=Mpu(2))
         rank = dist.get_rank() % 2
         x = torch.arange(24.0).view(4, 6).requires_grad_()
         part = drop_tokens(x, dim=1)
@@ -237,7 +197,9 @@ class TestTensorParallel(DistributedTest):
         # Kills: experts' gradients of one tensor rank's tokens only, gradients counted once per
         # tensor rank, capacities that tensor ranks in different expert groups do not share, tokens
         # sent twice.
-        data_rank = self.mesh()
+        mpu = Mpu(2)
+        groups.initialize(mpu=mpu)
+        data_rank = mpu.data_rank
         width, num_experts = self.width, 4
         torch.manual_seed(3)
         gate_weight = torch.randn(num_experts, width)

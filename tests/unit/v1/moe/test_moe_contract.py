@@ -22,9 +22,7 @@ PRODUCT = list(itertools.product((1, 2, 3), (True, False), (0, 1, 2), ("fp32", "
 
 
 def cases_of(ep_size: int, share: int) -> list[Case]:
-    """A sixth of the product for each expert-parallel size; sizes, residual and accumulation go
-    round.
-    """
+    """A sixth of the product for each size; sizes, residual and accumulation go round."""
     return [
         Case(ep_size, *chosen, residual=index % 2 == 0, accumulation=1 + index // 2 % 2)
         for index, chosen in enumerate(PRODUCT)

@@ -78,9 +78,7 @@ class TestTraining(DistributedTest):
 
 
 class Cut(NamedTuple):
-    """How a checkpoint's model is divided: ranks (always 2 data-parallel ones), parts and schedule,
-    ranks per set of experts.
-    """
+    """Ranks (always 2 data-parallel ones), parts and schedule, ranks per set of experts."""
 
     world: int
     parts: tuple[int, ...]
