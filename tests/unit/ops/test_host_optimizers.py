@@ -79,9 +79,7 @@ def run(
     fp32: bool,
     offset: int = 0,
 ) -> list[torch.Tensor]:
-    """Parameter, states and copy after three steps; every tensor starts `offset` elements behind an
-    aligned address.
-    """
+    """Parameter, states and copy after three steps, `offset` elements behind aligned addresses."""
     torch.manual_seed(1)
     kind, grad_kind, out_kind = dtypes
     param = torch.randn(numel + offset).to(kind)[offset:]
@@ -182,9 +180,7 @@ def test_every_low_precision_gradient_is_read_exactly(
 
 
 def ulps(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Largest distance in units of the last place of the larger of `wanted` and the step that a
-    parameter takes (1e-2).
-    """
+    """Distance in units of the last place of `wanted`, or of a parameter's step (1e-2)."""
     spacing = torch.finfo(F32).eps * wanted.abs().clamp_min(1e-2)
     return float(((found.double() - wanted.double()).abs() / spacing).max())
 

@@ -31,6 +31,12 @@ def default_settings() -> Iterator[None]:
     checkpointing.get_cuda_rng_tracker().reset()
 
 
+def save_into_long_buffers(inputs: int) -> None:
+    checkpointing.configure(
+        None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=inputs
+    )
+
+
 def direct(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
@@ -41,9 +47,7 @@ def gradients_of(
     *shapes: tuple[int, ...],
     model: nn.Module | None = None,
 ) -> Any:
-    """Result, gradients of fresh inputs and of the model, and a random number drawn afterwards;
-    always the same inputs.
-    """
+    """Result, gradients of fresh, equal inputs and of the model, and a random number drawn then."""
     torch.manual_seed(5)
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
     result = run(function, *[item * 1 for item in inputs])
@@ -192,9 +196,7 @@ def test_one_function_twice_and_one_inside_of_another(recompute: Any) -> None:
 @both
 def test_a_retained_graph_runs_again(recompute: Any) -> None:
     # Kills: what is saved let go at the first backward although the graph is retained.
-    checkpointing.configure(
-        None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=2
-    )
+    save_into_long_buffers(2)
     model = block()
     x = torch.randn(4, 6, requires_grad=True)
     loss = recompute(model, x * 1).sum()
@@ -336,9 +338,7 @@ def test_profile_logs_forward_and_recomputation(
 @both
 def test_activations_inside_and_moved_inputs_are_not_kept(recompute: Any) -> None:
     # Kills: a closure that keeps the whole input beside what was saved of it.
-    checkpointing.configure(
-        None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=1
-    )
+    save_into_long_buffers(1)
     inside: list[Any] = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -357,9 +357,7 @@ def test_activations_inside_and_moved_inputs_are_not_kept(recompute: Any) -> Non
 
 def test_blocks_of_long_buffers_are_reused_only_when_free() -> None:
     # Kills: overwriting a block whose input is still to be recomputed; a new buffer per step.
-    checkpointing.configure(
-        None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=2
-    )
+    save_into_long_buffers(2)
     model = block()
     x = torch.randn(4, 6, requires_grad=True)
     places = []
@@ -400,9 +398,7 @@ class OwnGradient(torch.autograd.Function):
 def test_a_gradient_may_be_the_recomputed_input(recompute: Any) -> None:
     # Kills: recomputing on the block itself: the gradient would lie in memory that the next input
     # overwrites.
-    checkpointing.configure(
-        None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=1
-    )
+    save_into_long_buffers(1)
     weight = nn.Parameter(torch.ones(3))
     recompute(lambda x: OwnGradient.apply(x, weight), torch.full((3,), 2.0)).backward()
     gc.collect()
@@ -430,9 +426,7 @@ def test_a_block_is_written_after_its_last_use_on_another_stream() -> None:
 def test_strides_survive_packing() -> None:
     # Kills: another memory format in recomputation, which may choose another kernel and round
     # otherwise.
-    checkpointing.configure(
-        None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=4
-    )
+    save_into_long_buffers(4)
     store = saved_inputs.store()
     image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     for tensor in (

@@ -28,9 +28,7 @@ TOLERANCE = 2e-6
 
 
 class Net(nn.Module):
-    """Three checkpointed segments with odd sizes on raw data; the weights of `shared` are used by
-    two of them.
-    """
+    """Three checkpointed segments with odd sizes on raw data; two use the weights of `shared`."""
 
     def __init__(self, call: Any = None) -> None:
         super().__init__()

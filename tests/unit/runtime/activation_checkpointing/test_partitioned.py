@@ -64,9 +64,7 @@ class Recorded:
 
 
 def trained(call: Callable[..., Any]) -> list[torch.Tensor]:
-    """Gradients of three layers, the first on 3 x 5 numbers, which two ranks cannot share equally;
-    inputs as on every rank.
-    """
+    """Gradients of three layers, the first on 3 x 5 numbers, uneven for two ranks."""
     torch.manual_seed(3)
     layers = nn.ModuleList(
         nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.4), nn.Tanh()) for _ in range(3)

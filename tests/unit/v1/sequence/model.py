@@ -18,9 +18,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class CausalCore(nn.Module):
-    """Attention over whole sequences, [s, b, h, d] or [b, s, h, d]; key heads may be fewer than
-    query heads.
-    """
+    """Attention over whole sequences, [s, b, h, d] or [b, s, h, d]; key heads may be fewer."""
 
     def __init__(self, positions: int) -> None:
         super().__init__()
@@ -79,9 +77,7 @@ def make_model(heads: int = 4, key_heads: int = 4, positions: int = 1) -> Block:
 def samples(
     step: int, micro: int, data_rank: int, ignore: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels, [b, s] each; with `ignore` another number of labels counts on every
-    rank.
-    """
+    """Tokens and labels, [b, s]; with `ignore` another number of labels counts on every rank."""
     generator = torch.Generator().manual_seed(1000 * step + 100 * data_rank + micro)
     tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator)
     labels = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator)
@@ -94,9 +90,7 @@ def samples(
 def reference_step(
     model: Block, step: int, accumulation: int, data_ranks: int, ignore: bool = False
 ) -> tuple[float, Tensors]:
-    """One SGD step of one process on the whole batch; returns the loss and the gradients, before it
-    changed the model.
-    """
+    """One SGD step on the whole batch; returns the loss and the gradients before it."""
     batch = [
         samples(step, micro, rank, ignore)
         for rank in range(data_ranks)

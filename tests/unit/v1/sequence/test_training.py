@@ -50,9 +50,7 @@ def own_mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def gathered(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Style 2: all ranks of a sequence make the same loss of gathered sums and counts, as client
-    libraries do.
-    """
+    """Style 2: all ranks make the same loss of gathered sums and counts, as client libraries do."""
     group = groups._get_sequence_parallel_group()
     total = F.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED
@@ -69,9 +67,7 @@ def ours(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def weighted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Style 4: unequal counts; the sum over this rank's tokens, divided by the mean count of all
-    ranks.
-    """
+    """Style 4: unequal counts; the sum over this rank's tokens by the mean count of all ranks."""
     total = F.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED
     )
@@ -103,9 +99,6 @@ def make_mpu(data: int, sequence: int) -> Any:
 
 
 def config_of(stage: int, precision: str, accumulation: int, **more: Any) -> dict[str, Any]:
-    """The configuration, with the checks that would name a wrong collective or a contribution
-    counted twice.
-    """
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": accumulation,
@@ -269,9 +262,7 @@ class TestTwoRanks(DistributedTest):
 
 
 class TestSimulated(DistributedTest):
-    """On the simulated device, where all work is late: a missing wait reads NaN, and the stream
-    checker names it.
-    """
+    """Where all work is late a missing wait reads NaN, and the stream checker names it."""
 
     world_size = 2
 

@@ -21,12 +21,7 @@ _COMMON = {
     "pad_token_id": 0,
 }
 _GROUPED = {**_COMMON, "num_key_value_heads": 2}
-_OWN_NAMES = {
-    "vocab_size": VOCABULARY,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+_OWN_NAMES = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {**_GROUPED, "attention_bias": True, "mlp_bias": True},
     "mistral": _GROUPED,
@@ -47,12 +42,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "gpt_neox": {**_COMMON, "hidden_dropout": 0.0, "attention_dropout": 0.0},
     "bloom": {**_OWN_NAMES, "hidden_size": 16, "n_layer": 2, "n_head": 4},
-    "opt": {
-        **_COMMON,
-        "ffn_dim": 24,
-        "word_embed_proj_dim": 16,
-        "dropout": 0.0,
-    },
+    "opt": {**_COMMON, "ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0},
     "falcon": {
         **_COMMON,
         "num_kv_heads": 2,

@@ -100,9 +100,7 @@ class Reduce(torch.autograd.Function):
 
 
 class GatherRows(torch.autograd.Function):
-    """Rows of all ranks; what follows is different on each (`sums`: gradients are parts) or the
-    same on all.
-    """
+    """Rows of all ranks; what follows differs on each (`sums`: gradients are parts), or not."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: Any, sums: bool) -> torch.Tensor:
@@ -154,9 +152,7 @@ def slice_of(name: str, value: torch.Tensor, mpu: Mpu) -> torch.Tensor:
 
 
 class Parallel(nn.Module):
-    """The same, cut over the tensor-parallel ranks; with `sequence_parallel` the rows outside of
-    the layers are cut, too.
-    """
+    """The same, cut over ranks; with `sequence_parallel` the rows outside of the layers, too."""
 
     def __init__(self, mpu: Mpu, sequence_parallel: bool = False) -> None:
         super().__init__()

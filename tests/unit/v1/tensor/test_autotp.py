@@ -49,9 +49,7 @@ def assert_close(what: str, found: torch.Tensor, right: torch.Tensor, scale: flo
 def check_training(
     engine: Any, model: torch.nn.Module, name: str, clip: float, steps: int = 2, micros: int = 1
 ) -> None:
-    """Train and compare gradients, norm and parameters with one process after each step, which has
-    `micros` micro-batches.
-    """
+    """Compare gradients, norm and parameters with one process after steps of `micros`."""
     reference = copy.deepcopy(model)
     optimizer = torch.optim.SGD(reference.parameters(), lr=LR)
     for step in range(steps):

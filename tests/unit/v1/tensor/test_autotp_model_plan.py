@@ -86,9 +86,7 @@ def test_layers_in_one_are_cut_each() -> None:
     assert layers["blocks.1.mlp.fc1"] == (12, 12) and layers["blocks.1.mlp.fc2"] == (12,)
 
 
-def test_a_style_that_is_not_known_leaves_all_to_names(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_style_that_is_not_known_leaves_all_to_names(monkeypatch: pytest.MonkeyPatch) -> None:
     # Kills: a part of a plan that is followed.
     told: list[str] = []
     monkeypatch.setattr("deepspeed.runtime.tensor_parallel.model_plan.warn_once", told.append)

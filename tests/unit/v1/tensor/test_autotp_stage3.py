@@ -5,6 +5,7 @@ the ranks that hold it.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,6 @@ def alike(name: str, **more: Any) -> tuple[Any, Any]:
     return model, first
 
 
-def phi3() -> Any:
-    return model_of("phi3", num_key_value_heads=4, num_hidden_layers=1)
-
-
 def freeze(model: Any) -> None:
     """A layer that is cut, and one that is not."""
     model.model.layers[0].mlp.down_proj.requires_grad_(False)
@@ -83,6 +80,61 @@ def train(engine: Any, seed: int) -> None:
     data = batch_of("phi3", 4, seed).items()
     engine.backward(engine(**{key: value[at : at + count] for key, value in data}).loss)
     engine.step()
+
+
+# Ranks that share layers and stage of the engine that saves, and of the one that loads, which may
+# read a universal checkpoint.
+Runs = tuple[tuple[int, int], tuple[int, int], bool]
+
+
+def goes_on(
+    tmpdir: str,
+    make: Callable[[], Any],
+    saved_by: tuple[int, int],
+    loaded_by: tuple[int, int],
+    universal: bool,
+) -> None:
+    """Save, load and go on: whole weights are the saved ones, and the step after as without."""
+    folder = f"{tmpdir}/{saved_by}"
+
+    def engine_of(size: int, stage: int, seed: int) -> Any:
+        torch.manual_seed(seed)
+        keys = with_momentum(size, stage, universal and seed == 2)
+        return deepspeed.initialize(model=make(), config=keys)[0]
+
+    def weights_around_a_step(engine: Any) -> list[Any]:
+        before = engine._zero3_consolidated_16bit_state_dict()
+        train(engine, 1)
+        after = engine._zero3_consolidated_16bit_state_dict()
+        engine.destroy()
+        assert (before is None) == (dist.get_rank() > 0)
+        return [before, after]
+
+    if not Path(folder).exists():
+        engine = engine_of(*saved_by, seed=1)
+        train(engine, 0)
+        engine.save_checkpoint(folder, tag="t")
+        assert engine.save_16bit_model(folder)
+        held = weights_around_a_step(engine)
+        if dist.get_rank() == 0:
+            torch.save(held, f"{folder}/held")
+        dist.barrier()
+    if universal and dist.get_rank() == 0:
+        main(parse_arguments(["--input_folder", f"{folder}/t", "--output_folder", f"{folder}/u"]))
+    dist.barrier()
+    engine = engine_of(*loaded_by, seed=2)
+    engine.load_checkpoint(folder, tag="u" if universal else "t")
+    found = weights_around_a_step(engine)
+    if dist.get_rank() > 0:
+        return
+    exported = torch.load(f"{folder}/pytorch_model.bin")
+    make().load_state_dict(exported)  # its names and shapes
+    saved, went_on = torch.load(f"{folder}/held")
+    for key, value in saved.items():
+        assert torch.equal(exported[key], value) and torch.equal(found[0][key], value), key
+        moved = (went_on[key] - value).norm().item()
+        off = (found[1][key] - went_on[key]).norm().item()
+        assert off <= (0 if saved_by == loaded_by else 1e-4 * moved + 1e-6), f"{key}: {off}"
 
 
 class TestFourRanks(DistributedTest):
@@ -176,65 +228,17 @@ class TestFourRanks(DistributedTest):
             check_training(engine, first, "qwen3", 0.0, steps=2)
             engine.destroy()
 
-    @each(
-        runs=[
-            ((2, 3), (2, 3), False),
-            ((2, 3), (2, 2), True),
-            ((4, 1), (2, 3), False),
-        ]
-    )
-    def check_goes_on(
-        self, runs: tuple[tuple[int, int], tuple[int, int], bool], class_tmpdir: str
-    ) -> None:
+    @each(runs=[((2, 3), (2, 3), False), ((2, 3), (2, 2), True), ((4, 1), (2, 3), False)])
+    def check_goes_on(self, runs: Runs, class_tmpdir: str) -> None:
         # Kills: files of tensor-parallel ranks that overwrite each other, or are read by others;
         # weights saved as slices; a frozen slice of another rank; a universal checkpoint with the
         # first rank's buffers alone.
-        saved_by, loaded_by, universal = runs
-        folder = f"{class_tmpdir}/{saved_by}"
-
-        def engine_of(size: int, stage: int, seed: int) -> Any:
-            torch.manual_seed(seed)
-            model = phi3()
+        def frozen() -> Any:
+            model = model_of("phi3", num_key_value_heads=4, num_hidden_layers=1)
             freeze(model)
-            keys = with_momentum(size, stage, universal and seed == 2)
-            return deepspeed.initialize(model=model, config=keys)[0]
+            return model
 
-        def weights(engine: Any) -> Any:
-            return engine._zero3_consolidated_16bit_state_dict()
-
-        if not Path(folder).exists():
-            engine = engine_of(*saved_by, seed=1)
-            train(engine, 0)
-            engine.save_checkpoint(folder, tag="t")
-            assert engine.save_16bit_model(folder)
-            held = [weights(engine)]
-            train(engine, 1)
-            held.append(weights(engine))
-            engine.destroy()
-            assert (held[0] is None) == (dist.get_rank() > 0)
-            if dist.get_rank() == 0:
-                torch.save(held, f"{folder}/held")
-                if saved_by[0] == 2:
-                    folders = ["--input_folder", f"{folder}/t", "--output_folder", f"{folder}/u"]
-                    main(parse_arguments(folders))
-            dist.barrier()
-        engine = engine_of(*loaded_by, seed=2)
-        engine.load_checkpoint(folder, tag="u" if universal else "t")
-        found = [weights(engine)]
-        train(engine, 1)
-        found.append(weights(engine))
-        engine.destroy()
-        if dist.get_rank() > 0:
-            return
-        exported = torch.load(f"{folder}/pytorch_model.bin")
-        phi3().load_state_dict(exported)  # its names and shapes
-        saved, went_on = torch.load(f"{folder}/held")
-        for key, value in saved.items():
-            assert torch.equal(exported[key], value), key
-            assert torch.equal(found[0][key], value), key
-            moved = (went_on[key] - value).norm().item()
-            off = (found[1][key] - went_on[key]).norm().item()
-            assert off <= (0 if saved_by == loaded_by else 1e-4 * moved + 1e-6), f"{key}: {off}"
+        goes_on(class_tmpdir, frozen, *runs)
 
     def check_refusals(self, class_tmpdir: str) -> None:
         # Kills: values of a rank with another slice; a model that one rank builds otherwise and

@@ -119,10 +119,7 @@ def test_layers_without_a_partner_or_an_order_are_named() -> None:
             {"layer_specs": [{"patterns": [".*q_proj"], "shape": [3, -1]}]},
             "to which shape: [3, -1]",
         ),
-        (
-            {"layer_specs": [{"patterns": [".*q_proj"], "partition_dim": 1}]},
-            "partition_dim: 1",
-        ),
+        ({"layer_specs": [{"patterns": [".*q_proj"], "partition_dim": 1}]}, "partition_dim: 1"),
     ],
 )
 def test_what_patterns_cannot_mean_is_named(block: dict[str, Any], text: str) -> None:

@@ -5,7 +5,6 @@ have one more.
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.checkpoint.ds_to_universal import main, parse_arguments
 from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.checkpoint.resharding.tensor_parallel import Share, SlicePatterns
 from deepspeed.module_inject.layers import GatherReplacedLayerParams
@@ -22,7 +20,7 @@ from unit.v1.looping import each
 from unit.v1.tensor.architectures import model_of
 from unit.v1.tensor.plain_decoder import PlainDecoder
 from unit.v1.tensor.test_autotp import check_training, config, start
-from unit.v1.tensor.test_autotp_stage3 import CHECKED, alike, train, with_momentum, zero
+from unit.v1.tensor.test_autotp_stage3 import CHECKED, Runs, alike, goes_on, zero
 
 pytest.importorskip("transformers")
 
@@ -132,49 +130,8 @@ class TestFourRanks(DistributedTest):
             ((1, 1), (4, 1), False),
         ]
     )
-    def check_goes_on(
-        self, runs: tuple[tuple[int, int], tuple[int, int], bool], class_tmpdir: str
-    ) -> None:
+    def check_goes_on(self, runs: Runs, class_tmpdir: str) -> None:
         # Kills: optimizer state or weights of another rank's heads; stacked slices taken apart as
         # if they were of one size; a universal checkpoint that forgets how many pieces there were.
-        saved_by, loaded_by, universal = runs
-        folder = f"{class_tmpdir}/{saved_by}"
-
-        def engine_of(size: int, stage: int, seed: int) -> Any:
-            torch.manual_seed(seed)
-            keys = with_momentum(size, stage, universal and seed == 2)
-            model = model_of("phi3", **FIVE, intermediate_size=26, num_hidden_layers=1)
-            return deepspeed.initialize(model=model, config=keys)[0]
-
-        if not Path(folder).exists():
-            engine = engine_of(*saved_by, seed=1)
-            train(engine, 0)
-            engine.save_checkpoint(folder, tag="t")
-            assert engine.save_16bit_model(folder)
-            held = [engine._consolidated_16bit_state_dict()]
-            train(engine, 1)
-            held.append(engine._consolidated_16bit_state_dict())
-            engine.destroy()
-            if dist.get_rank() == 0:
-                torch.save(held, f"{folder}/held")
-                main(
-                    parse_arguments(
-                        ["--input_folder", f"{folder}/t", "--output_folder", f"{folder}/u"]
-                    )
-                )
-            dist.barrier()
-        engine = engine_of(*loaded_by, seed=2)
-        engine.load_checkpoint(folder, tag="u" if universal else "t")
-        found = [engine._consolidated_16bit_state_dict()]
-        train(engine, 1)
-        found.append(engine._consolidated_16bit_state_dict())
-        engine.destroy()
-        if dist.get_rank() > 0:
-            return
-        saved, went_on = torch.load(f"{folder}/held")
-        exported = torch.load(f"{folder}/pytorch_model.bin")
-        for key, value in saved.items():
-            assert torch.equal(exported[key], value) and torch.equal(found[0][key], value), key
-            moved = (went_on[key] - value).norm().item()
-            off = (found[1][key] - went_on[key]).norm().item()
-            assert off <= (0 if saved_by == loaded_by else 1e-4 * moved + 1e-6), f"{key}: {off}"
+        sizes = {**FIVE, "intermediate_size": 26, "num_hidden_layers": 1}
+        goes_on(class_tmpdir, lambda: model_of("phi3", **sizes), *runs)

@@ -19,13 +19,7 @@ from deepspeed.verify import check_budgets, check_streams, ledger
 from unit.common import DistributedTest
 from unit.v1.looping import each, each_pair
 from unit.v1.tensor.megatron import Mpu, Parallel, batch
-from unit.v1.tensor.test_tensor_parallel import (
-    STEPS,
-    TOLERANCE,
-    check_training,
-    master,
-    start,
-)
+from unit.v1.tensor.test_tensor_parallel import STEPS, TOLERANCE, check_training, master, start
 
 ACCUMULATION = 2
 NUM_MARKED = 3
