@@ -15,6 +15,7 @@ END = "<!-- releases: end -->"
 _HEAD = """\
 | patch | | without it | with it alone | with all |
 | --- | --- | --- | --- | --- |"""
+_SAME = "The rows are those of {}."
 
 
 @dataclass(frozen=True)
@@ -113,12 +114,25 @@ def merged(document: str, section: Section) -> str:
         raise ValueError(f"the document wants one line {BEGIN!r} and one {END!r}")
     head, _, rest = document.partition(BEGIN)
     old, _, tail = rest.partition(END)
-    sections = {
-        text.split("\n", 1)[0].strip(): f"### {text.strip()}" for text in old.split("### ")[1:]
-    }
+    sections: dict[str, str] = {}
+    for text in old.split("### ")[1:]:
+        release = text.split("\n", 1)[0].strip()
+        for other, known in sections.items():
+            text = text.replace(_SAME.format(other), _rows(known))
+        sections[release] = f"### {text.strip()}"
     sections[section.release] = section.text()
+    shown: dict[str, str] = {}
+    for release in sorted(sections, key=numbers):
+        rows = _rows(sections[release])
+        first = shown.setdefault(rows, release)
+        if first != release:
+            sections[release] = sections[release].replace(rows, _SAME.format(first))
     ordered = [sections[release] for release in sorted(sections, key=numbers)]
     return f"{head}{BEGIN}\n\n" + "\n\n".join(ordered) + f"\n\n{END}{tail}"
+
+
+def _rows(text: str) -> str:
+    return text[text.index(_HEAD) :].rstrip()
 
 
 def write(path: Path, section: Section) -> None:

@@ -438,3 +438,10 @@ def test_the_table_has_releases_and_checkouts(programs: Any) -> None:
     heads = [line for line in document.splitlines() if line.startswith("###")]
     assert heads == ["### 0.19.6", "### 0.19.6, a git checkout", "### 0.19.10"]
     assert document.count(worse.text()) == 1
+    # Equal rows are there once, and stay those of the others when the first is run again.
+    assert document.count(row.line()) == 1 and document.count("The rows are those of 0.19.6.") == 2
+    again = table.Row("a", fix.Outcome(fix.ALREADY), counts(1))
+    section = table.Section("0.19.6", "later", "torch 1", (again,), 4, counts(3))
+    document = table.merged(document, section)
+    assert document.count(again.line()) == 1 == document.count(row.line())
+    assert document.count("The rows are those of 0.19.6, a git checkout.") == 1
