@@ -1,6 +1,4 @@
-"""The tables of `layers` and the rules that hold the package to them; one function a rule, as in
-`test_style`.
-"""
+"""The tables of `layers` and the rules that hold the package to them."""
 
 import ast
 import re
@@ -16,8 +14,8 @@ from test_style import (  # noqa: E402
     Source,
     absolute,
     docstring_lines,
-    offences,
     report,
+    rule,
     sources,
     type_checking_lines,
     within,
@@ -41,6 +39,12 @@ def layer_of(module: str) -> int | None:
     parts = name.split(".")
     covering = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((PLACES[entry] for entry in covering if entry in PLACES), None)
+
+
+def is_above(module: str, source: Source) -> bool:
+    """Whether `module` is of a higher layer than the file."""
+    other, own = layer_of(module), layer_of(source.module)
+    return own is not None and other is not None and other > own
 
 
 def imported_modules(source: Source) -> Iterator[tuple[int, str]]:
@@ -67,8 +71,9 @@ def imports_of(node: ast.Import | ast.ImportFrom, package: str) -> Iterator[str]
         yield name if is_module else base or name
 
 
-def test_every_file_has_a_layer() -> None:
-    report(offences(lambda s: iter(() if layer_of(s.module) is not None else (1,))))
+@rule()
+def test_every_file_has_a_layer(source: Source) -> Iterator[int]:
+    return iter(() if layer_of(source.module) is not None else (1,))
 
 
 def test_the_tables_name_what_is_there() -> None:
@@ -82,15 +87,9 @@ def test_the_tables_name_what_is_there() -> None:
     )
 
 
-def test_imports_go_down_only() -> None:
-    def find(source: Source) -> Iterator[int]:
-        own = layer_of(source.module)
-        for line, module in imported_modules(source):
-            other = layer_of(module)
-            if own is not None and other is not None and other > own:
-                yield line
-
-    report(offences(find))
+@rule()
+def test_imports_go_down_only(source: Source) -> Iterator[int]:
+    return (line for line, module in imported_modules(source) if is_above(module, source))
 
 
 def room_of(module: str) -> str:
@@ -125,18 +124,17 @@ def names_from_above(source: Source) -> Iterator[int]:
     """Lines with a module above the file's own layer as text, for `lazy_attributes` and its like to
     load on demand.
     """
-    own, words = layer_of(source.module), docstring_lines(source)
-    for node in source.nodes:
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            name = node.value.partition(":")[0]
-            other = layer_of(name) if name.startswith("deepspeed.") else None
-            is_above = own is not None and other is not None and other > own
-            if is_above and name in modules() and node.lineno not in words:
+    words = docstring_lines(source)
+    for node in source.every(ast.Constant):
+        name = node.value.partition(":")[0] if isinstance(node.value, str) else ""
+        if name.startswith("deepspeed.") and name in modules() and node.lineno not in words:
+            if is_above(name, source):
                 yield node.lineno
 
 
-def test_only_doors_name_what_is_above_them() -> None:
-    report(offences(lambda s: iter(()) if modules()[s.module] in DOORS else names_from_above(s)))
+@rule()
+def test_only_doors_name_what_is_above_them(source: Source) -> Iterator[int]:
+    return iter(()) if modules()[source.module] in DOORS else names_from_above(source)
 
 
 def bound_names(module: str) -> set[str]:
@@ -153,23 +151,17 @@ def bound_names(module: str) -> set[str]:
     return names
 
 
-def test_nobody_inside_goes_through_a_door() -> None:
+@rule()
+def test_nobody_inside_goes_through_a_door(source: Source) -> Iterator[int]:
     """It would hide an import from the rules about layers."""
-
-    def find(source: Source) -> Iterator[int]:
-        typing_only = type_checking_lines(source)
-        for node in source.nodes:
-            if isinstance(node, ast.ImportFrom) and node.lineno not in typing_only:
-                base = absolute(node, source.package)
-                if modules().get(base, base.removeprefix("deepspeed.")) in DOORS:
-                    known = {"*"} | bound_names(base)
-                    if any(
-                        alias.name not in known and f"{base}.{alias.name}" not in modules()
-                        for alias in node.names
-                    ):
-                        yield node.lineno
-
-    report(offences(find))
+    typing_only = type_checking_lines(source)
+    for node in source.every(ast.ImportFrom):
+        base = absolute(node, source.package)
+        if modules().get(base, base.removeprefix("deepspeed.")) in DOORS:
+            known = {"*"} | bound_names(base)
+            names = {a.name for a in node.names if f"{base}.{a.name}" not in modules()}
+            if names - known and node.lineno not in typing_only:
+                yield node.lineno
 
 
 HALL_ELSEWHERE = ("", "runtime", "ops/op_builder", *GRAB_BAGS)

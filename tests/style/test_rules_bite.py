@@ -10,158 +10,159 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import test_layers as layers  # noqa: E402
+import test_objects as objects  # noqa: E402
 import test_style as style  # noqa: E402 tests/ is no package, so the neighbour is found through the path
 
 GOOD = '"""Docstring."""\n'
+DEF = "def f() -> None:\n"
 CASES: list[tuple[Callable[[], None], str, str]] = [
     (style.test_every_module_has_a_docstring, "a.py", "x = 1\n"),
+    (style.test_every_public_function_and_class_has_a_docstring, "a.py", DEF + "    pass\n"),
     (
-        style.test_every_public_function_and_class_has_a_docstring,
+        style.test_docstrings_are_sentences,
         "a.py",
-        GOOD + "def f() -> None:\n    pass\n",
+        (DEF + '    """Of whom?"""\n') * (style.OPENERS_LEFT + 1),
     ),
-    (style.test_every_function_is_annotated, "a.py", GOOD + "def f(x) -> None:\n    pass\n"),
-    (style.test_no_assert_without_a_message, "a.py", GOOD + "assert True\n"),
-    (style.test_no_bare_except, "a.py", GOOD + "try:\n    pass\nexcept:\n    pass\n"),
-    (style.test_library_does_not_print_or_exit, "a.py", GOOD + "print(1)\n"),
-    (style.test_library_does_not_print_or_exit, "a.py", GOOD + "import sys\nsys.exit(1)\n"),
+    (style.test_every_function_is_annotated, "a.py", "def f(x) -> None:\n    pass\n"),
+    (style.test_no_assert_without_a_message, "a.py", "assert True\n"),
+    (style.test_no_bare_except, "a.py", "try:\n    pass\nexcept:\n    pass\n"),
+    (style.test_library_does_not_print_or_exit, "a.py", "print(1)\n"),
+    (style.test_library_does_not_print_or_exit, "a.py", "import sys\nsys.exit(1)\n"),
+    (style.test_only_comm_reaches_torch_distributed, "a.py", "import torch.distributed as dist\n"),
+    (style.test_only_comm_reaches_torch_distributed, "a.py", "from torch import distributed\n"),
     (
         style.test_only_comm_reaches_torch_distributed,
         "a.py",
-        GOOD + "import torch.distributed as dist\n",
-    ),
-    (
-        style.test_only_comm_reaches_torch_distributed,
-        "a.py",
-        GOOD + "from torch import distributed\n",
-    ),
-    (
-        style.test_only_comm_reaches_torch_distributed,
-        "a.py",
-        GOOD + "import torch\ntorch.distributed.barrier()\n",
+        "import torch\ntorch.distributed.barrier()\n",
     ),
     (
         style.test_launcher_uses_only_the_launching_half_of_torch_distributed,
         "launcher/a.py",
-        GOOD + "from torch.distributed import all_reduce\n",
+        "from torch.distributed import all_reduce\n",
     ),
-    (
-        style.test_only_accelerators_reach_torch_cuda,
-        "a.py",
-        GOOD + "import torch\ntorch.cuda.synchronize()\n",
-    ),
-    (style.test_streams_are_made_in_one_place, "a.py", GOOD + "s = get_accelerator().Stream()\n"),
-    (style.test_no_record_stream, "a.py", GOOD + "t.record_stream(s)\n"),
-    (layers.test_every_file_has_a_layer, "stray.py", GOOD),
-    (layers.test_every_file_has_a_layer, "runtime/stray/a.py", GOOD),
+    (style.test_only_accelerators_reach_torch_cuda, "a.py", "torch.cuda.synchronize()\n"),
+    (style.test_streams_are_made_in_one_place, "a.py", "s = get_accelerator().Stream()\n"),
+    (style.test_no_record_stream, "a.py", "t.record_stream(s)\n"),
+    (layers.test_every_file_has_a_layer, "stray.py", ""),
+    (layers.test_every_file_has_a_layer, "runtime/stray/a.py", ""),
     (
         layers.test_imports_go_down_only,
         "comm/b.py",
-        GOOD + "def f() -> None:\n    # optional: rare\n    from deepspeed.runtime import engine\n",
+        DEF + "    # optional: rare\n    from deepspeed.runtime import engine\n",
+    ),
+    (layers.test_imports_go_down_only, "comm/a.py", "from deepspeed.runtime import engine\n"),
+    (
+        layers.test_imports_go_down_only,
+        "runtime/zero/a.py",
+        "from ..engine import DeepSpeedEngine\n",
     ),
     (
         layers.test_nobody_inside_goes_through_a_door,
         "runtime/engine.py",
-        GOOD + "from deepspeed.comm.config import CommsLoggerConfig\n",
-    ),
-    (
-        layers.test_imports_go_down_only,
-        "comm/a.py",
-        GOOD + "from deepspeed.runtime import engine\n",
-    ),
-    (
-        layers.test_imports_go_down_only,
-        "runtime/zero/a.py",
-        GOOD + "from ..engine import DeepSpeedEngine\n",
+        "from deepspeed.comm.config import CommsLoggerConfig\n",
     ),
     (
         style.test_the_core_names_no_subsystem,
         "runtime/zero/a.py",
-        GOOD + "if optimizer.ledger is not None:\n    optimizer.ledger.close()\n",
+        "if optimizer.ledger is not None:\n    optimizer.ledger.close()\n",
     ),
     (
         style.test_the_core_names_no_subsystem,
         "runtime/gradients/a.py",
-        GOOD + "from deepspeed.monitor.monitor import MonitorMaster\n",
+        "from deepspeed.monitor.monitor import MonitorMaster\n",
     ),
     (
         style.test_the_core_names_no_subsystem,
         "runtime/optimizers/a.py",
-        GOOD + 'late = "deepspeed.profiling.flops_profiler"\n',
+        'late = "deepspeed.profiling.flops_profiler"\n',
     ),
     (
         style.test_checkpoint_files_need_no_runtime,
         "checkpoint/a.py",
-        GOOD + "def f() -> None:\n    from deepspeed.runtime.zero import config  # cycle: none\n",
+        DEF + "    from deepspeed.runtime.zero import config  # cycle: none\n",
     ),
-    (
-        style.test_imports_inside_functions_say_why,
-        "a.py",
-        GOOD + "def f() -> None:\n    import os\n",
-    ),
-    (style.test_comments_are_ascii, "a.py", GOOD + "x = 1  # caf\u00e9\n"),
-    (style.test_todo_names_an_issue, "a.py", GOOD + "x = 1  # TODO later\n"),
-    (style.test_type_ignores_name_their_code, "a.py", GOOD + "x = 1  # type: ignore\n"),
-    (style.test_nothing_runs_text_as_code_or_through_a_shell, "a.py", GOOD + "eval('1')\n"),
-    (
-        style.test_nothing_runs_text_as_code_or_through_a_shell,
-        "a.py",
-        GOOD + "run('ls', shell=True)\n",
-    ),
-    (style.test_what_is_unpickled_is_data, "a.py", GOOD + "import torch\ntorch.load(x)\n"),
-    (
-        style.test_what_is_unpickled_is_data,
-        "a.py",
-        GOOD + "import torch\ntorch.load(x, weights_only=False)\n",
-    ),
-    (style.test_what_is_unpickled_is_data, "a.py", GOOD + "import pickle\npickle.loads(x)\n"),
-    (style.test_what_is_unpickled_is_data, "a.py", GOOD + "from pickle import Unpickler\n"),
-    (
-        style.test_what_is_unpickled_is_data,
-        "a.py",
-        GOOD + "import numpy\nnumpy.load(x, allow_pickle=True)\n",
-    ),
+    (style.test_imports_inside_functions_say_why, "a.py", DEF + "    import os\n"),
+    (style.test_comments_are_ascii, "a.py", "x = 1  # caf\u00e9\n"),
+    (style.test_todo_names_an_issue, "a.py", "x = 1  # TODO later\n"),
+    (style.test_type_ignores_name_their_code, "a.py", "x = 1  # type: ignore\n"),
+    (style.test_nothing_runs_text_as_code_or_through_a_shell, "a.py", "eval('1')\n"),
+    (style.test_nothing_runs_text_as_code_or_through_a_shell, "a.py", "run('ls', shell=True)\n"),
+    (style.test_what_is_unpickled_is_data, "a.py", "import torch\ntorch.load(x)\n"),
+    (style.test_what_is_unpickled_is_data, "a.py", "torch.load(x, weights_only=False)\n"),
+    (style.test_what_is_unpickled_is_data, "a.py", "import pickle\npickle.loads(x)\n"),
+    (style.test_what_is_unpickled_is_data, "a.py", "from pickle import Unpickler\n"),
+    (style.test_what_is_unpickled_is_data, "a.py", "numpy.load(x, allow_pickle=True)\n"),
 ]
 
-
+BASE = "class A:\n    def __init__(self) -> None:\n        self.make()\n"
 # Rules about several files: their texts, and what is reported.
 SEVERAL: list[tuple[Callable[[], None], dict[str, str], str]] = [
-    (layers.test_the_tables_name_what_is_there, {"comm/a.py": GOOD}, "accelerator"),
-    (layers.test_the_tables_name_what_is_there, {"comm/config.py": GOOD}, "comm.config"),
+    (layers.test_the_tables_name_what_is_there, {"comm/a.py": ""}, "accelerator"),
+    (layers.test_the_tables_name_what_is_there, {"comm/config.py": ""}, "comm.config"),
     (
         layers.test_no_two_packages_import_each_other,
         {
-            "moe/a.py": GOOD
-            + "def f() -> None:\n    import deepspeed.sequence.b  # startup: slow\n",
-            "sequence/a.py": GOOD + "from deepspeed.moe.b import x\n",
-            "moe/b.py": GOOD,
-            "sequence/b.py": GOOD,
+            "moe/a.py": DEF + "    import deepspeed.sequence.b  # startup: slow\n",
+            "sequence/a.py": "from deepspeed.moe.b import x\n",
+            "moe/b.py": "",
+            "sequence/b.py": "",
         },
         "moe/a.py:3",
     ),
     (
         layers.test_no_modules_import_in_a_circle,
         {
-            "comm/a.py": GOOD + "from deepspeed.comm.b import x\n",
-            "comm/b.py": GOOD + "from . import c\n",
-            "comm/c.py": GOOD + "def f() -> None:\n    import deepspeed.comm.a\n",
+            "comm/a.py": "from deepspeed.comm.b import x\n",
+            "comm/b.py": "from . import c\n",
+            "comm/c.py": DEF + "    import deepspeed.comm.a\n",
         },
         "comm/c.py",
     ),
     (
         layers.test_only_doors_name_what_is_above_them,
-        {"comm/a.py": GOOD + 'x = "deepspeed.runtime.engine"\n', "runtime/engine.py": GOOD},
+        {"comm/a.py": 'x = "deepspeed.runtime.engine"\n', "runtime/engine.py": ""},
         "comm/a.py:2",
     ),
     (
         layers.test_every_folder_has_a_hall,
         {
             "comm/__init__.py": '"""Here are `a` and `b`."""\n',
-            **dict.fromkeys(("comm/a.py", "comm/b.py", "comm/abc.py"), GOOD),
+            **dict.fromkeys(("comm/a.py", "comm/b.py", "comm/abc.py"), ""),
         },
         "comm/__init__.py: .*`abc`",
     ),
+    (
+        objects.test_objects_are_small_with_what_they_inherit,
+        {
+            "a.py": "class A:\n" + "".join(f"    def a{n}(self): ...\n" for n in range(40)),
+            "b.py": "from .a import A\n",
+            "c.py": "from deepspeed.b import A as B\nclass C(B[int]):\n    def c(self): ...\n",
+        },
+        r"\Ac.py:3: 41 methods, 0 attributes, 2 deep\Z",
+    ),
+    (
+        objects.test_objects_are_small_with_what_they_inherit,
+        {"a.py": "class A: ...\nclass B(A): ...\nclass C(B): ...\nclass D(C): ...\n"},
+        r"\Aa.py:5: 0 methods, 0 attributes, 4 deep\Z",
+    ),
+    (
+        objects.test_objects_are_small_with_what_they_inherit,
+        {"a.py": BASE + "".join(f"        self.a{n}, b = n\n" for n in range(21))},
+        r"\Aa.py:2: 1 methods, 21 attributes, 1 deep\Z",
+    ),
+    (
+        objects.test_no_constructor_calls_what_is_overridden,
+        {"a.py": BASE, "b.py": "from .a import A\nclass B(A):\n    def make(self): ...\n"},
+        r"\Aa.py:2: calls make\Z",
+    ),
 ]
+
+
+def write(package: Path, texts: dict[str, str], docstring: str = GOOD) -> None:
+    for path, text in texts.items():
+        (package / path).parent.mkdir(parents=True, exist_ok=True)
+        own = docstring if not text.startswith('"""') else ""
+        (package / path).write_text(own + text, encoding="utf-8")
 
 
 @pytest.fixture
@@ -176,7 +177,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_rule_finds_the_offence(
     package: Path, rule: Callable[[], None], path: str, text: str
 ) -> None:
-    write(package, {path: text})
+    write(package, {path: text}, "" if rule is style.test_every_module_has_a_docstring else GOOD)
     with pytest.raises(pytest.fail.Exception, match=path):
         rule()
 
@@ -190,44 +191,31 @@ def test_rule_finds_the_offence_among_several_files(
         rule()
 
 
-def write(package: Path, texts: dict[str, str]) -> None:
-    for path, text in texts.items():
-        (package / path).parent.mkdir(parents=True, exist_ok=True)
-        (package / path).write_text(text, encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "def f() -> None:\n    # optional: rarely there\n    import os\n"
-        "    from a import (\n        b,\n        c,\n    )\n",
-        "def f() -> None:\n    import os  # startup: slow\n",
-        'def f() -> None:\n    """Load lazily (cycle: a needs b)."""\n    import os\n',
-        "def f() -> None:\n    # optional: maybe\n    try:\n        import os\n"
-        "    except ImportError:\n        pass\n",
-    ],
+REASONS = (
+    "    # optional: rare\n    import os\n    from a import (\n        b,\n        c,\n    )\n",
+    "    import os  # startup: slow\n",
+    '    """Load lazily (cycle: a needs b)."""\n    import os\n',
+    "    # optional: maybe\n    try:\n        import os\n    except ImportError:\n        pass\n",
 )
-def test_a_reason_allows_an_import_in_a_function(package: Path, text: str) -> None:
-    (package / "a.py").write_text(GOOD + text)
-    style.test_imports_inside_functions_say_why()
 
 
 @pytest.mark.parametrize(
-    ("path", "text"),
+    ("rule", "path", "text"),
     [
+        *((style.test_imports_inside_functions_say_why, "a.py", DEF + why) for why in REASONS),
         (
+            style.test_the_core_names_no_subsystem,
             "runtime/zero/a.py",
             '"""Not of the ledger."""\n\n\ndef f() -> None:  # nor a monitor\n'
             '    """As the profiler."""\n',
         ),
-        ("runtime/gradients/ledger/a.py", GOOD + "ledger = 1\n"),
-        ("runtime/engine.py", GOOD + "self.monitor = None\n"),
+        (style.test_the_core_names_no_subsystem, "runtime/gradients/ledger/a.py", "ledger = 1\n"),
+        (style.test_the_core_names_no_subsystem, "runtime/engine.py", "self.monitor = None\n"),
     ],
 )
-def test_words_and_subsystems_themselves_may_name_them(package: Path, path: str, text: str) -> None:
-    (package / path).parent.mkdir(parents=True, exist_ok=True)
-    (package / path).write_text(text, encoding="utf-8")
-    style.test_the_core_names_no_subsystem()
+def test_rule_allows(package: Path, rule: Callable[[], None], path: str, text: str) -> None:
+    write(package, {path: text})
+    rule()
 
 
 def test_every_rule_of_the_package_has_a_case() -> None:
@@ -237,7 +225,7 @@ def test_every_rule_of_the_package_has_a_case() -> None:
         "test_no_test_file_is_outside_the_suites",
         "test_folders_of_tests_mirror_the_package",
     }
-    rules = [*vars(style), *vars(layers)]
+    rules = [*vars(style), *vars(layers), *vars(objects)]
     assert {name for name in rules if name.startswith("test_")} == checked | about_the_tree
 
 
