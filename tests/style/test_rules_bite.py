@@ -224,19 +224,46 @@ def test_every_rule_of_the_package_has_a_case() -> None:
         "test_the_checked_tree_is_not_empty",
         "test_no_test_file_is_outside_the_suites",
         "test_folders_of_tests_mirror_the_package",
+        "test_every_module_is_covered",
     }
     rules = [*vars(style), *vars(layers), *vars(objects)]
     assert {name for name in rules if name.startswith("test_")} == checked | about_the_tree
 
 
-def test_a_folder_of_tests_needs_its_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(style, "ROOT", tmp_path)
     monkeypatch.setattr(style, "PACKAGE", tmp_path / "deepspeed")
-    (tmp_path / "deepspeed" / "comm").mkdir(parents=True)
-    for folder in ("comm", "comm/intent", "v1/subject"):
-        (tmp_path / "tests" / "unit" / folder).mkdir(parents=True)
-        (tmp_path / "tests" / "unit" / folder / "test_a.py").touch()
+    return tmp_path
+
+
+def test_a_folder_of_tests_needs_its_package(tree: Path) -> None:
+    folders = ("comm", "comm/intent", "v1/subject")
+    write(tree, {"deepspeed/comm/a.py": ""})
+    write(tree, {f"tests/unit/{folder}/test_a.py": "" for folder in folders})
     with pytest.raises(pytest.fail.Exception, match=r"\Atests/unit/comm/intent\Z"):
         style.test_folders_of_tests_mirror_the_package()
+
+
+def test_a_module_needs_tests(tree: Path) -> None:
+    paths = ("comm/b", "moe/a", "moe/b/c", "pipe/a", "pipe/b", "runtime/a", "runtime/b")
+    write(tree, {f"deepspeed/{path}.py": "\n" * 60 for path in paths})
+    write(tree, {"deepspeed/moe/b/__init__.py": "", "deepspeed/pipe/short.py": "\n" * 50})
+    unit = {
+        "comm/test_a": "",
+        "v1/subject/test_a": "from deepspeed.moe import a\nimport deepspeed.pipe.b\n",
+        "v1/subject/__init__": 'COVERS = ("moe.b",)\n',
+        "v1/stale/test_a": "",
+        "v1/stale/__init__": 'COVERS = ("runtime.a", "runtime.c")\n',
+        "v1/silent/test_a": "",
+        "mutation/table/faults": "import deepspeed.runtime.b\n",
+    }
+    write(tree, {f"tests/unit/{path}.py": text for path, text in unit.items()})
+    with pytest.raises(pytest.fail.Exception) as failure:
+        style.test_every_module_is_covered()
+    assert str(failure.value).splitlines() == [
+        "pipe/a.py: no tests say that they cover it",
+        "runtime/b.py: no tests say that they cover it",
+        "tests/unit/v1/silent: COVERS names nothing",
+        "tests/unit/v1/stale: COVERS names ['deepspeed.runtime.c']",
+    ]

@@ -418,3 +418,48 @@ def test_folders_of_tests_mirror_the_package() -> None:
     folders = {path.parent.relative_to(unit) for path in unit.rglob("test_*.py")}
     mirrors = [path for path in folders if path.parts and path.parts[0] not in NOT_OF_ONE_MODULE]
     report([f"tests/unit/{path}" for path in mirrors if not (PACKAGE / path).is_dir()])
+
+
+def covers(folder: Path) -> set[str]:
+    """What the `__init__` of a folder of tests names as COVERS: modules and packages."""
+    hall = folder / "__init__.py"
+    for node in ast.parse(hall.read_text() if hall.exists() else "").body:
+        if isinstance(node, ast.Assign) and dotted(node.targets[0]) == "COVERS":
+            return {f"deepspeed.{name}" for name in ast.literal_eval(node.value)}
+    return set()
+
+
+def named_in(path: Path) -> Iterator[str]:
+    """The modules that a file of tests imports or tells."""
+    text = path.read_text(encoding="utf-8")
+    yield from re.findall(r"\bdeepspeed(?:\.\w+)+", text)
+    for base, names in re.findall(r"^ *from (deepspeed[.\w]*) import (.*)", text, re.M):
+        yield from (f"{base}.{name.strip()}" for name in names.split(","))
+
+
+def test_every_module_is_covered() -> None:
+    """A module of some size has a folder of tests: one that says so, as those of training on
+    several ranks do, one that mirrors its package, or one with a test that names it.
+    """
+    unit = ROOT / "tests" / "unit"
+    files = [path for path in unit.rglob("*.py") if "table" not in path.parts]  # of planted faults
+    folders = {path.parent for path in files if path.name.startswith("test_")}
+    told = {folder: covers(folder) for folder in folders}
+    says = tuple(name for names in told.values() for name in names)
+    named = {name for path in files for name in named_in(path)}
+    there = {s.module for s in sources()}
+    report(
+        [
+            f"{folder.relative_to(ROOT)}: COVERS names {sorted(names - there) or 'nothing'}"
+            for folder, names in told.items()
+            if names - there or (not names and (unit / "v1") in folder.parents)
+        ]
+        + [
+            f"{s.path}: no tests say that they cover it"
+            for s in sources()
+            if s.text.count("\n") >= 60
+            and unit / Path(s.path).parent not in folders
+            and s.module not in named
+            and not within(s.module, says)
+        ]
+    )

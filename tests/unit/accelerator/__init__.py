@@ -1,1 +1,3 @@
 """Tests of deepspeed.accelerator."""
+
+COVERS = ("accelerator.sim",)

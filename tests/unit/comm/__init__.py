@@ -1,1 +1,3 @@
 """Tests of deepspeed.comm."""
+
+COVERS = ("comm.intent",)

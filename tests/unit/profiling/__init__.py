@@ -1,0 +1,1 @@
+COVERS = ("profiling.flops_profiler",)

@@ -1,0 +1,1 @@
+COVERS = ("verify.oracle", "verify.streams")

@@ -1,0 +1,1 @@
+COVERS = ("runtime.bf16_optimizer",)

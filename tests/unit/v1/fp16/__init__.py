@@ -1,0 +1,1 @@
+COVERS = ("runtime.fp16",)

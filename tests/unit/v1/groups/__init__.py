@@ -1,0 +1,1 @@
+COVERS = ("utils.groups",)

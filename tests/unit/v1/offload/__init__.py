@@ -1,0 +1,1 @@
+COVERS = ("ops.adam", "runtime.zero.offload_states")

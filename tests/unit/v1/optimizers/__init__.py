@@ -1,0 +1,1 @@
+COVERS = ("ops.adagrad", "ops.lamb", "ops.lion", "ops.muon")

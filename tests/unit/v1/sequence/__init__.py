@@ -1,0 +1,1 @@
+COVERS = ("runtime.sequence_parallel", "sequence")

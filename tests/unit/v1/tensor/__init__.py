@@ -1,0 +1,1 @@
+COVERS = ("module_inject", "runtime.tensor_parallel")

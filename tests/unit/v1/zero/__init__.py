@@ -1,0 +1,1 @@
+COVERS = ("runtime.engine_parts", "runtime.step_observers", "runtime.zero")

@@ -1,0 +1,1 @@
+COVERS = ("ops.op_builder",)
