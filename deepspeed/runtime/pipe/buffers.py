@@ -1,19 +1,57 @@
-"""What a stage keeps of one micro-batch, from its arrival until its backward is over."""
+"""Micro-batches of a stage: where it reads them, and what it keeps of one from its arrival until
+its backward is over.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from deepspeed.runtime.pipe.layer_spec import PipelineError
 from deepspeed.runtime.pipe.split_backward import SplitBackward
 from deepspeed.runtime.utils import tensors_in
 
 
 class PipeBufferError(RuntimeError):
     """A schedule uses a buffer in an order that would lose a micro-batch."""
+
+
+class MicroBatches:
+    """Where the first and the last stage read micro-batches.
+
+    Attributes:
+        iterator: Yields them.
+        prepare: What each is passed through, if anything.
+    """
+
+    def __init__(self) -> None:
+        self.iterator: Iterator[Any] | None = None
+        self.prepare: Callable[[Any], Any] | None = None
+
+    def next(self) -> tuple[Any, Any]:
+        """Read the next micro-batch, `(inputs, labels)`.
+
+        Raises:
+            PipelineError: There is none, or it is something else.
+        """
+        if self.iterator is None:
+            raise PipelineError(
+                "no data: give train_batch(data_iter=...) or set_dataloader(...) on the ranks of "
+                "the first and the last stage"
+            )
+        batch = next(self.iterator)
+        if self.prepare is not None:
+            batch = self.prepare(batch)
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise PipelineError(
+                f"a micro-batch must be (inputs, labels), got {type(batch).__name__}; see "
+                "set_batch_fn()"
+            )
+        return batch[0], batch[1]
 
 
 def _root(tensor: torch.Tensor) -> GradientEdge:

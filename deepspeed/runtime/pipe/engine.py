@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,9 +27,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine, autocast_if_enabled
 from deepspeed.runtime.gradients.accumulation import BackwardState
 from deepspeed.runtime.gradients.scope import GradientScope, Passes
 from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.buffers import PipeBuffer
+from deepspeed.runtime.pipe.buffers import MicroBatches, PipeBuffer
 from deepspeed.runtime.pipe.messages.failure import FailureWatch
-from deepspeed.runtime.pipe.messages.posting import Arrival, Lane, arrivals
+from deepspeed.runtime.pipe.messages.posting import Plan, plan_of
 from deepspeed.runtime.pipe.messages.stage_channels import StageChannels
 from deepspeed.runtime.pipe.module import PipelineError, PipelineModule
 from deepspeed.runtime.pipe.outputs import BatchOutputs, described
@@ -40,13 +40,6 @@ from deepspeed.utils.logging import log_dist, logger
 
 # Upstream's further names here say what to use instead.
 __getattr__ = lazy_attributes(__name__)
-
-
-class _Plan(NamedTuple):
-    """What this stage runs for a batch, and what it receives meanwhile."""
-
-    schedule: schedule.PipeSchedule
-    arrivals: dict[Lane, list[Arrival]]
 
 
 class PipelineEngine(DeepSpeedEngine):
@@ -82,12 +75,12 @@ class PipelineEngine(DeepSpeedEngine):
         )
         self.channels = StageChannels(module, self.device, self._failures)
         self.pipe_buffers: list[PipeBuffer] = []
-        self._plans: dict[int, _Plan] = {}  # by number of micro-batches
+        self._plans: dict[int, Plan] = {}  # by number of micro-batches
         self._difficulty: int | None = None  # of the batch before, with `curriculum_learning`
-        self.data_iterator: Iterator[Any] | None = None
-        self.batch_fn: Callable[[Any], Any] | None = None
+        self._micro_batches = MicroBatches()
         if self.training_dataloader is not None:
-            self._build_data_iter(self.training_dataloader)
+            # First and last stage see the same order: it is seeded, not drawn.
+            self._micro_batches.iterator = iter(RepeatingLoader(self.training_dataloader))
         self._tied = self._tied_weights()
         if self._sequence is not None:
             # Their gradient is complete only after the reduction over stages: no bucket may take it
@@ -114,9 +107,7 @@ class PipelineEngine(DeepSpeedEngine):
         ]
 
     def _gradient_scope(self) -> GradientScope:
-        """See base class; also which weights stages share, and that the schedule runs all
-        micro-batches.
-        """
+        """The base class's, with the weights that stages share and the passes of the schedule."""
         passes = Passes(
             self.tracker.divisor,
             self.module.num_model_chunks,
@@ -125,34 +116,24 @@ class PipelineEngine(DeepSpeedEngine):
         scope = super()._gradient_scope()
         return replace(scope, shared=[*self._tied_weights(), *scope.shared], passes=passes)
 
-    def _build_data_iter(self, loader: Any) -> None:
-        """Read micro-batches of `loader` over and over. First and last stage see the same order: it
-        is seeded, not drawn.
-        """
-        self.data_iterator = iter(RepeatingLoader(loader))
-
     def set_dataloader(self, loader: Iterable[Any] | None) -> None:
-        """Read micro-batches from `loader`; ranks between the first and the last stage read
-        none.
-        """
+        """Read micro-batches from `loader`, on the first and the last stage."""
         if self.is_first_stage() or self.is_last_stage():
             self.training_dataloader = loader
-            self.data_iterator = iter(loader) if loader is not None else None
+            self._micro_batches.iterator = iter(loader) if loader is not None else None
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
         """Read micro-batches from `iterator`."""
         if self.is_first_stage() or self.is_last_stage():
             self.training_dataloader = None
-            self.data_iterator = iterator
+            self._micro_batches.iterator = iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
         """Pass every micro-batch through `fn`, which returns `(inputs, labels)`."""
-        self.batch_fn = fn
+        self._micro_batches.prepare = fn
 
     def set_has_attention_mask(self, value: bool) -> None:
-        """Upstream's hint that an attention mask travels along; channels see by themselves which
-        tensors need gradients.
-        """
+        """Do nothing: channels see by themselves which tensors need gradients."""
 
     @property
     def micro_batches(self) -> int:
@@ -170,7 +151,7 @@ class PipelineEngine(DeepSpeedEngine):
         return self.stage_id == self.num_stages - 1
 
     def get_pipeline_parallel_rank(self) -> int:
-        """This rank's stage."""
+        """Return this rank's stage."""
         return self.stage_id
 
     def _is_first_part(self, chunk: int) -> bool:
@@ -211,7 +192,6 @@ class PipelineEngine(DeepSpeedEngine):
         with self._failures.guard():
             self._take_difficulty()
             self._run_batch(self._training_plan(), training=True)
-            self.channels.finish()
             self.agg_train_loss = self._outputs.mean_loss(self.micro_batches)
             self.timers.saw_batch_loss(self.agg_train_loss)
         self.micro_steps = micro_steps + self.micro_batches
@@ -219,40 +199,32 @@ class PipelineEngine(DeepSpeedEngine):
         return self.agg_train_loss
 
     def _take_difficulty(self) -> None:
-        """Go to this batch's difficulty, by which the script's `batch_fn` cuts it: other lengths
-        are other shapes.
-        """
+        """Go to this batch's difficulty, by which the script's `batch_fn` cuts it."""
         scheduler = self.curriculum_scheduler_legacy
         if scheduler is None:
             return
         difficulty = scheduler.update_difficulty(self.global_steps + 1)
         if difficulty != self._difficulty:
             self._difficulty = difficulty
-            self.reset_activation_shape()
+            self.reset_activation_shape()  # other lengths are other shapes
 
-    def _training_plan(self) -> _Plan:
-        """The schedule with its instructions written out: every batch runs the same."""
+    def _training_plan(self) -> Plan:
         count, chunks = self.micro_batches, self.module.num_model_chunks
         if count not in self._plans:
             stages = [
                 schedule.make_schedule(self._schedule_name, count, self.num_stages, stage, chunks)
                 for stage in range(self.num_stages)
             ]
-            plan = stages[self.stage_id]
-            listed = schedule.ListedSchedule(
-                count, self.num_stages, self.stage_id, plan.steps(), plan.num_pipe_buffers(), chunks
-            )
-            self._plans[count] = _Plan(listed, arrivals(stages, self.stage_id))
+            self._plans[count] = plan_of(stages, self.stage_id)
         return self._plans[count]
 
-    def _evaluation_plan(self, micro_batches: int) -> _Plan:
+    def _evaluation_plan(self, count: int) -> Plan:
+        chunks = self.module.num_model_chunks
         stages = [
-            schedule.InferenceSchedule(
-                micro_batches, self.num_stages, stage, self.module.num_model_chunks
-            )
+            schedule.InferenceSchedule(count, self.num_stages, stage, chunks)
             for stage in range(self.num_stages)
         ]
-        return _Plan(stages[self.stage_id], arrivals(stages, self.stage_id))
+        return plan_of(stages, self.stage_id)
 
     def eval_batch(
         self,
@@ -286,31 +258,26 @@ class PipelineEngine(DeepSpeedEngine):
         if reduce_output not in ("avg", None):
             raise ValueError(f"eval_batch(reduce_output={reduce_output!r}): use 'avg' or None")
         micro_batches = num_micro_batches or self.micro_batches
-        was_training, kept = self.module.training, (self.data_iterator, self.training_dataloader)
+        was_training, source = self.module.training, self._micro_batches
+        kept = source.iterator, self.training_dataloader
         self.set_dataiterator(data_iter)
         self._compute_loss = compute_loss
         try:
             with torch.no_grad(), self._failures.guard():
                 self._run_batch(self._evaluation_plan(micro_batches), training=False)
-                self.channels.finish()
                 result: Any = self._outputs.results if self.is_last_stage() else None
                 if reduce_output is not None:
                     result = self._outputs.mean_result()
                     if bcast_loss and compute_loss:
                         result = self._outputs.broadcast_scalar(result)
         finally:
-            self.data_iterator, self.training_dataloader = kept
+            source.iterator, self.training_dataloader = kept
             self._compute_loss = True
             self.module.train(was_training)
         logits = self._outputs.logits if self.is_last_stage() else None
         return (result, logits) if return_logits else result
 
-    def _run_batch(self, plan: _Plan, training: bool) -> None:
-        self._start_batch(training)
-        self.channels.expect(plan.schedule.num_micro_batches, plan.arrivals)
-        self._exec_schedule(plan.schedule)
-
-    def _start_batch(self, training: bool) -> None:
+    def _run_batch(self, plan: Plan, training: bool) -> None:
         self.module.train(training)
         if training != self._training_batch:
             # Evaluation has other shapes, and no gradients: both ends of every channel forget what
@@ -321,6 +288,9 @@ class PipelineEngine(DeepSpeedEngine):
         self._labels.clear()
         for buffer in self.pipe_buffers:
             buffer.release()
+        self.channels.expect(plan.schedule.num_micro_batches, plan.arrivals)
+        self._exec_schedule(plan.schedule)
+        self.channels.finish()
 
     def reset_activation_shape(self) -> None:
         """The next batch has other shapes. Call it on all ranks between two batches; not needed
@@ -329,11 +299,9 @@ class PipelineEngine(DeepSpeedEngine):
         self.channels.reset()
 
     def _reserve_pipe_buffers(self, num_buffers: int) -> None:
-        """Have at least so many buffers."""
         self.pipe_buffers += [PipeBuffer() for _ in range(num_buffers - len(self.pipe_buffers))]
 
     def _exec_schedule(self, pipe_schedule: schedule.PipeSchedule) -> None:
-        """Run every instruction, in order."""
         self._reserve_pipe_buffers(pipe_schedule.num_pipe_buffers())
         commands = (command for step in pipe_schedule.steps() for command in step)
         self.channels.issued(0)
@@ -342,23 +310,6 @@ class PipelineEngine(DeepSpeedEngine):
             self.channels.issued(count)
 
     # Data
-
-    def _next_batch(self) -> tuple[Any, Any]:
-        """This rank's next micro-batch, `(inputs, labels)`."""
-        if self.data_iterator is None:
-            raise PipelineError(
-                "no data: give train_batch(data_iter=...) or set_dataloader(...) on the ranks of "
-                "the first and the last stage"
-            )
-        batch = next(self.data_iterator)
-        if self.batch_fn is not None:
-            batch = self.batch_fn(batch)
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise PipelineError(
-                f"a micro-batch must be (inputs, labels), got {type(batch).__name__}; see "
-                "set_batch_fn()"
-            )
-        return batch[0], batch[1]
 
     def _exec_load_micro_batch(
         self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0
@@ -372,7 +323,7 @@ class PipelineEngine(DeepSpeedEngine):
         if self._is_last_part(chunk) and micro_batch in self._labels:
             labels = self._labels.pop(micro_batch)
         else:
-            inputs, labels = self._next_batch()
+            inputs, labels = self._micro_batches.next()
             if self._is_first_part(chunk):
                 buffer.fill(self._prepared(inputs))
         if self._is_last_part(chunk):
@@ -442,9 +393,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.timers.stop_forward()
 
     def _take_output(self, buffer: PipeBuffer, outputs: Any) -> None:
-        """The end of the pipeline: the loss, or what stands for it in a module without
-        `loss_fn`.
-        """
+        """Keep the loss, or what stands for it in a module without `loss_fn`."""
         loss_fn = self.module.loss_fn if self._compute_loss else None
         result = outputs if loss_fn is None else loss_fn(outputs, buffer.labels)
         if not self._training_batch:
@@ -572,47 +521,35 @@ class PipelineEngine(DeepSpeedEngine):
     }
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """Means over the last batch's micro-batches of what the module's `get_additional_losses`
-        reports; last stage only.
+        """Return means over the last batch of what the module's `get_additional_losses` reports;
+        last stage only.
         """
         return self._outputs.mean_additional_losses(self.micro_batches)
 
     # What the schedule does by itself
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not for pipelines.
-
-        Raises:
-            PipelineError: Always.
-        """
+        """Refuse: a schedule does it."""
         raise PipelineError(
             "engine(...) on a PipelineModule: use train_batch() or eval_batch(), which run all "
             "stages"
         )
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not for pipelines.
-
-        Raises:
-            PipelineError: Always.
-        """
+        """Refuse: a schedule does it."""
         raise PipelineError(
             "engine.backward() on a PipelineModule: train_batch() runs backward on all stages"
         )
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not for pipelines.
-
-        Raises:
-            PipelineError: Always.
-        """
+        """Refuse: a schedule does it."""
         raise PipelineError(
             "engine.step() on a PipelineModule: train_batch() steps after its last micro-batch"
         )
 
     def destroy(self) -> None:
-        """See base class; groups stay for the next engine over the same ranks, until the process
-        group ends.
+        """End the engine; groups stay for the next one over the same ranks, until the process group
+        ends.
         """
         self._failures.close()
         self.pipe_buffers = []

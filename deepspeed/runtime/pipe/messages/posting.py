@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from deepspeed.runtime.pipe.schedule import (
     BufferOpInstruction,
+    ListedSchedule,
     PipeInstruction,
     PipeSchedule,
     RecvActivation,
@@ -148,3 +149,19 @@ def arrivals(schedules: Sequence[PipeSchedule], receiver: StageId) -> dict[Lane,
             "runtime.pipe.simulator.simulate() shows where"
         )
     return run.lanes
+
+
+class Plan(NamedTuple):
+    """What a stage runs for a batch, and what it receives meanwhile."""
+
+    schedule: PipeSchedule
+    arrivals: dict[Lane, list[Arrival]]
+
+
+def plan_of(stages: Sequence[PipeSchedule], stage: StageId) -> Plan:
+    """Make the plan of one of these stages, its instructions written out: it is run many times."""
+    own = stages[stage]
+    listed = ListedSchedule(
+        own.micro_batches, own.stages, stage, own.steps(), own.num_pipe_buffers(), own.num_chunks
+    )
+    return Plan(listed, arrivals(stages, stage))

@@ -14,7 +14,7 @@ import torch
 from deepspeed.comm.parallel_map import ParallelMap
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.buffers import PipeBuffer
+from deepspeed.runtime.pipe.buffers import MicroBatches, PipeBuffer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.outputs import BatchOutputs
@@ -195,13 +195,13 @@ def sum_of_data_ranks_losses(patch: pytest.MonkeyPatch) -> None:
 
 def labels_of_the_one_before(patch: pytest.MonkeyPatch) -> None:
     """First and last stage read in another order."""
-    original = PipelineEngine._next_batch
+    original = MicroBatches.next
 
-    def next_batch(self: PipelineEngine) -> tuple[Any, Any]:
+    def next_batch(self: MicroBatches) -> tuple[Any, Any]:
         inputs, labels = original(self)
         return inputs, labels.roll(1)
 
-    patch.setattr(PipelineEngine, "_next_batch", next_batch)
+    patch.setattr(MicroBatches, "next", next_batch)
 
 
 MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], Sequence[PipeCase]]] = [
