@@ -55,7 +55,7 @@ def measure(world: int, stage: int, blocks: int, width: int, buckets: int, steps
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import deepspeed
-    from deepspeed.comm.observation import add_observer
+    from deepspeed.comm.watch.observation import add_observer
 
     torch_dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     issued = Issued()

@@ -73,7 +73,7 @@ def cut_out() -> Iterator[None]:
 @contextmanager
 def intent_on() -> Iterator[None]:
     """Collective intents compared."""
-    from deepspeed.comm import intent  # startup: only this variant has it
+    from deepspeed.comm.watch import intent  # startup: only this variant has it
 
     intent.enable()
     try:

@@ -1,7 +1,6 @@
 """Collectives and process groups over torch.distributed; the only package that imports it.
 
-Everything is re-exported from `deepspeed.comm.comm` and its neighbours: `from deepspeed import comm
-as dist` is enough.
+`from deepspeed import comm as dist` has everything of `comm`, which users know by that name too.
 
     collectives, host_collectives, point_to_point  operations under upstream's names
     coalesced, shard_ops                           several at once; on buffers of which every
@@ -11,12 +10,8 @@ as dist` is enough.
                                                    learns its rank
     process_groups, group_creation, group_store    asking for groups, making them, keeping them
     rank_lists, parallel_map                       which ranks share what
-    observation                                    who wants to hear of each operation
-    operation_log, logging_control                 statistics of operations, and their switch
-    intent                                         ranks compare what they are about to do
-    lone_waits, stuck_ranks, lookout               ranks that wait for what does not come, and
-                                                   the thread that looks at them
-    stream_collectives                             collectives of a device whose work is deferred
+    watch                                          what sees operations and waits
+    sim                                            collectives of the simulated device
 
 `config`, `utils`, `torch` and `ccl` have upstream's names for what is asked of them.
 """
@@ -29,7 +24,6 @@ from deepspeed.comm.ccl import CCLBackend
 from deepspeed.comm.comm import *  # noqa: F403
 from deepspeed.comm.comm import __all__ as _operations
 from deepspeed.comm.constants import *  # noqa: F403
-from deepspeed.comm.operation_log import CommsLogger
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.comm.utils import (
     get_caller_func,
@@ -42,6 +36,7 @@ from deepspeed.comm.utils import (
     get_world_rank_from_launcher,
     get_world_size_from_launcher,
 )
+from deepspeed.comm.watch.operation_log import CommsLogger
 
 __all__ = [
     *_operations,

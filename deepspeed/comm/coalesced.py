@@ -10,10 +10,10 @@ import torch.distributed as torch_dist
 from torch.distributed import ReduceOp
 from torch.distributed import distributed_c10d as _c10d
 
-from deepspeed.comm import observation
-from deepspeed.comm.observation import Handle, observed
 from deepspeed.comm.process_groups import Group, get_backend_name
 from deepspeed.comm.torch import all_gather_flat
+from deepspeed.comm.watch import observation
+from deepspeed.comm.watch.observation import Handle, observed
 
 
 class WorkList:

@@ -2,7 +2,7 @@
 
 Every operation is torch.distributed's own. When nothing watches (the usual case) a call costs one
 comparison more than torch's; otherwise it goes through the observers of
-`deepspeed.comm.observation`. World size 1 is no special case.
+`deepspeed.comm.watch.observation`. World size 1 is no special case.
 
 Users call these through `deepspeed.comm`; `deepspeed.comm.comm` is the module they know. Ranks that
 name a source or a destination are global ranks, in every group. Beside these there are operations
@@ -16,10 +16,10 @@ import torch
 import torch.distributed as torch_dist
 from torch.distributed import ReduceOp
 
-from deepspeed.comm import observation
-from deepspeed.comm.observation import Handle, observed
 from deepspeed.comm.process_groups import Group, get_world_size
 from deepspeed.comm.torch import all_gather_flat, reduce_scatter_flat
+from deepspeed.comm.watch import observation
+from deepspeed.comm.watch.observation import Handle, observed
 
 
 def all_reduce(

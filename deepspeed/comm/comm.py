@@ -44,16 +44,6 @@ from deepspeed.comm.host_collectives import (
     monitored_barrier,
 )
 from deepspeed.comm.initialization import init_deepspeed_backend, init_distributed, set_backend
-from deepspeed.comm.logging_control import (
-    comms_logger,
-    configure,
-    get_comm_operation_count,
-    get_logged_comm_ops,
-    has_comm_data,
-    log_summary,
-    reset_log,
-    timed_op,
-)
 from deepspeed.comm.point_to_point import irecv, isend, recv, send
 from deepspeed.comm.process_groups import (
     Group,
@@ -76,6 +66,16 @@ from deepspeed.comm.process_groups import (
     is_connection_error,
     is_initialized,
     new_group,
+)
+from deepspeed.comm.watch.logging_control import (
+    comms_logger,
+    configure,
+    get_comm_operation_count,
+    get_logged_comm_ops,
+    has_comm_data,
+    log_summary,
+    reset_log,
+    timed_op,
 )
 
 __all__ = [

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
-from deepspeed.comm import observation
-from deepspeed.comm.observation import Handle, observed
 from deepspeed.comm.process_groups import Group
+from deepspeed.comm.watch import observation
+from deepspeed.comm.watch.observation import Handle, observed
 
 
 def all_gather_object(

@@ -14,8 +14,8 @@ from deepspeed.accelerator.real_accelerator import follow_accelerator
 from deepspeed.comm import discovery, process_groups
 from deepspeed.comm.ccl import CCLBackend
 from deepspeed.comm.constants import CCL_BACKEND, TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
-from deepspeed.comm.logging_control import configure
 from deepspeed.comm.torch import TorchBackend
+from deepspeed.comm.watch.logging_control import configure
 from deepspeed.utils.logging import log_once, logger
 
 # At exit: gloo's threads let go of the last operation's tensors a moment after it is complete, and
@@ -39,7 +39,7 @@ def _follow_device() -> None:
     """Let collectives run when the device runs its work, if it defers that."""
     if get_accelerator().defers_collectives:
         # startup: for simulated devices only.
-        from deepspeed.comm import stream_collectives
+        from deepspeed.comm.sim import stream_collectives
 
         stream_collectives.install()
 

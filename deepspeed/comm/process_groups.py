@@ -19,8 +19,8 @@ from torch.distributed import distributed_c10d as _c10d
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.constants import default_pg_timeout
-from deepspeed.comm.lookout import stop_all
 from deepspeed.comm.utils import get_local_rank_from_launcher
+from deepspeed.comm.watch.lookout import stop_all
 
 Group = ProcessGroup | None  # None is the world where nothing else is said
 

@@ -13,7 +13,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed._lazy import lazy_attributes
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.operation_log import print_rank_0
+from deepspeed.comm.watch.operation_log import print_rank_0
 from deepspeed.runtime.gradients.norm import (
     clip_factor,
     local_squared_norm,

@@ -32,8 +32,8 @@ from deepspeed.accelerator.sim.issue_log import (
     StreamWait,
 )
 from deepspeed.accelerator.sim_accelerator import simulated_device
-from deepspeed.comm import stream_collectives
-from deepspeed.comm.stuck_ranks import HostWaitError
+from deepspeed.comm.sim import stream_collectives
+from deepspeed.comm.sim.stuck_ranks import HostWaitError
 
 _SHOWN = 6
 Key = tuple[str, int]

@@ -105,7 +105,7 @@ class NodeWatch:
         self._exchanging.start()
         answers.start()
         # Also where a signal ends the agent, which then does not shut the rendezvous down; see
-        # [Note: threads at exit] of `deepspeed.comm.lookout`.
+        # [Note: threads at exit] of `deepspeed.comm.watch.lookout`.
         atexit.register(self.end)
 
     def tell_giving_up(self) -> None:

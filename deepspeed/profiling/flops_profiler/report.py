@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from deepspeed.comm.operation_log import print_rank_0
+from deepspeed.comm.watch.operation_log import print_rank_0
 from deepspeed.profiling.flops_profiler import module_profile as results
 from deepspeed.profiling.flops_profiler.units import (
     duration_to_string,

@@ -40,8 +40,8 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint.files import CheckpointError
-from deepspeed.comm import lone_waits
 from deepspeed.comm.process_groups import own_connection
+from deepspeed.comm.watch import lone_waits
 from deepspeed.runtime.checkpointing.folders import Put
 from deepspeed.runtime.checkpointing.save_job import SaveJob
 from deepspeed.utils.logging import logger
@@ -188,7 +188,7 @@ class BackgroundSave:
             self._error = f"{self._what} failed. {type(error).__name__}: {error}"
         finally:
             self._ended.set()
-            # See [Note: threads at exit] of `deepspeed.comm.lookout`.
+            # See [Note: threads at exit] of `deepspeed.comm.watch.lookout`.
             if self._beating.is_alive():
                 self._beating.join(_LAST_BEAT_S)
         if self._error is not None and not threading.main_thread().is_alive():

@@ -29,7 +29,7 @@ from deepspeed.checkpoint.verification import (
     newest_published,
     raise_problems,
 )
-from deepspeed.comm import lone_waits
+from deepspeed.comm.watch import lone_waits
 from deepspeed.utils.logging import log_dist, logger
 
 # Number of the node, from the launcher of ours and that of torch; without either the machine's name

@@ -22,7 +22,7 @@ from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.files import CheckpointError, CheckpointTagError, load_data, reason_of
 from deepspeed.checkpoint.utils import HostCopy, separate
-from deepspeed.comm import lone_waits
+from deepspeed.comm.watch import lone_waits
 from deepspeed.moe.auto_ep import own_rows_only
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
     CheckpointCommitInfo,

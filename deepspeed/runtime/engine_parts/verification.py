@@ -14,8 +14,8 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.comm import lone_waits
-from deepspeed.comm.lookout import stop_all
+from deepspeed.comm.watch import lone_waits
+from deepspeed.comm.watch.lookout import stop_all
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.engine_parts.patches import tell_of_patches
 from deepspeed.runtime.gradients.observer import UNOBSERVED
@@ -64,7 +64,7 @@ def configure(engine: DeepSpeedEngine, block: VerifyConfig) -> Callable[[], None
     if "ledger" in wanted:
         attach_ledger(engine)
     if "collectives" in wanted:
-        from deepspeed.comm import intent  # optional: only a run that asks for it pays for it
+        from deepspeed.comm.watch import intent  # optional: only a run that asks for it pays for it
 
         intent.enable(timeout_s=block.collectives_timeout)
     if "streams" in wanted:

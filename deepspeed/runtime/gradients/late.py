@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.comm import lone_waits
+from deepspeed.comm.watch import lone_waits
 from deepspeed.runtime.gradients.readiness import BucketIndex, LateGradientError, ReadinessTracker
 
 

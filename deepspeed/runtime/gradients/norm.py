@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.comm import lone_waits
+from deepspeed.comm.watch import lone_waits
 
 # Added to the norm before it divides, as torch.nn.utils.clip_grad_norm_ does.
 CLIP_EPSILON = 1e-6

@@ -13,7 +13,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import lone_waits
+from deepspeed.comm.watch import lone_waits
 from deepspeed.runtime.gradients.reduce_rule import ReduceRule
 
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import lone_waits
 from deepspeed.comm.shard_ops import PendingShards, gather_from_owners, gather_slices, is_pairwise
+from deepspeed.comm.watch import lone_waits
 from deepspeed.runtime.module_hooks.parameter_arrivals import ParameterArrivals
 from deepspeed.runtime.sharding.flattening import lies_on_host
 from deepspeed.runtime.sharding.fragments import NumEl, Section

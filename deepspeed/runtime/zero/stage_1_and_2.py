@@ -33,8 +33,8 @@ from deepspeed import comm as dist
 from deepspeed._lazy import lazy_attributes
 from deepspeed.accelerator import Stream
 from deepspeed.checkpoint.constants import LOSS_SCALER, ZERO_STAGE
-from deepspeed.comm import lone_waits
 from deepspeed.comm.shard_ops import PendingShards, reduce_to_owners
+from deepspeed.comm.watch import lone_waits
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.gradients.buckets import BucketPlan, fill_buckets, plan_buckets
 from deepspeed.runtime.gradients.late import buckets_to_send_again

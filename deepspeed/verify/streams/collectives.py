@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from deepspeed import comm as dist
 from deepspeed.accelerator.stream_trace import CollectiveTracing, TracedCollective
-from deepspeed.comm.observation import CollectiveCall, add_observer, remove_observer
+from deepspeed.comm.watch.observation import CollectiveCall, add_observer, remove_observer
 
 _BY_THE_HOST = ("barrier", "monitored_barrier")
 _PAIRWISE = ("send", "recv", "isend", "irecv")

@@ -13,7 +13,7 @@ from torch.cuda import _gpu_trace
 
 from deepspeed.accelerator.cuda_trace import CudaTrace, traced
 from deepspeed.accelerator.stream_trace import Access
-from deepspeed.comm.observation import CollectiveCall
+from deepspeed.comm.watch.observation import CollectiveCall
 from deepspeed.verify import StreamChecker
 from deepspeed.verify.streams import collectives
 from deepspeed.verify.streams.findings import Kind

@@ -1,3 +1,3 @@
 """Tests of deepspeed.comm."""
 
-COVERS = ("comm.intent",)
+COVERS = ("comm.sim", "comm.watch")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.comm import observation
+from deepspeed.comm.watch import observation
 from deepspeed.utils.comms_logging import CommsLogger, calc_bw_log, convert_size
 from unit.common import DistributedTest, needs_newer_gloo
 

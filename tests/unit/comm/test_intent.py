@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.comm import intent, observation
-from deepspeed.comm.intent import CollectiveMismatchError
-from deepspeed.comm.intent.check import IntentCheck
 from deepspeed.comm.shard_ops import gather_from_owners, reduce_to_owners
+from deepspeed.comm.watch import intent, observation
+from deepspeed.comm.watch.intent import CollectiveMismatchError
+from deepspeed.comm.watch.intent.check import IntentCheck
 from unit.common import DistributedTest
 
 HERE = "test_intent.py"

@@ -14,9 +14,9 @@ import torch
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.comm import intent, observation
-from deepspeed.comm.intent import CollectiveMismatchError
-from deepspeed.comm.observation import CollectiveCall
+from deepspeed.comm.watch import intent, observation
+from deepspeed.comm.watch.intent import CollectiveMismatchError
+from deepspeed.comm.watch.observation import CollectiveCall
 from unit.common import DistributedTest
 
 
@@ -104,7 +104,7 @@ class SkipFirst:
 PROGRAM = """
 import torch
 from deepspeed import comm as dist
-from deepspeed.comm import intent
+from deepspeed.comm.watch import intent
 
 dist.init_distributed("gloo", verbose=False)
 intent.enable(60.0)

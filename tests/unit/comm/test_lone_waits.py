@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from deepspeed.comm import lone_waits, process_groups
-from deepspeed.comm.lone_waits import LoneWaits
+from deepspeed.comm import process_groups
+from deepspeed.comm.watch import lone_waits
+from deepspeed.comm.watch.lone_waits import LoneWaits
 
 REPORT_S = 0.2
 LIMIT_S = 10.0

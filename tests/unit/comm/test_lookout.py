@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 
-from deepspeed.comm.lookout import Lookout, stop_all
+from deepspeed.comm.watch.lookout import Lookout, stop_all
 
 LIMIT_S = 10.0
 
@@ -85,7 +85,7 @@ def test_only_the_idle_are_stopped() -> None:
 AT_EXIT = """
 import sys, time
 import torch.distributed as dist
-from deepspeed.comm.lookout import Lookout
+from deepspeed.comm.watch.lookout import Lookout
 server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
 Lookout("test", lambda: store.check(["key"]), lambda: True, lambda: 0.0).call()

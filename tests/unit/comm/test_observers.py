@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.comm import observation
-from deepspeed.comm.observation import CollectiveCall, CollectiveObserver, call_site
+from deepspeed.comm.watch import observation
+from deepspeed.comm.watch.observation import CollectiveCall, CollectiveObserver, call_site
 from unit.common import DistributedTest, needs_all_to_all, needs_newer_gloo
 
 

@@ -13,8 +13,8 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.comm import stuck_ranks
-from deepspeed.comm.stuck_ranks import HostWaitError
+from deepspeed.comm.sim import stuck_ranks
+from deepspeed.comm.sim.stuck_ranks import HostWaitError
 from deepspeed.utils.logging import logger
 from unit.common import DistributedTest
 from unit.v1.pipe.contract.runner import leave_together

@@ -19,7 +19,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.comm import lone_waits
+from deepspeed.comm.watch import lone_waits
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.checkpointing import folders
 from deepspeed.runtime.checkpointing.save_job import SaveJob

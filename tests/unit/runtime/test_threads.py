@@ -17,7 +17,7 @@ from torch import nn
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.comm import lone_waits
+from deepspeed.comm.watch import lone_waits
 from deepspeed.pipe import PipelineModule
 from unit.common import DistributedTest
 

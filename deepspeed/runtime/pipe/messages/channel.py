@@ -22,7 +22,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import lone_waits
+from deepspeed.comm.watch import lone_waits
 from deepspeed.runtime.pipe.messages.failure import FailureWatch, transferring
 from deepspeed.runtime.pipe.messages.pending_sends import PendingSends
 from deepspeed.runtime.pipe.messages.wire import (

@@ -22,8 +22,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from deepspeed import comm as dist
-from deepspeed.comm import intent
-from deepspeed.comm.lookout import Lookout
+from deepspeed.comm.watch import intent
+from deepspeed.comm.watch.lookout import Lookout
 from deepspeed.utils.logging import logger
 
 # How often the thread looks.

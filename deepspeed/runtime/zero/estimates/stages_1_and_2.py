@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from deepspeed.comm.operation_log import print_rank_0
+from deepspeed.comm.watch.operation_log import print_rank_0
 from deepspeed.runtime.gradients.buckets import BucketPlan, fill_buckets, plan_buckets
 from deepspeed.runtime.gradients.sink import HOST_CHUNK
 from deepspeed.runtime.optimizers.master_weights import SHARD_ALIGNMENT, in_memory

@@ -38,9 +38,9 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import Stream, get_accelerator
-from deepspeed.comm import lone_waits
-from deepspeed.comm.observation import announce
 from deepspeed.comm.shard_ops import PendingShards, gather_from_owners
+from deepspeed.comm.watch import lone_waits
+from deepspeed.comm.watch.observation import announce
 from deepspeed.runtime.sharding.cut_rows import WholeViews
 from deepspeed.runtime.sharding.flattening import joined
 from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable

@@ -11,7 +11,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm import lone_waits
+from deepspeed.comm.watch import lone_waits
 from deepspeed.runtime.zero.parameters.zero_parameter import is_zero_param, record_of
 
 

@@ -19,7 +19,7 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.comm.observation import CollectiveCall, add_observer, remove_observer
+from deepspeed.comm.watch.observation import CollectiveCall, add_observer, remove_observer
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.module_hooks.parameter_arrivals import PendingParameter
 from deepspeed.runtime.module_hooks.parameter_reads import ParameterDict

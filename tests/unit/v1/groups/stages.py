@@ -18,7 +18,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.comm.observation import CollectiveCall, add_observer, remove_observer
+from deepspeed.comm.watch.observation import CollectiveCall, add_observer, remove_observer
 from deepspeed.utils import safe_get_full_fp32_param
 
 WIDTH = 5

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.comm.observation import CollectiveCall, add_observer, remove_observer
+from deepspeed.comm.watch.observation import CollectiveCall, add_observer, remove_observer
 from unit.common import DistributedTest
 from unit.v1.looping import each
 from unit.v1.tensor.megatron import Mpu

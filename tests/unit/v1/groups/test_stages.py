@@ -11,7 +11,7 @@ import torch
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.comm import intent
+from deepspeed.comm.watch import intent
 from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.runtime.gradients.norm import local_squared_norm
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer

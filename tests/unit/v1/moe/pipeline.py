@@ -17,8 +17,8 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.comm import observation
-from deepspeed.comm.observation import CollectiveCall, group_size
+from deepspeed.comm.watch import observation
+from deepspeed.comm.watch.observation import CollectiveCall, group_size
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule
 from unit.v1.moe.runner import (

@@ -10,7 +10,7 @@ import torch
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.checkpoint.ds_to_universal import main, parse_arguments
-from deepspeed.comm import intent
+from deepspeed.comm.watch import intent
 from deepspeed.moe.expert_rows import rows_of
 from deepspeed.runtime.engine_parts.model_setup import cast_module
 from deepspeed.runtime.zero import model_sharding

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.comm import intent
+from deepspeed.comm.watch import intent
 from deepspeed.moe import layer, sharded_moe
 from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedgerError
 from deepspeed.runtime.gradients.reduce_rule import ReduceFactors, ReduceRule

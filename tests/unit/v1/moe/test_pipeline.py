@@ -13,7 +13,7 @@ import torch
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.checkpoint.files import CheckpointError
-from deepspeed.comm import intent
+from deepspeed.comm.watch import intent
 from unit.common import DistributedFixture, DistributedTest
 from unit.v1.checkpoint.runs import differences
 from unit.v1.checkpoint.test_experts import whole

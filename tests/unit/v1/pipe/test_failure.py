@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.comm import intent
+from deepspeed.comm.watch import intent
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.messages import failure, pending_sends
 from deepspeed.runtime.pipe.messages.failure import FailureWatch, PipelinePeerError

@@ -16,7 +16,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.comm import intent
+from deepspeed.comm.watch import intent
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.messages import pending_sends, wire
 from deepspeed.runtime.pipe.p2p import Channel, PipelineShapeError, make_channel_groups

@@ -19,7 +19,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.comm import intent
+from deepspeed.comm.watch import intent
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedgerError

@@ -12,7 +12,7 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.comm.observation import CollectiveCall, add_observer, remove_observer
+from deepspeed.comm.watch.observation import CollectiveCall, add_observer, remove_observer
 from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedgerError
 from deepspeed.runtime.gradients.sequence_parts import SequenceParts
 from deepspeed.verify import check_budgets, check_streams, ledger

@@ -18,7 +18,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import deepspeed
-from deepspeed.comm.observation import add_observer, remove_observer
+from deepspeed.comm.watch.observation import add_observer, remove_observer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 WORLDS = (8, 64, 512, 4096)

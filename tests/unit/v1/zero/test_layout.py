@@ -18,7 +18,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.comm.observation import add_observer, remove_observer
+from deepspeed.comm.watch.observation import add_observer, remove_observer
 from deepspeed.runtime.sharding import exchange
 from deepspeed.runtime.zero.sharded_state import CheckpointMismatchError
 from deepspeed.utils import (

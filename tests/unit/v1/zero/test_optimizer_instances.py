@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.comm.observation import CollectiveCall, add_observer, remove_observer
+from deepspeed.comm.watch.observation import CollectiveCall, add_observer, remove_observer
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.utils import (
     groups,

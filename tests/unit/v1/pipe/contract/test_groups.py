@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.comm import intent, observation
-from deepspeed.comm.observation import CollectiveCall, group_size
+from deepspeed.comm.watch import intent, observation
+from deepspeed.comm.watch.observation import CollectiveCall, group_size
 from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
 from deepspeed.runtime.optimizers.replicated_optimizer import ReplicatedOptimizer
 from deepspeed.runtime.pipe.messages.failure import PipelinePeerError

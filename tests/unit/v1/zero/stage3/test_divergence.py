@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
-from deepspeed.comm import intent, lone_waits
-from deepspeed.comm.intent import CollectiveMismatchError, intent_store
+from deepspeed.comm.watch import intent, lone_waits
+from deepspeed.comm.watch.intent import CollectiveMismatchError, intent_store
 from deepspeed.runtime.zero import GatheredParameters, Init
 from deepspeed.utils.logging import logger
 from unit.common import DistributedTest

@@ -15,7 +15,7 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.comm.observation import add_observer, remove_observer
+from deepspeed.comm.watch.observation import add_observer, remove_observer
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import set_z3_leaf_modules
 from deepspeed.verify import check_streams

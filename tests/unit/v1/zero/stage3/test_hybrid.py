@@ -21,7 +21,7 @@ import deepspeed
 from deepspeed import DeepSpeedConfigError
 from deepspeed import comm as dist
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.comm.observation import CollectiveCall, add_observer, remove_observer
+from deepspeed.comm.watch.observation import CollectiveCall, add_observer, remove_observer
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from deepspeed.utils.tensor_fragment import safe_get_local_fp32_param, safe_set_local_fp32_param
 from deepspeed.verify import Budget, check_budgets, check_streams
@@ -223,7 +223,7 @@ class Counts:
         self.seen: Counter[tuple[str, int]] = Counter()
 
     def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
-        """See `deepspeed.comm.observation`."""
+        """See `deepspeed.comm.watch.observation`."""
         self.seen[call.name, dist.get_world_size(group=call.group)] += 1
         return proceed()
 

@@ -15,7 +15,7 @@ from torch.nn.utils import skip_init
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.comm.observation import CollectiveCall, add_observer, remove_observer
+from deepspeed.comm.watch.observation import CollectiveCall, add_observer, remove_observer
 from deepspeed.runtime.zero import GatheredParameters, Init, ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from unit.common import DistributedTest

@@ -44,8 +44,8 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
-from deepspeed.comm import intent
-from deepspeed.comm.observation import add_observer, remove_observer
+from deepspeed.comm.watch import intent
+from deepspeed.comm.watch.observation import add_observer, remove_observer
 from deepspeed.profiling.flops_profiler.module_profile import get_module_params
 from deepspeed.runtime.zero import GatheredParameters
 from unit.common import DistributedTest

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
-from deepspeed.comm.observation import add_observer, remove_observer
+from deepspeed.comm.watch.observation import add_observer, remove_observer
 from unit.common import DistributedTest
 from unit.v1.zero.stage3.models import (
     SHARDED,
@@ -44,7 +44,7 @@ class Counter:
         self.counts: dict[str, int] = {}
 
     def run(self, call: Any, proceed: Any) -> Any:
-        """See `deepspeed.comm.observation`."""
+        """See `deepspeed.comm.watch.observation`."""
         self.counts[call.name] = self.counts.get(call.name, 0) + 1
         return proceed()
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
-from deepspeed.comm.observation import CollectiveCall, add_observer, remove_observer
+from deepspeed.comm.watch.observation import CollectiveCall, add_observer, remove_observer
 from deepspeed.runtime.zero import GatheredParameters
 from unit.common import DistributedTest
 from unit.v1.zero.stage3.models import (

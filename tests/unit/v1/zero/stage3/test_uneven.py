@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed import comm as dist
-from deepspeed.comm import intent
-from deepspeed.comm.observation import add_observer, remove_observer
+from deepspeed.comm.watch import intent
+from deepspeed.comm.watch.observation import add_observer, remove_observer
 from unit.common import DistributedTest
 from unit.models import drawn
 from unit.one_process import OneProcess
@@ -301,7 +301,7 @@ class Called:
         self.names: list[str] = []
 
     def run(self, call: Any, proceed: Any) -> Any:
-        """See `deepspeed.comm.observation`."""
+        """See `deepspeed.comm.watch.observation`."""
         self.names.append(call.name)
         return proceed()
 

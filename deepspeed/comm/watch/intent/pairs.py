@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.intent.intent_store import IntentStore
-from deepspeed.comm.intent.rules import current_site, tensor_text
-from deepspeed.comm.observation import CollectiveCall
 from deepspeed.comm.process_groups import get_backend_name
+from deepspeed.comm.watch.intent.intent_store import IntentStore
+from deepspeed.comm.watch.intent.rules import current_site, tensor_text
+from deepspeed.comm.watch.observation import CollectiveCall
 
 PAIR_OPERATIONS = ("send", "recv", "isend", "irecv")
 _SENDS = ("send", "isend")

@@ -85,7 +85,7 @@ class CollectiveCall:
         operation: Issues it; its result is a handle if and only if the operation is still running.
         args: The arguments of `operation`.
         group: The ranks that take part; None means the world.
-        num_bytes: Its message; see `deepspeed.comm.operation_log.calc_bw_log`.
+        num_bytes: Its message; see `deepspeed.comm.watch.operation_log.calc_bw_log`.
         log_name: The name it is listed under; None means `name`.
         prof: Time it even if it is not among the operations chosen for timing.
         debug: The calling function, shown in debug mode.

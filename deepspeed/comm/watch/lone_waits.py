@@ -38,7 +38,7 @@ from typing import Any
 from deepspeed.accelerator import Event, get_accelerator
 from deepspeed.accelerator.call_stacks import capture, describe
 from deepspeed.comm import process_groups
-from deepspeed.comm.lookout import Lookout
+from deepspeed.comm.watch.lookout import Lookout
 from deepspeed.utils.logging import logger
 
 DEFAULT_REPORT_S = 60.0

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from deepspeed.accelerator.call_stacks import MAX_DEPTH, PACKAGE, capture
-from deepspeed.comm.observation import CollectiveCall, call_site
+from deepspeed.comm.watch.observation import CollectiveCall, call_site
 
 # Programs write these on purpose in branches by rank ("the first process downloads, the others
 # wait"), and they carry no data.

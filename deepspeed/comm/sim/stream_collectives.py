@@ -43,8 +43,8 @@ from deepspeed.accelerator.sim.queues import Event, Stream, Work
 from deepspeed.accelerator.sim.simulator import Simulator
 from deepspeed.comm import process_groups
 from deepspeed.comm.coalesced import WorkList
-from deepspeed.comm.observation import CollectiveCall, add_observer
-from deepspeed.comm.stuck_ranks import HostWaitError, Operation, StuckRanks
+from deepspeed.comm.sim.stuck_ranks import HostWaitError, Operation, StuckRanks
+from deepspeed.comm.watch.observation import CollectiveCall, add_observer
 
 # The host itself takes part in these.
 _BY_THE_HOST = ("all_gather_object", "broadcast_object_list", "barrier", "monitored_barrier")

@@ -8,15 +8,15 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from deepspeed.comm.observation import (
+from deepspeed.comm.utils import get_msg_size_from_args
+from deepspeed.comm.watch.observation import (
     CollectiveCall,
     add_observer,
     call_site,
     group_size,
     remove_observer,
 )
-from deepspeed.comm.operation_log import CommsLogger
-from deepspeed.comm.utils import get_msg_size_from_args
+from deepspeed.comm.watch.operation_log import CommsLogger
 from deepspeed.utils.timer import begin_span, end_span
 
 

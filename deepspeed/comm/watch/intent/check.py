@@ -5,8 +5,7 @@ its leader, compares them and says "go"; the others wait for that. So each colle
 asynchronous one too, is a rendezvous on the host while the check is on. They compare by number in
 the group: a rank that skips one meets the others with its next.
 
-Messages between two ranks are in `deepspeed.comm.intent.pairs`: they never wait longer than the
-backend itself would.
+Messages between two ranks are in `pairs`: they never wait longer than the backend itself would.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ import torch.distributed as torch_dist
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import process_groups
-from deepspeed.comm.intent.intent_store import IntentStore
-from deepspeed.comm.intent.pairs import PAIR_OPERATIONS, PairCheck
-from deepspeed.comm.intent.rules import Intent, divergence, intent_of, outer_site
-from deepspeed.comm.observation import CollectiveCall
+from deepspeed.comm.watch.intent.intent_store import IntentStore
+from deepspeed.comm.watch.intent.pairs import PAIR_OPERATIONS, PairCheck
+from deepspeed.comm.watch.intent.rules import Intent, divergence, intent_of, outer_site
+from deepspeed.comm.watch.observation import CollectiveCall
 
 _MAX_FOLLOWERS = 1024
 
@@ -269,6 +268,6 @@ def _start_deferred() -> None:
     """
     if get_accelerator().defers_collectives:
         # startup: for simulated devices only.
-        from deepspeed.comm import stream_collectives
+        from deepspeed.comm.sim import stream_collectives
 
         stream_collectives.start_issued()

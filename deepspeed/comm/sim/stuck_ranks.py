@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 from deepspeed.accelerator.call_stacks import Stack, capture, describe
 from deepspeed.comm import process_groups
-from deepspeed.comm.lookout import Lookout
+from deepspeed.comm.watch.lookout import Lookout
 from deepspeed.utils.logging import logger
 
 # How often a blocked rank looks at the others.

@@ -18,9 +18,9 @@ from __future__ import annotations
 import atexit
 import sys
 
-from deepspeed.comm import observation
-from deepspeed.comm.intent.check import IntentCheck
-from deepspeed.comm.intent.intent_store import CollectiveMismatchError
+from deepspeed.comm.watch import observation
+from deepspeed.comm.watch.intent.check import IntentCheck
+from deepspeed.comm.watch.intent.intent_store import CollectiveMismatchError
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
