@@ -133,7 +133,6 @@ def initialize(
 
 
 def _engine_of(model: torch.nn.Module, mpu: Any) -> tuple[type[DeepSpeedEngine], Any]:
-    """The class of a model's engine, and its mpu."""
     # Who has a PipelineModule has imported its module already.
     pipe_module = sys.modules.get("deepspeed.runtime.pipe.module")
     if pipe_module is None or not isinstance(model, pipe_module.PipelineModule):
@@ -153,9 +152,6 @@ def _engine_of(model: torch.nn.Module, mpu: Any) -> tuple[type[DeepSpeedEngine],
 def _mesh_of(mesh_param: Any, mpu: Any) -> Any:
     """The device mesh of `mesh_param`; without one and without an mpu, the mesh that is in use
     already, if any.
-
-    Raises:
-        ValueError: For anything but two positive numbers, or beside an mpu.
     """
     from deepspeed.comm.parallel_map import make_mesh  # startup: needs torch.distributed
     from deepspeed.utils import groups
@@ -178,11 +174,7 @@ def _mesh_of(mesh_param: Any, mpu: Any) -> Any:
 
 
 def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
-    """The one configuration given.
-
-    Raises:
-        ValueError: If none or two are given.
-    """
+    """The one configuration given; none or two are refused."""
     given = {
         "config": config,
         "config_params": config_params,

@@ -19,11 +19,8 @@ def lazy_attributes(
     submodules: tuple[str, ...] = (),
     tables: tuple[str, ...] = (),
 ) -> Callable[[str], Any]:
-    """A module `__getattr__` for `package`.
-
-    `from package import *` brings `names` and those of `tables` too, unless there are submodules: a
-
-    whole package would load.
+    """Make a module `__getattr__` for `package`. `from package import *` brings `names` and those
+    of `tables` too, unless there are submodules: a whole package would load.
     """
     names = names or {}
 

@@ -159,7 +159,6 @@ class _Maker(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """The import system's own."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give it its names."""
         full = module.__name__
         names = DOORS.get(full, {})
         stand_ins = STAND_INS.get(full)
@@ -184,7 +183,7 @@ class _Maker(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def is_made(full: str) -> bool:
-    """Whether a module is one that is made here."""
+    """Tell whether a module is one that is made here."""
     return full in DOORS or full in STAND_INS
 
 

@@ -1,6 +1,4 @@
-"""Whether, and how, models may be compiled by torch, and which parts of them; ``engine.compile``
-says when.
-"""
+"""Whether, and how, models may be compiled by torch, and which parts of them."""
 
 from __future__ import annotations
 
@@ -34,8 +32,8 @@ def is_compiling() -> bool:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks that a model is built of: the outermost modules of which a list or a sequence has
-    several of one type, and which consist of modules themselves.
+    """List the blocks that a model is built of: the outermost modules of which a list or a sequence
+    has several of one type, and which consist of modules themselves.
 
     Compiled one by one they give their gradients one by one: the backward of one compiled graph
     gives all of its gradients at its end.
@@ -57,9 +55,9 @@ def _has_forward_and_children(module: nn.Module) -> bool:
 def parts_between_hooks(
     roots: Iterable[nn.Module], has_hooks: Callable[[nn.Module], bool]
 ) -> list[nn.Module]:
-    """The outermost modules at or below `roots` whose forward runs no module with hooks, so that
-    hooks stay outside of graphs. Those that consist of modules themselves, if there are any: there
-    is little to gain in others.
+    """List the outermost modules at or below `roots` whose forward runs no module with hooks, so
+    that hooks stay outside of graphs. Those that consist of modules themselves, if there are any:
+    there is little to gain in others.
     """
     found: dict[nn.Module, None] = {}
     waiting = list(roots)
@@ -76,10 +74,6 @@ def parts_between_hooks(
 class CompiledForward:
     """A module's `forward`, compiled by itself: hooks of the module run around it, not in its
     graph. Copied and pickled as the forward that it was.
-
-    Args:
-        module: The module; `remove` gives it its own forward back.
-        how: Arguments of torch.compile.
     """
 
     def __init__(self, module: nn.Module, **how: Any) -> None:
@@ -90,15 +84,13 @@ class CompiledForward:
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's outputs."""
         return self._compiled(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """See class."""
         return _same, (self._own,)
 
     def remove(self) -> None:
-        """The end of it."""
+        """Give the module its own forward back."""
         del self._module.forward
         if self._of_instance is not None:
             self._module.forward = self._of_instance
@@ -114,13 +106,8 @@ def compile_in_place(
     has_hooks: Callable[[nn.Module], bool] | None,
     **how: Any,
 ) -> list[CompiledForward]:
-    """Compile `model`.
-
-    Args:
-        model: The model.
-        by_block: Each of its blocks by itself, and nothing around them, if it has any.
-        has_hooks: Whether a module has hooks that must stay outside of graphs; None: none has.
-        how: Arguments of torch.compile.
+    """Compile `model`; with `by_block` each of its blocks, if it has any, and nothing around them.
+    Modules that `has_hooks` names stay outside of graphs.
 
     Returns:
         The forwards that were put in place; empty where modules compile themselves.

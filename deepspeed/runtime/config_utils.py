@@ -1,7 +1,5 @@
-"""Small helpers of the configuration: the error, printing as JSON, reading JSON without surprises,
-scalar look-ups.
-
-Light on purpose: ``import deepspeed`` imports it, and pydantic alone costs more than that may.
+"""Small helpers of the configuration, light on purpose: `import deepspeed` imports them, and
+pydantic alone costs more than that may.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ class ScientificNotationEncoder(json.JSONEncoder):
     """JSON encoder of dtypes, enums, paths and whatever else configurations hold."""
 
     def default(self, o: Any) -> Any:
-        """Return ``str(o)``, so that printing a configuration never fails."""
         return str(o)
 
 
@@ -36,7 +33,6 @@ class DeepSpeedConfigObject:
     """Prints as the JSON of its attributes."""
 
     def repr(self) -> dict[str, Any]:
-        """Return the attributes as a dict."""
         return self.__dict__
 
     def __repr__(self) -> str:
@@ -76,15 +72,8 @@ _DTYPE_NAMES: dict[str, torch.dtype] = {
 
 
 def parse_dtype(value: str | torch.dtype | None, key: str = "dtype") -> torch.dtype | None:
-    """Return the torch dtype that a configuration value names, None for None.
-
-    Args:
-        value: ``"fp32"``, ``"fp16"``, ``"bf16"``, torch's names with or without ``torch.``, a
-            dtype, or None.
-        key: path of the key, for the error.
-
-    Raises:
-        DeepSpeedConfigError: for any other value.
+    """Return the dtype that a value names: ``"fp32"``, ``"fp16"``, ``"bf16"``, torch's names with
+    or without ``torch.``, a dtype, or None. `key` is for the error.
     """
     if value is None:
         return None

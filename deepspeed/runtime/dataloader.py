@@ -1,9 +1,5 @@
 """Training data: each data-parallel rank's share of a dataset, in batches, with a position that can
-be restored.
-
-Owns the order of samples (``ResumableDistributedSampler``), the loader that the engine builds from
-``training_data`` and ``RepeatingLoader``. Does not move batches to a device and does not split an
-``IterableDataset`` over ranks: such a dataset decides itself what each rank sees.
+be restored. An `IterableDataset` is not split: it decides itself what each rank sees.
 """
 
 from __future__ import annotations
@@ -29,17 +25,6 @@ class ResumableDistributedSampler(Sampler[int]):
     by ``seed + epoch``, dealt to the ranks in turn, padded with its own beginning (or cut, with
     ``drop_last``) to a multiple of the ranks. The position is counted in samples over all ranks, so
     a run may resume with another number of ranks.
-
-    Args:
-        num_samples: length of the dataset.
-        num_replicas: data-parallel ranks.
-        rank: this one.
-        shuffle: permute, anew in each epoch.
-        seed: of the permutation; the same on all ranks.
-        drop_last: cut instead of pad.
-
-    Raises:
-        ValueError: a rank outside the ranks.
     """
 
     def __init__(
@@ -63,9 +48,7 @@ class ResumableDistributedSampler(Sampler[int]):
         self.consumed_samples = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch; nothing happens in that epoch already, so a restored
-        position survives.
-        """
+        """Go to the beginning of an epoch, unless it is this one: a restored position survives."""
         if epoch != self.epoch:
             self.epoch = epoch
             self.consumed_samples = 0
@@ -85,7 +68,6 @@ class ResumableDistributedSampler(Sampler[int]):
         return iter(left[self.rank :: self.num_replicas])
 
     def __len__(self) -> int:
-        """Return this rank's samples from the position on."""
         left = max(0, self.num_samples - self.consumed_samples)
         return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
 
@@ -132,29 +114,24 @@ class DeepSpeedDataLoader:
     does.
 
     Args:
-        dataset: with or without random access.
-        batch_size: samples per batch on this rank.
-        pin_memory: load into page-locked memory (ignored by hosts without a device, which have
-            none).
-        local_rank: kept for scripts that pass it; the share of data follows from the data-parallel
-            rank alone.
-        tput_timer: throughput timer, whose ``start()`` is called before each batch is fetched; or
+        dataset: With or without random access.
+        batch_size: Samples per batch on this rank.
+        pin_memory: Load into page-locked memory (not on hosts without a device).
+        local_rank: No effect: the share of data follows from the data-parallel rank alone.
+        tput_timer: Throughput timer, whose ``start()`` is called before each batch is fetched; or
             None.
-        collate_fn: makes a batch of samples.
-        num_local_io_workers: worker processes; None for none.
-        data_sampler: order of samples to use instead of the loader's own; it must know its rank by
+        collate_fn: Makes a batch of samples.
+        num_local_io_workers: Worker processes; None for none.
+        data_sampler: Order of samples to use instead of the loader's own; it must know its rank by
             itself.
         data_parallel_world_size, data_parallel_rank: None for the default process group's.
-        dataloader_drop_last: drop the last incomplete batch.
+        dataloader_drop_last: Drop the last incomplete batch.
         deepspeed_dataloader_config: ``seed`` (0) and ``shuffle`` (true).
 
     Attributes:
         post_process_func: Called as ``fn(batch, state)`` with each batch that a
             `DeepSpeedDataSampler` has chosen, and its ``state_dict()`` of that step; what it
             returns is handed out.
-
-    Raises:
-        ValueError: a batch size below 1, or an unknown key in ``deepspeed_dataloader_config``.
     """
 
     def __init__(
@@ -253,7 +230,7 @@ class DeepSpeedDataLoader:
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch; nothing happens in that epoch already."""
+        """Go to the beginning of an epoch, unless it is this one."""
         if epoch != self.epoch:
             self._go_to(epoch, batches=0, samples=0)
 
@@ -329,10 +306,8 @@ class DeepSpeedDataLoader:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go to a position; the next batch is the first one that had not been handed out.
-
-        Raises:
-            ValueError: the dataset has another length than when the position was saved.
+        """Go to a position; the next batch is the first one that had not been handed out. A
+        ValueError refuses a dataset of another length.
         """
         length = len(self.dataset) if self.data_sampler is not None else None
         if state_dict["num_samples"] != length:
@@ -364,7 +339,6 @@ class DeepSpeedDataLoader:
 
 
 def _data_parallel_place(world: int | None, rank: int | None) -> tuple[int, int]:
-    """Return data-parallel size and rank, those of the default group where not given."""
     started = dist.is_initialized()
     if world is None:
         world = dist.get_world_size() if started else 1
@@ -374,11 +348,7 @@ def _data_parallel_place(world: int | None, rank: int | None) -> tuple[int, int]
 
 
 class RepeatingLoader:
-    """A loader that starts over at its end, for training by steps instead of epochs.
-
-    Args:
-        loader: any iterable that can be iterated several times.
-    """
+    """A loader that starts over at its end, for training by steps instead of epochs."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -389,7 +359,6 @@ class RepeatingLoader:
         return self
 
     def __len__(self) -> int:
-        """Return the batches of one round."""
         return len(self.loader)
 
     def __next__(self) -> Any:
@@ -402,11 +371,9 @@ class RepeatingLoader:
             return next(self.data_iter)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position."""
         state: dict[str, Any] = self.loader.state_dict()
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go to a position of the loader."""
         self.loader.load_state_dict(state_dict)
         self.data_iter = None

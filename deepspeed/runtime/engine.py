@@ -1,10 +1,8 @@
 """The training engine: forward, backward, step.
 
 Reads from top to bottom as a micro-batch lives: construction, forward, backward, reduction, step,
-and the engine's end. Who owns gradients and how a step goes is the optimizer's
-(`optimizers.StepSequence`), what is the boundary the tracker's. What else scripts call, and a plain
-`loss.backward()` that the engine does not run itself, are parts that it has (`engine_parts`), one
-subject a file.
+and the engine's end. What else scripts call, and a plain `loss.backward()` that the engine does not
+run itself, are parts that it has (`engine_parts`), one subject a file.
 """
 
 from __future__ import annotations
@@ -64,9 +62,8 @@ __getattr__ = lazy_attributes(__name__)
 
 
 def autocast_if_enabled(engine: DeepSpeedEngine) -> AbstractContextManager[Any]:
-    """A context of the engine's `torch_autocast`, as its own forward has it; otherwise of nothing.
-
-    For scripts that write an engine's forward anew.
+    """Enter the engine's `torch_autocast`, as its own forward does, or nothing; for scripts that
+    write an engine's forward anew.
     """
     if not engine.torch_autocast_enabled():
         return nullcontext()
@@ -95,14 +92,11 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         dont_change_device: Leave the model where it is.
 
     Attributes:
-        module: The model.
-        parallel_map: Which ranks share what.
         optimizer: What `initialize` returns: the wrapper, or at stage 0 without masters the
             client's own optimizer.
         lr_scheduler: Stepped by the engine after each applied step; clients may set it to None to
             step it themselves.
-        global_steps: Optimizer steps, skipped ones included.
-        global_samples: Samples seen.
+        global_steps, global_samples: Optimizer steps, skipped ones included, and samples seen.
         monitor: Where scripts can write metrics of their own: `monitor.write_events([(name, value,
             step)])`.
     """
@@ -209,7 +203,6 @@ class DeepSpeedEngine(EngineFace, nn.Module):
 
     # A name of upstream's that clients put functions of their own under.
     def _broadcast_model(self) -> None:
-        """Give all ranks that hold a parameter or buffer the same values."""
         broadcast_model(self.module, self.model_ranks)
 
     def _start_counters(self) -> None:
@@ -254,7 +247,7 @@ class DeepSpeedEngine(EngineFace, nn.Module):
     # Forward
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's forward, under autocast if configured."""
+        """Call the model, under autocast if configured."""
         self._require_states("forward")
         if self.training:
             kwargs |= self._data.arguments_of_curriculum()
@@ -283,8 +276,8 @@ class DeepSpeedEngine(EngineFace, nn.Module):
     # Backward
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` divided by the accumulation steps and times the loss scale; call `.backward()` on
-        the result.
+        """Divide `loss` by the accumulation steps and multiply it by the loss scale; call
+        `.backward()` on the result.
         """
         sequence = self._require_optimizer("scale")
         check_loss("scale", loss, needs_graph=True)
@@ -296,7 +289,7 @@ class DeepSpeedEngine(EngineFace, nn.Module):
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
-        """Backward of `loss`; gradients join the accumulation and, if it is their time, are
+        """Run backward of `loss`; gradients join the accumulation and, if it is their time, are
         reduced.
 
         Args:
@@ -322,7 +315,7 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         return loss
 
     def _begin_managed_backward(self) -> StepSequence:
-        """A backward begins whose loss, or incoming gradient, the engine has divided and scaled
+        """Begin a backward whose loss, or incoming gradient, the engine has divided and scaled
         itself.
         """
         sequence = self._require_optimizer("backward")
@@ -335,7 +328,6 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         return sequence
 
     def _gradient_scope(self) -> GradientScope:
-        """Whose contributions make up a gradient, for observers."""
         ranks = self.model_ranks
         parts = self._sequence_parts
         return GradientScope(
@@ -347,12 +339,8 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         )
 
     def _begin_window(self, plain: bool, foreign: Foreign | None = None) -> None:
-        """Micro-batches of one step are divided at different places, so they must all be managed or
-        all be plain.
-
-        Args:
-            plain: Whether the backward that begins is.
-            foreign: Whose it is, if another engine's.
+        """Refuse managed and plain backwards (of `foreign` engines too) in one step: they are
+        divided at different places.
         """
         self._sequence_parts.opened()
         window = self.tracker.window
@@ -382,7 +370,7 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         self.tracker.state = BackwardState.IDLE
 
     def _backward_epilogue(self) -> None:
-        """After the last gradient of a backward.
+        """Reduce after the last gradient of a backward.
 
         [fix 4] The order is the fix: the micro-batch at hand joins the accumulator, *then* the
         accumulator is reduced. Reduced first, the boundary micro-batch would be added to an already
@@ -404,7 +392,7 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         sequence.observer.closed()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Reduce what this micro-batch has to reduce. The bucket size is the configuration's
+        """Reduce what this micro-batch has to reduce, in buckets of the configured
         `reduce_bucket_size`.
         """
         planned = self._config.zero_config.reduce_bucket_size
@@ -422,10 +410,8 @@ class DeepSpeedEngine(EngineFace, nn.Module):
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Several backwards, one reduction: as `no_sync()`, and reduces at the end of the block.
-
-        Raises:
-            MisuseError: With `managed_gradient_accumulation: false`.
+        """Run several backwards and one reduction: as `no_sync()`, and reduces at the end of the
+        block. Refused with `managed_gradient_accumulation: false`.
         """
         self._refuse_unmanaged("coalesce_grad_reduction")
         with self.tracker.no_sync():
@@ -436,13 +422,10 @@ class DeepSpeedEngine(EngineFace, nn.Module):
     # Step
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """End the micro-batch; at the boundary, step optimizer and schedule.
+        """End the micro-batch; at the boundary, step optimizer and schedule. Raises inside
+        `no_sync()`.
 
-        Args:
-            lr_kwargs: Passed to `lr_scheduler.step`.
-
-        Raises:
-            RuntimeError: Inside `no_sync()`.
+        `lr_kwargs` are passed to `lr_scheduler.step`.
         """
         self._require_optimizer("step")
         if self.inside_no_sync_ctxt:
@@ -509,7 +492,6 @@ class DeepSpeedEngine(EngineFace, nn.Module):
             )
 
     def _require_states(self, what: str) -> None:
-        """Refuse to use what has been moved away."""
         if self._sequence is not None:
             self._sequence.require_states(what)
         elif self._device_memory.weights is not None:
@@ -518,12 +500,10 @@ class DeepSpeedEngine(EngineFace, nn.Module):
     # The rest of the engine's life
 
     def train(self, mode: bool = True) -> DeepSpeedEngine:
-        """Set training mode of engine and model."""
         super().train(mode)
         return self
 
     def eval(self) -> DeepSpeedEngine:
-        """Set evaluation mode of engine and model."""
         return self.train(False)
 
     def destroy(self) -> None:

@@ -23,7 +23,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:
-    """The 2-norm of a whole from the 2-norms of its parts."""
+    """Compute the 2-norm of a whole from the 2-norms of its parts."""
     return float(sum(norm**2 for norm in norm_list)) ** 0.5
 
 
@@ -34,7 +34,7 @@ def get_global_norm_of_tensors(
     use_graph: bool = False,
     moe_ep_group: Any = None,
 ) -> torch.Tensor:
-    """The norm of all elements, 0-d fp32, over the model-parallel and the expert ranks too.
+    """Measure all elements, 0-d fp32, over the model-parallel and the expert ranks too.
 
     Args:
         input_tensors: What to measure.
@@ -42,9 +42,6 @@ def get_global_norm_of_tensors(
         mpu: Knows the model-parallel group; None: there is none.
         use_graph: Not supported.
         moe_ep_group: Ranks that hold other experts; None: there are none.
-
-    Raises:
-        ValueError: For another norm, or `use_graph`.
     """
     if norm_type not in (2, float("inf")) or use_graph:
         raise ValueError(
@@ -93,10 +90,8 @@ def _norm_of_parameters(
 def get_flattened_grad_norm(
     parameters: Any, norm_type: float = 2, mpu: Any = None, grad_norm_mask: Any = None
 ) -> float:
-    """The norm of `param.grad` of all parameters, over the model-parallel ranks too.
-
-    Raises:
-        ValueError: For `grad_norm_mask`, which belongs to upstream's flat buffers.
+    """Measure `param.grad` of all parameters, over the model-parallel ranks too; `grad_norm_mask`
+    belongs to upstream's flat buffers and is refused.
     """
     if grad_norm_mask is not None:
         raise ValueError("get_flattened_grad_norm(grad_norm_mask=...): leave it out")
@@ -104,18 +99,13 @@ def get_flattened_grad_norm(
 
 
 def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
-    """The norm of the parameters themselves, over the model-parallel ranks too."""
+    """Measure the parameters themselves, over the model-parallel ranks too."""
     return _norm_of_parameters(parameters, lambda param: param.detach(), norm_type, mpu)
 
 
 class CheckOverflow:
-    """Looks for gradients that are not finite, on this rank and the others.
-
-    Args:
-        param_groups: Parameters whose `param.grad` is looked at: a list of lists.
-        mpu: Knows the model-parallel group; None: all ranks are asked.
-        zero_reduce_scatter: No effect: all ranks are asked anyway.
-        deepspeed: The same.
+    """Looks for gradients that are not finite in a list of lists of parameters, on this rank and
+    those of `mpu`'s model-parallel group (None: all).
     """
 
     def __init__(
@@ -129,14 +119,14 @@ class CheckOverflow:
         self.params = [param for group in param_groups or () for param in group]
 
     def check(self, param_groups: Any = None) -> bool:
-        """Whether any gradient of `param_groups`, or of those given to the constructor, is not
+        """Tell whether any gradient, of `param_groups` or those given to the constructor, is not
         finite on some rank. Collective.
         """
         given = [self.params] if param_groups is None else param_groups
         return self.has_overflow([param for group in given for param in group])
 
     def has_overflow_serial(self, params: Iterable[torch.Tensor]) -> bool:
-        """The same on this rank alone."""
+        """Tell the same of this rank alone."""
         return any(
             bool(self._has_inf_or_nan(param.grad, index))
             for index, param in enumerate(params)
@@ -146,7 +136,6 @@ class CheckOverflow:
     def has_overflow(
         self, params: Iterable[torch.Tensor], has_moe_params: bool | None = None
     ) -> bool:
-        """The same on all ranks (with an mpu: on those that share the model). Collective."""
         return self._on_any_rank(self.has_overflow_serial(params))
 
     def _on_any_rank(self, own: bool) -> bool:
@@ -157,11 +146,8 @@ class CheckOverflow:
         return bool(flag.item())
 
     def check_using_norm(self, norm_group: Iterable[float], reduce_overflow: bool = True) -> bool:
-        """Whether a norm is -1, which upstream writes for one that is not finite, or not finite.
-
-        Args:
-            norm_group: The norms.
-            reduce_overflow: Ask the other ranks too, as `has_overflow`; collective then.
+        """Tell whether a norm is not finite, or -1, as upstream writes that; with `reduce_overflow`
+        on any rank, and collective.
         """
         own = any(norm == -1 or not math.isfinite(norm) for norm in norm_group)
         return self._on_any_rank(own) if reduce_overflow else own
@@ -175,13 +161,7 @@ class CheckOverflow:
 
 
 class PartitionedTensor:
-    """A tensor of which each rank of a group keeps an equal part.
-
-    Args:
-        tensor: The whole, equal on all ranks of the group.
-        group: The ranks.
-        partition_meta: Not supported: `from_meta` reads it.
-    """
+    """A tensor, equal on all ranks of a group, of which each keeps an equal part."""
 
     def __init__(self, tensor: torch.Tensor, group: Any, partition_meta: Any = None) -> None:
         if partition_meta is not None:
@@ -198,7 +178,7 @@ class PartitionedTensor:
     def from_meta(
         cls, meta: torch.Tensor, local_part: torch.Tensor, group: Any, device: Any = "cpu"
     ) -> PartitionedTensor:
-        """What `to_meta` and `data` describe. The group has as many ranks as it had there."""
+        """Make what `to_meta` and `data` describe, in a group of as many ranks."""
         numbers = [int(number) for number in meta.tolist()]
         dims, rest = numbers[0], numbers[1:]
         made = cls.__new__(cls)
@@ -220,29 +200,24 @@ class PartitionedTensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.local_data.device)
 
     def full(self, device: Any = None) -> torch.Tensor:
-        """The whole, gathered. All ranks of the group call it."""
+        """Gather the whole. All ranks of the group call it."""
         bounds = zip(self.partition, self.partition[1:], strict=False)
         shapes = [torch.Size((end - start,)) for start, end in bounds]
         flat = torch.cat(gather_shapes(self.local_data, shapes, self.group))
         return flat.view(self.orig_size).to(device or self.orig_device)
 
     def data(self) -> torch.Tensor:
-        """This rank's part, flat."""
         return self.local_data
 
     def local_size(self) -> torch.Size:
-        """Its size."""
         return self.local_data.size()
 
     def full_size(self) -> list[int]:
-        """Size of the whole."""
         return self.orig_size
 
 
 def align_dense_tensors(tensor_list: Sequence[torch.Tensor], alignment: int) -> list[torch.Tensor]:
-    """The tensors, with one of zeros behind them if the sum of their elements is no multiple of
-    `alignment`.
-    """
+    """Add a tensor of zeros if the sum of the elements is no multiple of `alignment`."""
     missing = -sum(tensor.numel() for tensor in tensor_list) % alignment
     return [*tensor_list, tensor_list[0].new_zeros(missing)] if missing else list(tensor_list)
 
@@ -255,7 +230,7 @@ def mask_nan_or_inf_with_val_inplace(
 
 
 def get_tensor_bytes(item: Any) -> int:
-    """Bytes of all tensors in nested lists, tuples and dicts."""
+    """Count the bytes of all tensors in nested lists, tuples and dicts."""
     if isinstance(item, torch.Tensor):
         return item.numel() * item.element_size()
     inner = item.values() if isinstance(item, dict) else item
@@ -264,7 +239,7 @@ def get_tensor_bytes(item: Any) -> int:
 
 
 def compare_tensors_in_structures(inputs1: Any, inputs2: Any) -> bool:
-    """Whether two lists or dicts have equal tensors and equal values at the same places."""
+    """Tell whether two lists or dicts have equal tensors and equal values at the same places."""
     if isinstance(inputs1, torch.Tensor) and isinstance(inputs2, torch.Tensor):
         return torch.equal(inputs1, inputs2.to(inputs1.device))
     if isinstance(inputs1, dict) and isinstance(inputs2, dict):
@@ -280,9 +255,7 @@ def compare_tensors_in_structures(inputs1: Any, inputs2: Any) -> bool:
 
 
 def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
-    """A copy of nested lists, tuples and dicts; what the criterion chooses is a copy on `device`,
-    detached.
-    """
+    """Copy nested lists, tuples and dicts; what the criterion chooses to `device`, detached."""
     moved = move_to_device(item, device, criterion_func)
 
     def own(value: Any) -> Any:
@@ -292,7 +265,7 @@ def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
 
 
 def maybe_loss_for_backward(value: Any) -> bool:
-    """Whether it may be a loss: a tensor of one element that something made."""
+    """Tell whether it may be a loss: a tensor of one element that something made."""
     return isinstance(value, torch.Tensor) and value.numel() == 1 and value.grad_fn is not None
 
 
@@ -300,7 +273,7 @@ def maybe_loss_for_backward(value: Any) -> bool:
 
 
 def filter_empty_parameters(params: Any) -> Any:
-    """Parameters, or optimizer groups, without those of no elements."""
+    """Take parameters of no elements out of a list of parameters, or of optimizer groups."""
     listed = list(params)
     if listed and isinstance(listed[0], dict):
         return [{**group, "params": filter_empty_parameters(group["params"])} for group in listed]
@@ -318,22 +291,15 @@ class DummyOptim:
 
 
 def get_ma_status() -> int:
-    """Bytes that tensors have allocated on the device; 0 on ranks other than the first."""
+    """Tell how many bytes tensors have allocated on the device; 0 on ranks other than the first."""
     if dist.is_initialized() and dist.get_rank() != 0:
         return 0
     return int(get_accelerator().memory_allocated())
 
 
 def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """Print the memory in use, as `see_memory_usage`, which the first rank does.
-
-    Args:
-        msg: What has just happened.
-        print_rank: 0 or -1: other ranks print nothing.
-        reset_max: No effect: the largest values start anew with each call.
-
-    Raises:
-        ValueError: For another rank.
+    """Print the memory in use, as `see_memory_usage`, which the first rank does: another
+    `print_rank` is refused.
     """
     if print_rank not in (-1, 0):
         raise ValueError(f"memory_status(print_rank={print_rank}): the first rank prints; give 0")
@@ -341,7 +307,7 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """`base(args, name=value)` as text."""
+    """Write `base(args, name=value)`."""
     told = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
     return f"{base}({', '.join(told)})"
 
@@ -350,11 +316,7 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:
-    """What all items are equal to.
-
-    Raises:
-        RuntimeError: If they differ, or there is none.
-    """
+    """Return what all items are equal to; a RuntimeError if they differ, or there is none."""
     unique = set(items)
     if len(unique) != 1:
         raise RuntimeError(f"expected one unique item, got {sorted(map(repr, unique))}")
@@ -367,7 +329,9 @@ def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
 
 
 def get_checkpoint_folder_size(save_dir: str, tag: str, local_rank: int | None = None) -> int:
-    """Bytes of a checkpoint's files, as this process sees them; whatever its `local_rank`."""
+    """Count the bytes of a checkpoint's files, as this process sees them; whatever its
+    `local_rank`.
+    """
     return sum(path.stat().st_size for path in Path(save_dir, tag).rglob("*") if path.is_file())
 
 
@@ -382,5 +346,5 @@ class noop_context:  # noqa: N801  # upstream's name
 
 
 def noop_decorator(func: Any) -> Any:
-    """`func` itself."""
+    """Return `func` itself."""
     return func

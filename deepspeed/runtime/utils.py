@@ -64,7 +64,7 @@ __getattr__ = lazy_attributes(
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested lists, tuples, dicts (model outputs are dicts) and dataclass-like
+    """Yield all tensors in nested lists, tuples, dicts (model outputs are dicts) and dataclass-like
     objects without nesting.
     """
     if isinstance(value, torch.Tensor):
@@ -84,15 +84,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def move_to_device(
     item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None
 ) -> Any:
-    """Nested lists, tuples and dicts with every tensor on `device`.
+    """Move every tensor (or what `criterion_func` chooses) in nested lists, tuples and dicts to
+    `device`.
 
     The host does not wait for copies from page-locked memory to a device: what lies there must not
     be overwritten before they are done (a data loader's batches are not).
-
-    Args:
-        item: What to move.
-        device: Where to.
-        criterion_func: Move only items for which it returns True.
     """
     if criterion_func(item) if criterion_func is not None else hasattr(item, "to"):
         if isinstance(item, torch.Tensor) and torch.device(device).type != "cpu":

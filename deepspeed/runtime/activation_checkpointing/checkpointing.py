@@ -3,8 +3,7 @@ being kept.
 
 `checkpoint` runs a nested backward per function (reentrant); `non_reentrant_checkpoint`, which is
 torch's with our settings around it, recomputes inside of the one backward. Both restore random
-states and autocast, and save their inputs as `configure` says (`saved_inputs`); `recomputed` leaves
-them where they are.
+states and autocast, and save their inputs as `configure` says (`saved_inputs`).
 """
 
 from __future__ import annotations
@@ -107,9 +106,6 @@ def configure(
         checkpoint_in_cpu: Save in host memory.
         synchronize: Wait for the device at the boundaries of each checkpointed function.
         profile: Log the time of each checkpointed function and of its recomputation.
-
-    Raises:
-        DeepSpeedConfigError: For settings that cannot be honoured together.
     """
     block = _block_of(deepspeed_config)
     chosen = settings.Settings(
@@ -218,7 +214,6 @@ class CheckpointFunction(torch.autograd.Function):
     def forward(
         ctx: Any, run_function: Callable[..., Any], all_outputs: list[Any], *args: Any
     ) -> Any:
-        """Run without a graph; keep the arguments."""
         tensors, ctx.others, ctx.flags = extract_tensors(args)
         ctx.run_function = run_function
         ctx.surroundings = Surroundings()
@@ -239,7 +234,6 @@ class CheckpointFunction(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        """Run again, with a graph, and through it."""
         if not torch.autograd._is_checkpoint_valid():
             raise RuntimeError(
                 "torch.autograd.grad(), or backward(inputs=...), through "
@@ -302,19 +296,15 @@ class _Flat:
         return tuple(results)
 
     def nested(self, leaves: Sequence[Any]) -> Any:
-        """Nest these leaves as the function's result."""
         return pytree.tree_unflatten(leaves, self._results)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `function(*args, **kwargs)`, keeping its arguments, and again in backward.
 
-    Tensors may lie anywhere in nested arguments and results, and need not require gradients.
-    Without gradients to compute, the function is just called.
-
-    Returns:
-        The function's result. As upstream: a tuple or list at the top comes as a tuple, or, of one
-        element, as that element.
+    Tensors may lie anywhere in nested arguments and results, and need not require gradients. The
+    result is the function's; as upstream, a tuple or list at the top comes as a tuple, or, of one
+    element, as that element.
 
     Raises:
         RuntimeError: The function modifies an argument in place; or, in backward, under

@@ -1,7 +1,7 @@
 """What recomputation must find as forward found it: random states and autocast.
 
 Owns the tracker of named random states, with which tensor-parallel ranks draw different numbers in
-one place and equal ones in another. Knows nothing of saved activations.
+one place and equal ones in another.
 """
 
 from __future__ import annotations
@@ -26,21 +26,18 @@ class CudaRNGStatesTracker:
         self.seeds_: set[int] = set()
 
     def reset(self) -> None:
-        """Forget all states."""
         self.states_ = {}
         self.seeds_ = set()
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """A copy of the states by name."""
         return dict(self.states_)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        """Put back what `get_states` gave."""
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Make a state from a seed; the accelerator's own stays as it is. ValueError if the name or
-        the seed is taken: two equal states would draw the same numbers.
+        """Make a state from a seed; the accelerator's own stays as it is. A name or a seed that is
+        taken is refused: two equal states would draw the same numbers.
         """
         if seed in self.seeds_:
             raise ValueError(
@@ -87,7 +84,7 @@ def _set_cuda_rng_state(new_state: torch.Tensor, device: int = -1) -> None:
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """The process's tracker."""
+    """Return the process's tracker."""
     return _CUDA_RNG_STATE_TRACKER
 
 

@@ -43,12 +43,12 @@ def is_activation_to_checkpoint(item: Any) -> bool:
 
 
 def get_partition_size(item: torch.Tensor) -> int:
-    """Elements of each rank's part; the last ranks' parts may be padded."""
+    """Count the elements of each rank's part; the last ranks' parts may be padded."""
     return -(-item.numel() // settings.current().group_size)
 
 
 def get_partition_start(item: torch.Tensor) -> int:
-    """The first element of this rank's part."""
+    """Find the first element of this rank's part."""
     return get_partition_size(item) * settings.current().group_rank
 
 
@@ -62,7 +62,7 @@ def part_of(flat: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
 
 
 def whole_of(part: torch.Tensor, numel: int) -> torch.Tensor:
-    """All ranks' parts in one, [numel]. Collective over the tensor-parallel group."""
+    """Gather all ranks' parts, [numel]. Collective over the tensor-parallel group."""
     chosen = settings.current()
     whole = torch.empty(part.numel() * chosen.group_size, dtype=part.dtype, device=part.device)
     dist.all_gather_into_tensor(whole, part, group=chosen.group)
@@ -78,9 +78,7 @@ def _order_in_memory(tensor: torch.Tensor) -> list[int]:
 
 
 class Block:
-    """A part of a long buffer, flat; whoever drops it gives it back, with the event of its last
-    use.
-    """
+    """A part of a long buffer, flat; dropping it gives it back, with the event of its last use."""
 
     def __init__(self, memory: torch.Tensor, free: list[tuple[torch.Tensor, Any]]) -> None:
         self.memory = memory
@@ -88,7 +86,6 @@ class Block:
         self._last_use: Any = None
 
     def used(self) -> None:
-        """The current stream was given work on it."""
         self._last_use = get_accelerator().Event()
         self._last_use.record()
 
@@ -134,15 +131,8 @@ class _AsIs:
 
 @dataclass(frozen=True)
 class _Packed:
-    """An input that was moved.
-
-    Attributes:
-        content: The whole or this rank's part, flat in the order of memory.
-        shape: The input's shape, dimensions ordered as in memory.
-        order: Which dimension stands where in `shape`.
-        device: Where the input was.
-        is_part: Whether `content` is a part.
-        block: The block that `content` lies in, if it does.
+    """An input that was moved: `content` is the whole or this rank's part, flat in the order of
+    memory; `order` says which dimension stands where in `shape`, which is ordered as in memory.
     """
 
     content: torch.Tensor
@@ -179,7 +169,6 @@ class InputStore:
         return self.settings.partition_activations and self.settings.group_size > 1
 
     def hooks(self) -> AbstractContextManager[Any]:
-        """Within it, inputs of checkpointed functions are saved here."""
         if not (self._parts or self._to_host or self._buffers):
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
@@ -190,7 +179,6 @@ class InputStore:
             self._buffers = LongBuffers(self.settings.num_checkpoints)
 
     def pack(self, tensor: torch.Tensor) -> _AsIs | _Packed:
-        """Save one input."""
         if not is_activation_to_checkpoint(tensor):
             return _AsIs(tensor, tensor._version)
         order = _order_in_memory(tensor)
@@ -200,7 +188,7 @@ class InputStore:
         return _Packed(content, shape, order, tensor.device, self._parts, block)
 
     def _kept(self, flat: torch.Tensor) -> tuple[torch.Tensor, Block | None]:
-        """A copy of this rank's part, or of all of it, on the device."""
+        """Copy this rank's part, or all of it, on the device."""
         numel = get_partition_size(flat) if self._parts else flat.numel()
         block = (
             self._buffers.take(flat, numel, on_host=False) if self._buffers is not None else None
@@ -274,7 +262,7 @@ _store: InputStore | None = None
 
 
 def store() -> InputStore:
-    """The store of the settings in force."""
+    """Return the store of the settings in force."""
     global _store
     chosen = settings.current()
     if _store is None or _store.settings is not chosen:

@@ -1,4 +1,4 @@
-"""What `deepspeed.checkpointing.configure` has chosen, and its checks. Owns no tensors."""
+"""What `deepspeed.checkpointing.configure` has chosen, and its checks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from deepspeed.utils.bwc import (
 
 @dataclass(frozen=True)
 class Settings:
-    """How checkpointed functions save their inputs: the arguments of `configure`, and whether the
-    user's script called it, and not an engine (`by_client`).
-    """
+    """The arguments of `configure`, and whether the user's script called it (`by_client`)."""
 
     mpu: Any = None
     partition_activations: bool = False
@@ -54,17 +52,14 @@ class Settings:
 
     @property
     def group(self) -> Group:
-        """The tensor-parallel group; None if nobody knows one."""
         return bwc_tensor_model_parallel_group(self._unit)
 
     @property
     def group_size(self) -> int:
-        """The number of tensor-parallel ranks."""
         return bwc_tensor_model_parallel_world_size(self._unit)
 
     @property
     def group_rank(self) -> int:
-        """This process's place among them."""
         return bwc_tensor_model_parallel_rank(self._unit)
 
 
@@ -73,12 +68,12 @@ _is_configured = False
 
 
 def current() -> Settings:
-    """The settings in force."""
+    """Return the settings in force."""
     return _current
 
 
 def is_configured() -> bool:
-    """Whether they were chosen, and are not the defaults for want of a choice."""
+    """Tell whether they were chosen, and are not the defaults for want of a choice."""
     return _is_configured
 
 

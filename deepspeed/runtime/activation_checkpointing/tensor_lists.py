@@ -1,6 +1,4 @@
-"""Flat argument lists under upstream's names: tensors apart from the rest, detached, partitioned or
-offloaded one by one.
-"""
+"""Flat argument lists under upstream's names."""
 
 from __future__ import annotations
 
@@ -24,8 +22,7 @@ def extract_tensors(
     """Take the tensors of a tuple or list apart from the rest; `merge_tensors` puts them together.
 
     Returns:
-        Tensors, other objects, and for each object of `all_objects` whether it is a tensor; each of
-        the type of `all_objects`.
+        Tensors, other objects, and for each object whether it is a tensor, each of the given type.
     """
     flags = [isinstance(item, torch.Tensor) for item in all_objects]
     tensors = [item for item, is_tensor in zip(all_objects, flags, strict=True) if is_tensor]
@@ -40,7 +37,7 @@ def merge_tensors(
     non_tensor_objects: Sequence[Any],
     tensor_flags: Sequence[bool],
 ) -> tuple[Any, ...]:
-    """What `extract_tensors` took apart."""
+    """Put together what `extract_tensors` took apart."""
     tensors, others = iter(tensor_objects), iter(non_tensor_objects)
     return tuple(next(tensors) if is_tensor else next(others) for is_tensor in tensor_flags)
 
@@ -49,7 +46,7 @@ def detach_variable(
     inputs: tuple[Any, ...], device: torch.device | str | None = None
 ) -> tuple[Any, ...]:
     """Cut each tensor of a tuple off from its graph, on `device` if given, requiring a gradient if
-    it did; other objects stay. RuntimeError for what is no tuple.
+    it did; other objects stay.
     """
     if not isinstance(inputs, tuple):
         raise RuntimeError(
@@ -69,12 +66,8 @@ def _detached(tensor: torch.Tensor, device: torch.device | str | None) -> torch.
 def partition_activations(
     args: Sequence[Any], cpu_checkpoint: bool, contiguous_checkpoint: bool
 ) -> list[Any]:
-    """Take this rank's part ([partition size], padded) of each activation of `args`; others stay.
-
-    Args:
-        args: Arguments of a checkpointed function.
-        cpu_checkpoint: Put parts into host memory.
-        contiguous_checkpoint: Cut the parts of one dtype out of one buffer.
+    """Take this rank's part ([partition size], padded) of each activation of `args`, into host
+    memory or out of one buffer per dtype if asked; others stay.
     """
     activations = [item for item in args if is_activation_to_checkpoint(item)]
     sizes = [get_partition_size(item) for item in activations]
@@ -109,8 +102,8 @@ def _blocks(activations: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[t
 def get_partitioned_activations_for_backward(
     args: Sequence[Any], inputs: Sequence[Any], contiguous_checkpoint: bool
 ) -> list[Any]:
-    """List what to save of `args`, given their parts `inputs` of `partition_activations`: two
-    entries each, the part and its whole shape; other objects with None.
+    """List what to save of `args`, given their parts `inputs`: two entries each, the part and its
+    whole shape; other objects with None.
     """
     saved: list[Any] = []
     for item, part in zip(args, inputs, strict=True):
@@ -123,8 +116,8 @@ def get_partitioned_activations_for_backward(
 def gather_partitioned_activations(
     tensors: Sequence[Any], device: torch.device | str | None = None
 ) -> tuple[Any, ...]:
-    """Gather inputs from pairs of a part and its whole shape, or of an object and None, one after
-    the other, on `device` (None is the accelerator). Collective over the tensor-parallel group.
+    """Gather inputs from pairs of a part and its whole shape, or of an object and None, on `device`
+    (None is the accelerator). Collective over the tensor-parallel group.
     """
     target = torch.device(get_accelerator().current_device_name() if device is None else device)
     whole = []
@@ -152,14 +145,14 @@ def get_cpu_activations_for_backward(args: Sequence[Any], inputs: Sequence[Any])
 
 
 def get_offloaded_activations_for_backward(args: Sequence[Any], engine: Any) -> list[Any]:
-    """`args` with each activation replaced by what `engine.offload_input(activation)` returns."""
+    """Replace each activation by what `engine.offload_input(activation)` returns."""
     return [
         engine.offload_input(item) if is_activation_to_checkpoint(item) else item for item in args
     ]
 
 
 def restore_offloaded_activations(tensors: Sequence[Any], engine: Any) -> tuple[Any, ...]:
-    """The inverse: each tensor replaced by what `engine.restore_input(tensor)` returns."""
+    """Replace each tensor by what `engine.restore_input(tensor)` returns."""
     return tuple(
         engine.restore_input(item) if isinstance(item, torch.Tensor) else item for item in tensors
     )

@@ -36,12 +36,6 @@ class CurriculumScheduler:
                             on
             custom          nothing: what `set_custom_get_difficulty` is given
         block: Where in the configuration, for errors.
-
-    Attributes:
-        custom_get_difficulty: The function of a custom schedule; None before it is set.
-
-    Raises:
-        DeepSpeedConfigError: For a key that is missing, unknown, or makes no sense.
     """
 
     def __init__(self, config: Mapping[str, Any], block: str = BLOCK) -> None:
@@ -59,11 +53,10 @@ class CurriculumScheduler:
         self._schedule = checks.schedule(config, self._type)
 
     def get_current_difficulty(self) -> int:
-        """That of the last `update_difficulty`; the least before."""
+        """Return the difficulty of the last `update_difficulty`; the least before."""
         return self._current
 
     def set_current_difficulty(self, difficulty: int) -> None:
-        """Set it until the next `update_difficulty`."""
         self._current = difficulty
 
     def set_custom_get_difficulty(self, schedule_function: Schedule) -> None:
@@ -76,12 +69,7 @@ class CurriculumScheduler:
         return self._current
 
     def get_difficulty(self, global_steps: int) -> int:
-        """The difficulty of a step, which counts from 1.
-
-        Raises:
-            DeepSpeedConfigError: If the schedule is custom and has no function yet.
-            ValueError: If that function returns no positive whole number.
-        """
+        """Return the difficulty of a step, which counts from 1."""
         if self._type == CUSTOM:
             return self._custom(global_steps)
         if self._type == FIXED_DISCRETE:
@@ -114,7 +102,6 @@ class CurriculumScheduler:
         return int(difficulty)
 
     def get_state(self) -> dict[str, Any]:
-        """Plain data: the schedule and the current difficulty."""
         return {
             "min_difficulty": self._min,
             "max_difficulty": self._max,
@@ -144,11 +131,9 @@ class _Checks:
         self._block = block
 
     def wrong(self, key: str, value: Any, expected: str) -> DeepSpeedConfigError:
-        """The error of a value."""
         return DeepSpeedConfigError(f"{self._block}.{key}: {value!r}: expected {expected}")
 
     def given(self, config: Mapping[str, Any], key: str, block: str = "") -> Any:
-        """The value of a key that the schedule needs."""
         if config.get(key) is None:
             raise DeepSpeedConfigError(
                 f"{self._block}.{block}{key} is missing; the schedule needs it"
@@ -156,14 +141,13 @@ class _Checks:
         return config[key]
 
     def whole(self, value: Any, key: str, least: int) -> int:
-        """A whole number."""
         number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
         if number is None or number != int(number) or number < least:
             raise self.wrong(key, value, f"a whole number of at least {least}")
         return int(number)
 
     def schedule(self, config: Mapping[str, Any], schedule_type: str) -> dict[str, Any]:
-        """The `schedule_config`, its numbers as integers."""
+        """Read the `schedule_config`, its numbers as integers."""
         keys = _KEYS.get(schedule_type)
         if keys is None:
             raise self.wrong("schedule_type", schedule_type, "one of " + ", ".join(_KEYS))

@@ -20,18 +20,11 @@ ARGUMENT = "curriculum_seqlen"
 def make_scheduler(
     block: CurriculumConfig, model: nn.Module, calls_model: bool, num_sequence_ranks: int
 ) -> CurriculumScheduler | None:
-    """The scheduler of the configuration's block, if it is on.
+    """Make the scheduler of the configuration's block, if it is on; refuse a model that cannot be
+    told the length of sequences, and ranks that share them.
 
-    Args:
-        block: `curriculum_learning`.
-        model: What is trained.
-        calls_model: Whether the engine calls it as a whole; a pipeline's parts are called one by
-            one, and its script cuts batches in `set_batch_fn`.
-        num_sequence_ranks: Ranks that share a sequence.
-
-    Raises:
-        DeepSpeedConfigError: For a schedule that makes no sense, a model that cannot be told the
-            length, or ranks that share sequences.
+    A pipeline's engine does not call the model as a whole: its script cuts batches in
+    `set_batch_fn`.
     """
     if not block.enabled:
         return None

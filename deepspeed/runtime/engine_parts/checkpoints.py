@@ -39,9 +39,6 @@ class EngineCheckpoints:
             save_latest: Let the `latest` file name it.
             exclude_frozen_parameters: Leave frozen parameters out of the weights.
 
-        Returns:
-            True.
-
         Raises:
             CheckpointError: On every rank if any could not write, or an earlier save in the
                 background has failed; an earlier checkpoint of that tag is untouched. Inside a
@@ -102,11 +99,8 @@ class EngineCheckpoints:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The model's state dict, in the model's dtype; what is saved as its weights.
-
-        Args:
-            destination, prefix, keep_vars: As torch's.
-            exclude_frozen_parameters: Leave frozen parameters out.
+        """Return the model's state dict, in the model's dtype, as it is saved; `destination`,
+        `prefix` and `keep_vars` are torch's.
         """
         return self._checkpoint.module_state_dict(
             destination, prefix, keep_vars, exclude_frozen_parameters
@@ -137,14 +131,9 @@ class EngineCheckpoints:
     ) -> bool:
         """Save the weights alone, in the model's dtype, as one file. All ranks must call it.
 
-        Args:
-            save_dir: Folder, made if it is not there.
-            save_filename: Name in it.
-            exclude_frozen_parameters: Leave frozen parameters out.
-
         Returns:
             True; False, and nothing is saved, at ZeRO stage 3 without
-            `stage3_gather_16bit_weights_on_model_save`.
+                `stage3_gather_16bit_weights_on_model_save`.
 
         Raises:
             CheckpointError: On every rank if it could not be written.

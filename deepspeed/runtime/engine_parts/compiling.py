@@ -33,15 +33,9 @@ class EngineCompiling:
         model without such blocks is compiled as a whole. At ZeRO stage 3 it is the forwards of
         blocks, so that gathering stays outside of graphs.
 
-        Args:
-            backend: torch.compile backend; None is the accelerator's.
-            compile_kwargs: Further arguments of torch.compile.
-            schedule: DeepCompile schedules are not supported.
-            compiled_autograd_enabled: Not supported: gradient hooks would be traced into the graph.
-
-        Raises:
-            NotImplementedError: For what is not supported, as are experts that `expert_parallel`
-                spreads at stage 3.
+        `backend` is torch.compile's (None: the accelerator's), as `compile_kwargs`. DeepCompile
+        schedules, compiled autograd (gradient hooks would be traced into the graph), and at stage 3
+        experts that `expert_parallel` spreads raise NotImplementedError.
         """
         if schedule is not None or compiled_autograd_enabled:
             raise NotImplementedError(

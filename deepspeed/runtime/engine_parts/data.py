@@ -33,9 +33,7 @@ class EngineData:
         collate_fn: Callable[[Any], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """A loader of this rank's part of `dataset`, resumable from checkpoints if it is the
-        training one.
-        """
+        """Make a loader of this rank's part of `dataset`, resumable if it is the training one."""
         batch_size = batch_size or self._engine._config.train_micro_batch_size_per_gpu
         if data_sampler is None and route == "train":
             data_sampler = self._sampler_of(dataset, batch_size)
@@ -70,7 +68,7 @@ class EngineData:
             )
 
     def _sampler_of(self, dataset: Any, micro_batch: int) -> DeepSpeedDataSampler | None:
-        """What `data_efficiency.data_sampling` orders a dataset by, if it is on."""
+        """Make what `data_efficiency.data_sampling` orders a dataset by, if it is on."""
         block = self._engine._config.tree.data_efficiency
         if not self._chooses_samples:
             return None
@@ -91,16 +89,14 @@ class EngineData:
 
     @staticmethod
     def is_map_style_dataset(obj: Any) -> bool:
-        """Whether a dataset is read by index."""
         return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
 
     @staticmethod
     def is_iterable_style_dataset(obj: Any) -> bool:
-        """Whether a dataset is only iterated."""
         return isinstance(obj, IterableDataset)
 
     def arguments_of_curriculum(self) -> dict[str, Any]:
-        """Go to the difficulty of the step at hand; what the model is given for it."""
+        """Go to the difficulty of the step at hand, and return what the model is given for it."""
         scheduler = self._engine.curriculum_scheduler_legacy
         if scheduler is None:
             return {}
@@ -113,12 +109,8 @@ class EngineData:
     ) -> None:
         """Give custom schedules their functions of the step, which counts from 1.
 
-        Args:
-            schedule_func_dict: Functions under the `curriculum_type` of `curriculum_learning`, or
-                the names of metrics that `training_dataloader` chooses samples by.
-
-        Raises:
-            DeepSpeedConfigError: If there is no custom schedule of a name.
+        `schedule_func_dict` has functions under the `curriculum_type` of `curriculum_learning`, or
+        the names of metrics that `training_dataloader` chooses samples by.
         """
         custom = {
             name: scheduler
@@ -135,7 +127,6 @@ class EngineData:
             custom[name].set_custom_get_difficulty(function)
 
     def _schedulers(self) -> dict[str, CurriculumScheduler]:
-        """All schedules by the name of what is difficult."""
         found: dict[str, CurriculumScheduler] = {}
         sampler = getattr(self._engine.training_dataloader, "data_sampler", None)
         if isinstance(sampler, DeepSpeedDataSampler):
@@ -150,10 +141,8 @@ class EngineData:
         self, post_process_func: Callable[[Any, dict[str, Any]], Any]
     ) -> None:
         """Pass every batch of `training_dataloader` through a function, with the state of the
-        sampler (`current_difficulties`, `curriculum_step`): to cut sequences, say.
-
-        Raises:
-            DeepSpeedConfigError: If `data_efficiency.data_sampling` does not order that loader.
+        sampler (`current_difficulties`, `curriculum_step`): to cut sequences, say. Refused unless
+        `data_efficiency.data_sampling` orders that loader.
         """
         loader = self._engine.training_dataloader
         if not isinstance(getattr(loader, "data_sampler", None), DeepSpeedDataSampler):

@@ -14,8 +14,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStat
 class EngineDeviceMemory:
     """State of one engine that moves to the host, gathered parameters that go.
 
-    Attributes:
-        weights: Those of an engine of stage 3 without an optimizer, once they have moved.
+    `weights` are those of an engine of stage 3 without an optimizer, once they have moved.
     """
 
     def __init__(self, engine: EngineState) -> None:
@@ -37,18 +36,10 @@ class EngineDeviceMemory:
         movable.offload_states(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move back what `offload_states` has moved."""
         self.movable_states("reload_states").reload_states(non_blocking)
 
     def movable_states(self, what: str) -> Movable:
-        """What may leave the device.
-
-        Args:
-            what: What is called, for errors.
-
-        Raises:
-            RuntimeError: Nothing may.
-        """
+        """Return what may leave the device, or refuse the call `what`."""
         offload = self._engine.parameter_offload
         if self._engine._sequence is None and offload is not None:
             self._engine._refuse_taken(what)

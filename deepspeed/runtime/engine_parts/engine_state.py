@@ -17,15 +17,7 @@ from deepspeed.runtime.sharding.model_ranks import ModelRanks
 
 
 class EngineState(TrainingState, Protocol):
-    """An engine, as its parts see it.
-
-    Attributes:
-        optimizer: What `initialize` returns.
-        timers: Told of phases; whose observers see each loss.
-        collate_fn: Makes a batch of samples, for loaders that are given no other.
-        curriculum_scheduler_legacy: How difficult the data of a step may be; None without
-            `curriculum_learning`.
-    """
+    """An engine, as its parts see it."""
 
     optimizer: Any
     timers: EngineTimers

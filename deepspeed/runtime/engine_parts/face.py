@@ -60,13 +60,13 @@ class EngineFace(EngineSettings):
         return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
-        """Call `save_16bit_model`, of which this is upstream's older name."""
+        """Call `save_16bit_model`, of which this is the older name."""
         return self.save_16bit_model(save_dir, save_filename)
 
     @property
     def checkpoint_engine(self) -> CheckpointEngine:
-        """What writes and reads files: as `checkpoint.writer` says, or one of the client's, set
-        here before saving.
+        """What writes and reads files, as `checkpoint.writer` says, or a client's, set before
+        saving.
         """
         return self._checkpoint.engine
 
@@ -75,15 +75,14 @@ class EngineFace(EngineSettings):
         self._checkpoint.engine = engine
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int) -> str:
-        """Path of the optimizer state of the experts of one expert-parallel rank, in the slices of
-        this rank.
+        """Path of the optimizer state of one expert-parallel rank's experts, in the slices of this
+        rank.
         """
         name = file_names.expert_optimizer_file(expp_rank, self.parallel_map.model.rank)
         return os.path.join(checkpoints_path, str(tag), name)
 
     # A name of upstream's that clients put functions of their own under.
     def _copy_recovery_script(self, save_path: str) -> None:
-        """Put the program that converts checkpoints into their folder; one rank calls it."""
         put_converter(save_path)
 
     # Device memory and compilation
@@ -96,7 +95,6 @@ class EngineFace(EngineSettings):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether `compile()` was called."""
         return self._compiling.is_compiled
 
     # Reports
@@ -127,32 +125,26 @@ class EngineFace(EngineSettings):
         return {name: axes.data.group for name, axes in self.parallel_map.all_experts.items()}
 
     def get_data_parallel_rank(self) -> int:
-        """Return this process's place among the data-parallel ranks."""
         return self.parallel_map.data.rank
 
     def get_model_parallel_rank(self) -> int:
-        """Return the same among the model-parallel ranks."""
         return self.parallel_map.model.rank
 
     def get_tensor_parallel_rank(self) -> int:
-        """Return the same among the tensor-parallel ranks."""
         return self.parallel_map.tensor.rank
 
     def get_sequence_parallel_group(self) -> Any:
-        """Return the ranks that share sequences."""
         return self.parallel_map.sequence.group
 
     # Which micro-batches make up a step
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch at hand is the last before an optimizer step."""
+        """Tell whether the micro-batch at hand is the last before an optimizer step."""
         return self.tracker.is_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set it from outside; holds until set again.
-
-        Raises:
-            MisuseError: With `managed_gradient_accumulation: false`.
+        """Set the boundary from outside, until set again; not with `managed_gradient_accumulation:
+        false`.
         """
         self._refuse_unmanaged("set_gradient_accumulation_boundary")
         self.tracker.set_boundary(is_boundary)
@@ -166,7 +158,6 @@ class EngineFace(EngineSettings):
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches so far."""
         return self.tracker.micro_steps
 
     @micro_steps.setter
@@ -175,12 +166,11 @@ class EngineFace(EngineSettings):
 
     @property
     def inside_no_sync_ctxt(self) -> bool:
-        """Whether a `no_sync()` block is open."""
         return self.tracker.in_no_sync
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Add to this rank's local gradients within it, and communicate nothing, on every stage.
+        """Add to this rank's local gradients inside, and communicate nothing, on every stage.
 
         The next backward outside reduces the sum. ZeRO-2 keeps whole gradients meanwhile, which
         costs the memory that it saves otherwise. `step()` inside raises.

@@ -13,10 +13,8 @@ from deepspeed.utils.exceptions import MisuseError
 
 
 def check_loss(what: str, loss: Any, needs_graph: bool) -> None:
-    """Refuse what has no gradient to start from.
-
-    Raises:
-        MisuseError: `loss` is no tensor of one element, or with `needs_graph` nothing made it.
+    """Refuse what has no gradient to start from: no tensor of one element, or (`needs_graph`) a
+    leaf.
     """
     is_scalar = isinstance(loss, torch.Tensor) and loss.numel() == 1
     if not is_scalar or (needs_graph and not loss.requires_grad):
@@ -28,12 +26,7 @@ def check_loss(what: str, loss: Any, needs_graph: bool) -> None:
 
 
 class Losses:
-    """Losses on their way into backward.
-
-    Args:
-        tracker: Knows by how many micro-batches a loss is divided.
-        timers: Whose observers see each loss.
-    """
+    """Losses on their way into backward."""
 
     def __init__(self, tracker: AccumulationTracker, timers: EngineTimers) -> None:
         self._tracker, self._timers = tracker, timers
@@ -41,14 +34,14 @@ class Losses:
     def tell_opened(
         self, sequence: StepSequence, loss: torch.Tensor | None, scale_wrt_gas: bool
     ) -> None:
-        """Let the gradients' observer know that a backward begins; `loss` is the client's, without
-        loss scale and, with `scale_wrt_gas`, without accumulation yet.
+        """Tell the gradients' observer that a backward begins; `loss` is the client's, without loss
+        scale and, with `scale_wrt_gas`, without accumulation yet.
         """
         sequence.observer.opened(loss, self._tracker.divisor if scale_wrt_gas else 1)
 
     def show(self, loss: torch.Tensor, scale_wrt_gas: bool) -> None:
-        """Let observers see the loss of a micro-batch; what the caller has divided by the
-        accumulation steps, as it was before.
+        """Let observers see the loss of a micro-batch, as it was before the accumulation steps
+        divided it.
         """
         if self._timers.observers:
             self._timers.saw_loss(
@@ -62,6 +55,5 @@ class Losses:
 
     @staticmethod
     def scaled(sequence: StepSequence, loss: torch.Tensor) -> torch.Tensor:
-        """Multiply by the loss scale."""
         # fp32: the scaled loss itself must not overflow in half precision.
         return loss.float() * sequence.loss_scale if sequence.needs_scaler() else loss

@@ -1,5 +1,5 @@
-"""What the engine does to a model before training: cast it, make all ranks start alike, mark what
-its parameters need.
+"""What the engine does to a model before training: cast it, spread its experts, make all ranks
+alike.
 """
 
 from __future__ import annotations
@@ -28,30 +28,26 @@ BROADCAST_NUMEL = 64 * 1024 * 1024
 
 
 def model_dtype(config: DeepSpeedConfig) -> torch.dtype:
-    """The dtype that the configuration trains the model in."""
+    """Read in which dtype the configuration trains the model."""
     if config.tree.bf16.enabled:
         return torch.bfloat16
     return torch.float16 if config.tree.fp16.enabled else torch.float32
 
 
 def buffer_dtype(config: DeepSpeedConfig) -> torch.dtype | None:
-    """What floating-point buffers are cast to; None: each keeps the dtype that it was made in."""
+    """Read what floating-point buffers are cast to; None: each keeps its dtype."""
     return parse_dtype(config.tree.data_types.buffer_dtype)
 
 
 def cast_module(
     model: nn.Module, dtype: torch.dtype | None, buffers: torch.dtype | None = None
 ) -> None:
-    """Cast floating-point parameters and buffers, in place.
+    """Cast floating-point parameters to `dtype` and buffers to `buffers` in place; None leaves
+    them.
 
     Buffers are what was computed once and is only read (rotary frequencies: positions beyond 256
     are not there in bf16), or what is summed up over a run (statistics of batches), so they do not
     follow the parameters.
-
-    Args:
-        model: The model.
-        dtype: What parameters are cast to; None leaves them.
-        buffers: What buffers are cast to; None leaves each as it was made.
     """
     kept = {id(buffer) for buffer in model.buffers()}
 
@@ -65,16 +61,11 @@ def cast_module(
 
 def cast_model(model: nn.Module, config: DeepSpeedConfig, in_place: bool = True) -> torch.dtype:
     """Cast floating parameters to the configured dtype, and buffers if `data_types.buffer_dtype` is
-    given, in place.
-
-    Args:
-        model: The model.
-        config: The configuration.
-        in_place: False: only check; who cuts the parameters casts them.
+    given; unless `in_place`, only check, since who cuts the parameters casts them.
 
     Returns:
         The dtype in which the model is trained: the configuration's, or without a precision block
-        that of parameters which are all in one half precision.
+            that of parameters which are all in one half precision.
 
     Raises:
         ValueError: If neither fp16 nor bf16 is enabled, ZeRO shards, and trainable parameters are
@@ -100,9 +91,7 @@ def _refuse_shards(model: nn.Module, stage: int) -> None:
 
 
 def _given_dtype(model: nn.Module, config: DeepSpeedConfig) -> torch.dtype:
-    """The dtype of the trainable parameters, which no precision block asks to change; see
-    `cast_model`.
-    """
+    """The dtype of the trainable parameters, which no precision block asks to change."""
     by_dtype: dict[torch.dtype, str] = {}
     for name, param in model.named_parameters():
         if param.requires_grad and param.is_floating_point():
@@ -141,9 +130,7 @@ def _check_param_dtype(config: DeepSpeedConfig, dtype: torch.dtype) -> None:
 
 
 def make_parallel_groups(model: nn.Module, config: DeepSpeedConfig) -> None:
-    """Have the modules that spread their work over ranks (experts, say) make their groups.
-    Collective over the world.
-    """
+    """Have modules that spread their work over ranks make groups. Collective over the world."""
     for module in model.modules():
         make = getattr(module, "set_deepspeed_parallelism", None)
         if make is not None:
@@ -156,16 +143,6 @@ def spread_experts(
     """Spread the model's own experts over ranks as `expert_parallel` says, in place: each rank
     keeps some of those that the first rank has. What `zero.Init` has cut over all ranks is whole
     module by module, and cut over those that hold the same experts. Collective over the world.
-
-    Args:
-        model: The model, wherever it is.
-        config: The configuration.
-        parallel_map: Which ranks share what.
-        device: Where to communicate from.
-
-    Raises:
-        DeepSpeedConfigError: Another engine shards the model (stage 3).
-        MisuseError: The model has no experts that can be spread, or not by that size.
     """
     block = config.tree.expert_parallel
     if not block.enabled or block.autoep_size == 1:
@@ -204,12 +181,8 @@ def broadcast_model(model: nn.Module, ranks: ModelRanks) -> None:
 def broadcast_tensors(
     tensors: Iterable[torch.Tensor], group: dist.Group, device: torch.device | None = None
 ) -> None:
-    """Give all ranks of a group the values that its first rank has, in flat pieces per dtype.
-
-    Args:
-        tensors: The same shapes on these ranks; those on the meta device are left out.
-        group: The ranks.
-        device: Where to communicate from; None: where the tensors are.
+    """Give all ranks of a group the values that its first rank has, in flat pieces per dtype, from
+    `device`; tensors on the meta device are left out.
     """
     if dist.get_world_size(group=group) < 2:
         return
@@ -230,8 +203,8 @@ def broadcast_tensors(
 def comm_dtype_lookup(
     model: nn.Module, config: DeepSpeedConfig
 ) -> Callable[[nn.Parameter], torch.dtype | None] | None:
-    """Under torch_autocast: gradients of precision-safe modules travel in the autocast dtype, all
-    others in the model's.
+    """Find out, under torch_autocast, whose gradients travel in the autocast dtype: those of
+    precision-safe modules.
     """
     if not config.torch_autocast_enabled or config.communication_data_type is not None:
         return None

@@ -56,9 +56,7 @@ def make_optimizer(
     model_parameters: Iterable[Any] | None,
     backward_started: Callable[[], None],
 ) -> tuple[torch.optim.Optimizer, StepSequence] | None:
-    """Make the client's optimizer, or the configuration's, and the step sequence around it; None
-    without either.
-    """
+    """Make the client's optimizer, or the configuration's, if any, and its step sequence."""
     config, module, ranks = engine._config, engine.module, engine.model_ranks
     if client is None and config.tree.optimizer is None:
         ranks.agree_on_num_groups(None, engine.device)

@@ -22,14 +22,8 @@ HONOURED: dict[str, tuple[str, ...]] = {
 
 
 def tell_of_patches(*things: object, raises: bool) -> None:
-    """Warn of what the program has put in the place of upstream's methods, once per name.
-
-    Args:
-        things: An engine, its model and its optimizer.
-        raises: Whether what nothing calls is an error.
-
-    Raises:
-        MisuseError: It is, and there is something.
+    """Warn of what the program has put on an engine, its model and its optimizer in the place of
+    upstream's methods, once per name; with `raises` what nothing calls is an error.
     """
     for thing in things:
         for text, is_called in _patches_of(thing):
@@ -39,8 +33,8 @@ def tell_of_patches(*things: object, raises: bool) -> None:
 
 
 def _patches_of(thing: object) -> Iterator[tuple[str, bool]]:
-    """Texts, and whether what they are about is called. What a class derived from one of this
-    package's has under such a name counts as well, and what was put on the object.
+    """Texts, and whether what they are about is called. A derived class's attributes count, and the
+    object's own.
     """
     kinds = type(thing).__mro__
     names = tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
@@ -59,7 +53,6 @@ def _patches_of(thing: object) -> Iterator[tuple[str, bool]]:
 
 @functools.cache
 def _known(classes: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of them that upstream has more names of."""
     return tuple(where for where in classes if where in HONOURED or absences_of(where))
 
 

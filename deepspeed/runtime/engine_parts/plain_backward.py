@@ -59,8 +59,8 @@ class PlainBackward:
         self._enter()
 
     def _enter(self) -> None:
-        """A gradient flows. If nobody said so, this is a plain `loss.backward()`: run the epilogue
-        when its task ends.
+        """Begin a plain `loss.backward()` if nobody said that one runs; its epilogue runs when its
+        task ends.
         """
         state = self._engine.tracker.state
         if state is BackwardState.RUNNING:
@@ -111,7 +111,7 @@ class PlainBackward:
         )
 
     def on_parameter_gradient(self) -> None:
-        """From a parameter's hook: refuses an unscaled gradient before the optimizer can send it
+        """Refuse, from a parameter's hook, an unscaled gradient before the optimizer can send it
         off.
         """
         self._enter()
@@ -126,8 +126,8 @@ class PlainBackward:
         self._engine._backward_epilogue()
 
     def adopt_unnoticed_gradients(self) -> None:
-        """No backward of this window was noticed: the model itself was called, not the engine, so
-        nobody has divided or scaled.
+        """Take gradients that no hook noticed: the model was called, not the engine, so nobody has
+        divided or scaled.
         """
         sequence = self._engine._require_optimizer("step")
         sequence.accumulation_divisor = float(self._engine.tracker.divisor)
@@ -153,6 +153,6 @@ def _name_of(engine: Any) -> str:
 
 
 def _stepped_since(engine: Any) -> Callable[[], bool]:
-    """Whether the engine has stepped since now; keeps it from nothing."""
+    """Tell later whether the engine has stepped since now; keeps it from nothing."""
     kept, steps = weakref.ref(engine), engine.global_steps
     return lambda: (now := kept()) is not None and now.global_steps > steps

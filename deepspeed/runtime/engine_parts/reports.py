@@ -11,8 +11,7 @@ from deepspeed.utils.logging import log_dist, print_dist
 class EngineReports:
     """What scripts ask one engine after a step, and the lines that it logs.
 
-    Attributes:
-        step_taken: Whether the last `step()` was the boundary's, skipped or not.
+    `step_taken` is whether the last `step()` was the boundary's, skipped or not.
     """
 
     def __init__(self, engine: EngineState) -> None:
@@ -21,7 +20,6 @@ class EngineReports:
         self._skipped_elsewhere = 0  # by whom else but the step sequence at hand
 
     def announce(self) -> None:
-        """Log what the engine is."""
         engine = self._engine
         kind = type(engine.optimizer).__name__ if engine.optimizer is not None else "no optimizer"
         batch, micro_batch, steps = engine.get_batch_info()
@@ -35,7 +33,7 @@ class EngineReports:
             engine._config.print("DeepSpeedEngine configuration")
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step()` changed the parameters. Asking may wait for the device."""
+        """Tell whether the last `step()` changed the parameters. Asking may wait for the device."""
         sequence = self._engine._sequence
         return self.step_taken and (sequence is None or not sequence.overflow)
 
@@ -53,18 +51,17 @@ class EngineReports:
         self._skipped_elsewhere += value - self.skipped_steps
 
     def get_global_grad_norm(self) -> float | torch.Tensor | None:
-        """Global gradient norm of the last step that was not skipped, unscaled and before clipping;
-        None before the first step. `was_step_applied` and `skipped_steps` tell of skips.
+        """Return the global gradient norm of the last step that was not skipped, unscaled and
+        before clipping; None before the first step.
         """
         sequence = self._engine._sequence
         return None if sequence is None else sequence.global_grad_norm
 
     def get_group_grad_norms(self) -> list[float] | None:
-        """`get_global_grad_norm` per parameter group, without communication; None before the first
-        step.
+        """Return `get_global_grad_norm` per parameter group, without communication.
 
-        Entry `i` is over the `i`-th parameter groups of all ranks, which stages of a pipeline may
-        have different numbers of.
+        Entry `i` is over the `i`-th parameter groups of all ranks; stages of a pipeline may have
+        different numbers of them.
         """
         sequence = self._engine._sequence
         return None if sequence is None else sequence.group_grad_norms

@@ -1,7 +1,4 @@
-"""Upstream's configuration getters of the engine: thin delegates to the configuration.
-
-Scripts and client libraries call them; the engine's own code reads the tree.
-"""
+"""Upstream's configuration getters of the engine; the engine's own code reads the tree."""
 
 from __future__ import annotations
 
@@ -189,9 +186,7 @@ GETTERS: dict[str, str | Read] = {
 
 
 class EngineSettings:
-    """What upstream's engine says of its configuration, and lets scripts set: these methods, and
-    `GETTERS`.
-    """
+    """What scripts ask of the configuration, and set: these methods, and `GETTERS`."""
 
     _config: DeepSpeedConfig
     _model_dtype: torch.dtype
@@ -206,10 +201,8 @@ class EngineSettings:
         return self._config._param_dict
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the global batch size by changing the accumulation steps.
-
-        Raises:
-            DeepSpeedConfigError: If it is not a multiple of micro-batch times ranks.
+        """Change the global batch size, a multiple of micro-batch times ranks, by the accumulation
+        steps.
         """
         unit = self._config.train_micro_batch_size_per_gpu * self._config.world_size
         if train_batch_size <= 0 or train_batch_size % unit:
@@ -234,7 +227,6 @@ class EngineSettings:
 
     @property
     def model_dtype(self) -> torch.dtype:
-        """Dtype of the parameters."""
         return self._model_dtype
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
@@ -247,7 +239,7 @@ class EngineSettings:
         return self._config.communication_data_type or self.model_dtype
 
     def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
-        """Class paths of modules whose gradients may travel in the autocast dtype."""
+        """Name the classes of modules whose gradients may travel in the autocast dtype."""
         named = self._config.torch_autocast_lower_precision_safe_modules
         if named is not None:
             return list(named)
@@ -255,16 +247,15 @@ class EngineSettings:
 
     @property
     def sparse_gradients(self) -> bool:
-        """The configuration's `sparse_gradients`."""
         return self._config.tree.sparse_gradients
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:
-        """Names of modules with sparse gradients: none, `sparse_gradients` is refused."""
+        """Name the modules with sparse gradients: none, `sparse_gradients` is refused."""
         return set()
 
     def optimizer_name(self) -> str | None:
-        """Name of the optimizer in use: the client's class, or the configuration's type."""
+        """Name the optimizer in use: the client's class, or the configuration's type."""
         if self.basic_optimizer is not None and self._config.optimizer_name is None:
             return type(self.basic_optimizer).__name__
         return self._config.optimizer_name
@@ -273,20 +264,17 @@ class EngineSettings:
         return self.basic_optimizer.param_groups if self.basic_optimizer is not None else ()
 
     def get_lr(self) -> list[float]:
-        """Learning rate of each parameter group."""
         return [group["lr"] for group in self._groups()]
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate of every parameter group."""
         for group in self._groups():
             group["lr"] = lr
 
     def get_mom(self) -> list[Any]:
-        """Momentum, or betas, of each parameter group."""
+        """Return momentum, or betas, of each parameter group."""
         return [group.get("betas", group.get("momentum")) for group in self._groups()]
 
     def get_type(self) -> list[Any]:
-        """`type` of each parameter group, where a script set one."""
         return [group.get("type") for group in self._groups()]
 
     def get_pld_theta(self) -> None:

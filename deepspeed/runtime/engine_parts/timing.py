@@ -1,9 +1,4 @@
-"""The engine's phases: timed (`wall_clock_breakdown`, the throughput line), and told to whoever
-observes them.
-
-Attached to the engine by calls that do nothing when timing is off and nobody observes. What
-observers do with them is theirs (`step_observers`).
-"""
+"""The engine's phases: timed (`wall_clock_breakdown`, throughput), and told to observers."""
 
 from __future__ import annotations
 
@@ -34,11 +29,7 @@ STEP = STEP_GLOBAL_TIMER
 
 
 class EngineTimers:
-    """Phases of one engine.
-
-    Args:
-        config: Says whether phases are timed and how often they are logged.
-        batch_size: Samples per step, for samples per second.
+    """Phases of one engine; calls do nothing when timing is off and nobody observes.
 
     Attributes:
         observers: Who is told of phases, in this order.
@@ -61,11 +52,9 @@ class EngineTimers:
     def start_forward(
         self, training: bool, inputs: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """A forward begins; the first one of a training step starts the throughput timer.
+        """Begin a forward; the first one of a training step starts the throughput timer.
 
-        Args:
-            training: It will be followed by a backward.
-            inputs, kwargs: What the model is given, where that is the batch.
+        `inputs` and `kwargs` are what the model is given, where that is the batch.
         """
         for observer in self.observers:
             if training:
@@ -78,24 +67,20 @@ class EngineTimers:
             self._timers(FORWARD).start()
 
     def stop_forward(self) -> None:
-        """A forward ended."""
         if self._enabled:
             self._timers(FORWARD).stop()
         for observer in self.observers:
             observer.forward_ended()
 
     def saw_loss(self, loss: torch.Tensor) -> None:
-        """The loss of a micro-batch; see `StepObserver.saw_loss`."""
         for observer in self.observers:
             observer.saw_loss(loss)
 
     def saw_batch_loss(self, loss: torch.Tensor) -> None:
-        """The loss of a pipeline's batch; see `StepObserver.saw_batch_loss`."""
         for observer in self.observers:
             observer.saw_batch_loss(loss)
 
     def start_backward(self) -> None:
-        """A backward begins."""
         self._in_backward = True
         for observer in self.observers:
             observer.backward_starts()
@@ -104,7 +89,7 @@ class EngineTimers:
             self._timers(INNER).start()
 
     def start_reduce(self) -> None:
-        """Backward's gradients are all there; what follows is reduction."""
+        """Begin what is left of the reductions: backward's gradients are all there."""
         for observer in self.observers:
             observer.reduction_starts()
         if self._enabled:
@@ -113,8 +98,8 @@ class EngineTimers:
             self._timers(REDUCE).start()
 
     def stop_backward(self) -> None:
-        """Backward and its reductions ended; or the reductions alone, which a pipeline does after
-        its last backward.
+        """End backward and its reductions; or the reductions alone, which a pipeline does after its
+        last backward.
         """
         if self._enabled:
             self._timers(REDUCE).stop()
@@ -128,14 +113,12 @@ class EngineTimers:
                 observer.backward_ended()
 
     def start_step(self) -> None:
-        """An optimizer step begins."""
         for observer in self.observers:
             observer.step_starts()
         if self._enabled:
             self._timers(STEP).start()
 
     def stop_step(self, global_steps: int) -> None:
-        """An optimizer step ended; log the phases if it is time."""
         self._in_step = False
         self.throughput.stop(global_step=True, report_speed=False)
         if self._enabled:
@@ -157,12 +140,10 @@ class EngineTimers:
             timers.log(phases, ranks=[0])
 
     def summary(self) -> str:
-        """Throughput so far, for the progress line."""
         rate = self.throughput.avg_samples_per_sec()
         return f"samples/s={rate:.2f}" if rate > 0 else "samples/s=not known yet"
 
     def close(self) -> None:
-        """The engine is destroyed."""
         for observer in self.observers:
             observer.close()
         self.observers = ()

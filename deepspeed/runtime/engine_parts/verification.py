@@ -1,8 +1,7 @@
 """Which checks of gradient synchronization an engine trains under, and how they are switched on.
 
-Read by the engine when it is made: the configuration's `verify` block, the environment variable
-DS_VERIFY (a comma-separated list of "ledger", "collectives", "streams" and "poison"), and whoever
-watches for new engines (`deepspeed.verify.ledger()`). The checks themselves are imported only when
+They are named in the configuration's `verify` block and the environment variable DS_VERIFY (a
+comma-separated list of "ledger", "collectives", "streams" and "poison"), and imported only when
 they are wanted.
 """
 
@@ -36,11 +35,7 @@ watchers: list[Callable[[DeepSpeedEngine], None]] = []
 
 
 def wanted_checks(block: VerifyConfig) -> set[str]:
-    """The checks that the configuration or the environment asks for.
-
-    Raises:
-        DeepSpeedConfigError: If the environment variable has an unknown word.
-    """
+    """Read the checks that the configuration or the environment asks for."""
     words = {word.strip() for word in os.environ.get(VARIABLE, "").split(",")} - {""}
     unknown = sorted(words - set(CHECKS))
     if unknown:
@@ -52,10 +47,8 @@ def wanted_checks(block: VerifyConfig) -> set[str]:
 
 
 def configure(engine: DeepSpeedEngine, block: VerifyConfig) -> Callable[[], None]:
-    """Switch on what is wanted for a new engine.
-
-    Returns:
-        What the engine has to call at the end of its next optimizer step.
+    """Switch on what is wanted for a new engine; returns what the engine has to call at its next
+    step.
     """
     wanted = wanted_checks(block)
     check_patches(engine)
@@ -102,11 +95,7 @@ def check_patches(engine: Any) -> None:
 
 def attach_ledger(engine: DeepSpeedEngine, raises: bool = True) -> GradientLedger | None:
     """Give the engine a ledger from now on; None if it has no optimizer. An accumulation that has
-    begun is not checked.
-
-    Args:
-        engine: Whose gradients.
-        raises: Raise on deviations; otherwise they are only kept in `findings`.
+    begun is not checked. Unless it `raises`, deviations are only kept in `findings`.
     """
     # optional: only a run that asks for it pays for it
     from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedger
@@ -131,7 +120,7 @@ def attach_ledger(engine: DeepSpeedEngine, raises: bool = True) -> GradientLedge
 
 
 def engine_ended(engine: DeepSpeedEngine) -> None:
-    """The engine was destroyed: end the threads that nobody wants any more."""
+    """End the threads that nobody wants any more, since the engine was destroyed."""
     engines.discard(engine)
     lone_waits.watch.forget()
     stop_all(if_idle=True)

@@ -21,23 +21,14 @@ class PipeBufferError(RuntimeError):
 
 
 class MicroBatches:
-    """Where the first and the last stage read micro-batches.
-
-    Attributes:
-        iterator: Yields them.
-        prepare: What each is passed through, if anything.
-    """
+    """Where the first and the last stage read micro-batches; each passes through `prepare`."""
 
     def __init__(self) -> None:
         self.iterator: Iterator[Any] | None = None
         self.prepare: Callable[[Any], Any] | None = None
 
     def next(self) -> tuple[Any, Any]:
-        """Read the next micro-batch, `(inputs, labels)`.
-
-        Raises:
-            PipelineError: There is none, or it is something else.
-        """
+        """Read the next micro-batch, `(inputs, labels)`."""
         if self.iterator is None:
             raise PipelineError(
                 "no data: give train_batch(data_iter=...) or set_dataloader(...) on the ranks of "
@@ -55,7 +46,7 @@ class MicroBatches:
 
 
 def _root(tensor: torch.Tensor) -> GradientEdge:
-    """Where backward starts from ``tensor``; it keeps the graph alive, and not the tensor."""
+    """Tell where backward starts from `tensor`; it keeps the graph alive, and not the tensor."""
     edge = get_gradient_edge(tensor)
     if isinstance(edge.node, BackwardCFunction) and "ownership_token" not in edge._fields:
         # A node written in Python does not keep the graph, and the edges of torch 2.6 hold nothing
@@ -74,9 +65,8 @@ class PipeBuffer:
 
     Attributes:
         inputs: What the chunk computes from.
-        labels: For the loss.
         outputs: What the chunk computed, until it is sent.
-        loss: Of this micro-batch; last part of the pipeline only.
+        labels, loss: Of this micro-batch, on the last part of the pipeline only.
         roots: Where backward starts.
         likes: Meta tensors of the gradients that will arrive, one per root.
         grads: The gradients that arrived, one per root.
@@ -87,7 +77,6 @@ class PipeBuffer:
         self.release()
 
     def release(self) -> None:
-        """Backward is over: let go of everything."""
         self.inputs: Any = None
         self.labels: Any = None
         self.outputs: Any = None
@@ -99,11 +88,7 @@ class PipeBuffer:
         self._is_filled = False
 
     def fill(self, inputs: Any) -> None:
-        """A micro-batch arrives.
-
-        Raises:
-            PipeBufferError: If the one before is still in use.
-        """
+        """Take a micro-batch that arrives; refuse it if the one before is still in use."""
         if self._is_filled:
             raise PipeBufferError(
                 "a micro-batch arrives in a pipeline buffer whose last one is not done: the "
@@ -113,11 +98,6 @@ class PipeBuffer:
         self._is_filled = True
 
     def take_inputs(self) -> Any:
-        """What arrived.
-
-        Raises:
-            PipeBufferError: If nothing did.
-        """
         if not self._is_filled:
             raise PipeBufferError(
                 "forward from an empty pipeline buffer: the schedule has no load or receive before "

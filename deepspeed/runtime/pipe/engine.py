@@ -2,9 +2,7 @@
 step sequence as every engine.
 
 Reads as a batch goes: `train_batch`, the instructions (load, receive, forward, send, backward), the
-two reductions, the step. What comes when is the schedule's (`schedule`), how it travels the
-channels' (`p2p`), who owns which layers the module's, and how gradients are averaged, clipped and
-applied the optimizer's.
+two reductions, the step.
 
 With m micro-batches the loss of each is divided by m where it arises, on the last stage; what flows
 back is then the gradient of the mean, and no stage divides again. Each stage reduces over the ranks
@@ -43,15 +41,7 @@ __getattr__ = lazy_attributes(__name__)
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """Trains a `PipelineModule`, one stage per rank; made by `deepspeed.initialize`.
-
-    Use `train_batch` and `eval_batch`; `forward`, `backward` and `step` are the schedule's
-    business.
-
-    Args:
-        has_bool_tensors: Upstream's argument; boolean tensors always travel here.
-        super_args: See `DeepSpeedEngine`.
-        super_kwargs: See `DeepSpeedEngine`.
+    """Trains a `PipelineModule`, one stage per rank, by `train_batch` and `eval_batch`.
 
     Attributes:
         micro_batches: Micro-batches per `train_batch`, the gradient accumulation steps.
@@ -123,7 +113,6 @@ class PipelineEngine(DeepSpeedEngine):
             self._micro_batches.iterator = iter(loader) if loader is not None else None
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
-        """Read micro-batches from `iterator`."""
         if self.is_first_stage() or self.is_last_stage():
             self.training_dataloader = None
             self._micro_batches.iterator = iterator
@@ -143,15 +132,12 @@ class PipelineEngine(DeepSpeedEngine):
     # Place
 
     def is_first_stage(self) -> bool:
-        """Whether this rank holds the first layers."""
         return self.stage_id == 0
 
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the last layers."""
         return self.stage_id == self.num_stages - 1
 
     def get_pipeline_parallel_rank(self) -> int:
-        """Return this rank's stage."""
         return self.stage_id
 
     def _is_first_part(self, chunk: int) -> bool:
@@ -163,8 +149,8 @@ class PipelineEngine(DeepSpeedEngine):
     # Batches
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Forward and backward of `micro_batches` micro-batches and one optimizer step. All ranks
-        must call it.
+        """Run forward and backward of `micro_batches` micro-batches and one optimizer step on all
+        ranks.
 
         Args:
             data_iter: Where first and last stage read `(inputs, labels)` from, in the same order;
@@ -235,7 +221,7 @@ class PipelineEngine(DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Forward of several micro-batches without gradients. All ranks must call it.
+        """Run forward of several micro-batches without gradients. All ranks must call it.
 
         Args:
             data_iter: Where first and last stage read `(inputs, labels)` from.
@@ -250,10 +236,7 @@ class PipelineEngine(DeepSpeedEngine):
 
         Returns:
             The result, None where it is not to be had; with `return_logits` a tuple of it and the
-            logits.
-
-        Raises:
-            ValueError: For an unknown `reduce_output`.
+                logits.
         """
         if reduce_output not in ("avg", None):
             raise ValueError(f"eval_batch(reduce_output={reduce_output!r}): use 'avg' or None")
@@ -293,8 +276,8 @@ class PipelineEngine(DeepSpeedEngine):
         self.channels.finish()
 
     def reset_activation_shape(self) -> None:
-        """The next batch has other shapes. Call it on all ranks between two batches; not needed
-        with `dynamic_shape`.
+        """Let the next batch have other shapes. Call it on all ranks between two batches; not
+        needed with `dynamic_shape`.
         """
         self.channels.reset()
 
@@ -314,10 +297,8 @@ class PipelineEngine(DeepSpeedEngine):
     def _exec_load_micro_batch(
         self, buffer_id: int, micro_batch: int | None = None, chunk: int = 0
     ) -> None:
-        """Read a micro-batch: its inputs on the first part, its labels on the last.
-
-        Every rank reads a micro-batch once. A rank that has both ends of the pipeline, in different
-        chunks, puts the labels aside.
+        """Read a micro-batch, once on every rank: its inputs on the first part, its labels on the
+        last. A rank that has both ends of the pipeline, in different chunks, puts the labels aside.
         """
         buffer = self.pipe_buffers[buffer_id]
         if self._is_last_part(chunk) and micro_batch in self._labels:
@@ -479,7 +460,7 @@ class PipelineEngine(DeepSpeedEngine):
     # The end of a batch
 
     def _exec_reduce_tied_grads(self) -> None:
-        """Sum the gradients of weights that several stages share, each micro-batch's included.
+        """Sum the gradients of weights that several stages share.
 
         Before the reduction over data-parallel ranks: afterwards each rank would hold other pieces
         of them. In one order on all stages (that of the module's list), so that stages with several
@@ -499,7 +480,6 @@ class PipelineEngine(DeepSpeedEngine):
         self.timers.stop_backward()
 
     def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Step optimizer and schedule on all stages alike."""
         self._reports.step_taken = False
         self.timers.start_step()
         self._take_model_step(lr_kwargs)
@@ -521,48 +501,40 @@ class PipelineEngine(DeepSpeedEngine):
     }
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """Return means over the last batch of what the module's `get_additional_losses` reports;
-        last stage only.
+        """Average over the last batch what the module's `get_additional_losses` reports; last stage
+        only.
         """
         return self._outputs.mean_additional_losses(self.micro_batches)
 
     # What the schedule does by itself
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: a schedule does it."""
         raise PipelineError(
             "engine(...) on a PipelineModule: use train_batch() or eval_batch(), which run all "
             "stages"
         )
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: a schedule does it."""
         raise PipelineError(
             "engine.backward() on a PipelineModule: train_batch() runs backward on all stages"
         )
 
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: a schedule does it."""
         raise PipelineError(
             "engine.step() on a PipelineModule: train_batch() steps after its last micro-batch"
         )
 
     def destroy(self) -> None:
-        """End the engine; groups stay for the next one over the same ranks, until the process group
-        ends.
-        """
         self._failures.close()
         self.pipe_buffers = []
         super().destroy()
 
     def log_for_device(self, *msg: Any) -> None:
-        """Log at debug level, with this rank's place."""
         logger.debug(
             "stage %d, rank %d: %s", self.stage_id, self.global_rank, " ".join(map(str, msg))
         )
 
     def tput_log(self, *msg: Any) -> None:
-        """Log on rank 0, every `steps_per_print` steps."""
         every = self._config.tree.steps_per_print
         if every and self.global_steps % every == 0:
             log_dist(" ".join(map(str, msg)), ranks=[0])

@@ -1,9 +1,8 @@
 """Layers with experts in a pipeline: what each stage must know of those on other stages.
 
-Two things follow from the whole pipeline, of which a stage has built its part only. Making groups
-of experts is collective over the world, so a stage without experts, or with others, must make the
-same groups in the same order. And checkpoints number the layers with experts by their order in the
-whole model, so that any number of stages can read them. One exchange answers both.
+Making groups of experts is collective over the world, so a stage without experts must make the same
+groups in the same order; and checkpoints number the layers with experts by their order in the whole
+model. One exchange answers both.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ from deepspeed.moe.utils import named_moe_layers
 
 
 class _Placed(NamedTuple):
-    """A `MoE` of the pipeline: in which layer, its name in the `PipelineModule`, and which groups
-    it needs.
-    """
+    """A `MoE` of the pipeline: in which layer, and which groups it needs."""
 
     layer: int
     name: str
@@ -32,10 +29,8 @@ class _Placed(NamedTuple):
 class ExpertLayers:
     """The `MoE`s of a pipeline. Construction is collective over the stages.
 
-    Args:
-        layers: Index in the whole model -> name in the `PipelineModule` and module, of this stage's
-            layers.
-        stages: Group of the pipeline's stages.
+    `layers` has, of this stage, index in the whole model -> name in the `PipelineModule` and
+    module.
     """
 
     def __init__(self, layers: Mapping[int, tuple[str, nn.Module]], stages: Any) -> None:
@@ -63,20 +58,13 @@ class ExpertLayers:
         )
 
     def make_groups(self, data_first: bool) -> None:
-        """Make the groups that any stage needs, once. Collective over the world.
-
-        Args:
-            data_first: Neighbouring ranks hold the same experts.
-
-        Raises:
-            ValueError: On all ranks, for an `ep_size` that does not divide the ranks of a stage.
-        """
+        """Make the groups that any stage needs, once. Collective over the world."""
         for ep_size, is_tensor_parallel in self._group_kinds:
             make_expert_groups(ep_size, is_tensor_parallel, data_first)
 
     def numbered(self) -> list[tuple[int, str, MoE]]:
-        """Of each `MoE` of this stage the number in the whole model, its name, and itself, in the
-        order of the numbers.
+        """Of each `MoE` of this stage its number in the whole model, its name, and itself, in
+        order.
         """
         return sorted(
             ((self._numbers[name], name, layer) for name, layer in self._own.items()),

@@ -1,7 +1,5 @@
 """Checkpoint files of a pipeline: one per layer, named by its place in the whole model, so that any
-number of stages can read them.
-
-Experts in a layer are not in its file but, as in models without stages, in files of their own.
+number of stages can read them. Experts in a layer are in files of their own.
 
 Nothing here communicates: a rank writes its share of the layers and reads its own. When and where
 is `runtime/checkpointing`'s.
@@ -59,11 +57,10 @@ class LayerFiles:
         return os.path.join(checkpoints_path, str(tag), f"module-{name}" if name else "module")
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
-        """Path of the file of this stage's `local_layer_idx`-th layer."""
         return self._layer_path(ckpt_dir, self._own_layers[local_layer_idx])
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
-        """The existing files of that layer, one for each tensor-parallel rank, sorted."""
+        """The existing files of a layer, one for each tensor-parallel rank, sorted."""
         index = self._own_layers[local_layer_idx]
         return sorted(
             glob.glob(os.path.join(glob.escape(ckpt_dir), file_names.layer_file_glob(index)))
@@ -85,13 +82,10 @@ class LayerFiles:
     def save_state_dict(
         self, save_dir: str, checkpoint_engine: Any = None, exclude_frozen_params: bool = False
     ) -> None:
-        """Write this rank's share of the stage's layers and experts. Collective-free; together the
-        ranks write all of them once.
+        """Write this rank's share of the stage's layers and experts into a folder. Collective-free;
+        together the ranks write all of them once.
 
-        Args:
-            save_dir: An existing folder.
-            checkpoint_engine: Object with `save(state_dict, path)`; None writes files.
-            exclude_frozen_params: Leave parameters that require no gradient out.
+        `checkpoint_engine` has `save(state_dict, path)`; None writes files.
         """
 
         def put(name: str, state: Any) -> None:
@@ -105,12 +99,7 @@ class LayerFiles:
 
     def put_layers(self, put: Put, node: StorageNode, exclude_frozen: bool) -> None:
         """Give `put` name and content of the files of this rank's share of the stage's layers and
-        experts. Collective-free.
-
-        Args:
-            put: Writes one.
-            node: The ranks that share the folder; they share the layers too.
-            exclude_frozen: Leave parameters that require no gradient out.
+        experts, where the ranks of `node` share the folder. Collective-free.
         """
         for index, module in self._own_share(node):
             put(self._layer_path("", index), without_experts(_state_of(module, exclude_frozen)))
@@ -129,7 +118,6 @@ class LayerFiles:
     def load_state_dir(
         self, load_dir: str, checkpoint_engine: Any = None, strict: bool = True
     ) -> None:
-        """`read_state_dir` and `load_layers`. Collective-free."""
         self.load_layers(self.read_state_dir(load_dir, checkpoint_engine, strict), strict)
 
     def read_state_dir(
@@ -145,8 +133,7 @@ class LayerFiles:
                 loaded.
 
         Raises:
-            CheckpointError: A file is missing or damaged, or its names or shapes are not the
-                layer's.
+            CheckpointError: A file is missing or damaged, or does not fit the layer.
         """
 
         def read(path: str) -> Any:
@@ -174,7 +161,6 @@ class LayerFiles:
 
     @staticmethod
     def load_layers(loaded: LoadedLayers, strict: bool = True) -> None:
-        """Give the layers the weights that were read."""
         for module, state in loaded:
             module.load_state_dict(state, strict=strict)
 
@@ -189,7 +175,6 @@ class LayerFiles:
 
 
 def _state_of(module: nn.Module, exclude_frozen: bool) -> dict[str, Any]:
-    """A module's state dict, without parameters that require no gradient if `exclude_frozen`."""
     state = module.state_dict()
     for name, param in module.named_parameters(remove_duplicate=False) if exclude_frozen else ():
         if not param.requires_grad:
@@ -198,7 +183,6 @@ def _state_of(module: nn.Module, exclude_frozen: bool) -> dict[str, Any]:
 
 
 def _check_layer(module: nn.Module, state: dict[str, Any], path: str, strict: bool) -> None:
-    """Raise if the content of a file does not fit a layer."""
     own = module.state_dict()
     differ = [
         f"{name} {tuple(state[name].shape)} instead of {tuple(own[name].shape)}"

@@ -1,6 +1,4 @@
-"""Layers that are built later, on the stage that owns them; where that is decides `partition`, what
-they compute `module`.
-"""
+"""Layers that are built later, on the stage that owns them."""
 
 from __future__ import annotations
 
@@ -21,16 +19,7 @@ class PipelineError(ValueError):
 
 
 class LayerSpec:
-    """A layer by its class and arguments, so that a stage builds its own layers only.
-
-    Args:
-        typename: Class of the layer.
-        *module_args: Passed to the class.
-        **module_kwargs: Passed to the class.
-
-    Raises:
-        PipelineError: `typename` is no class of modules.
-    """
+    """A layer by its class and arguments, so that a stage builds its own layers only."""
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (inspect.isclass(typename) and issubclass(typename, nn.Module)):
@@ -86,11 +75,7 @@ Layer = nn.Module | LayerSpec | Callable[..., Any]
 
 
 def checked_layers(layers: Iterable[Layer]) -> list[Layer]:
-    """The layers as a list.
-
-    Raises:
-        PipelineError: There is none, or one is nothing that can be called.
-    """
+    """List the layers; a `PipelineError` if there is none, or one is nothing that can be called."""
     specs = list(layers)
     if not specs:
         raise PipelineError("PipelineModule(layers=[]): give at least one layer")
@@ -108,7 +93,7 @@ def checked_layers(layers: Iterable[Layer]) -> list[Layer]:
 
 
 def layer_name(layer: Layer) -> str:
-    """Name of the layer's class, or of the function."""
+    """Name the layer's class, or the function."""
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
     if isinstance(layer, nn.Module):
@@ -117,8 +102,8 @@ def layer_name(layer: Layer) -> str:
 
 
 def trainable_numel(layer: Layer) -> int:
-    """Elements of the layer's trainable parameters; a spec is built for it and dropped, without
-    memory where that is possible.
+    """Count the layer's trainable parameters; a spec is built for it and dropped, without memory
+    where that is possible.
     """
     if isinstance(layer, LayerSpec):
         layer = _built_to_count(layer)

@@ -1,8 +1,7 @@
 """A model as a list of layers, cut into the stages of a pipeline.
 
 `PipelineModule` decides which layers this rank owns, builds them, ties weights that several stages
-hold, and runs the layers of one chunk. It moves nothing between stages: that is the engine's, as is
-everything about micro-batches.
+hold, and runs the layers of one chunk. It moves nothing between stages.
 
 With `seed_layers`, layer i is initialized from seed `base_seed + i`, so the weights do not depend
 on the number of stages. Without, each stage draws its layers' weights from the random state it has,
@@ -152,11 +151,10 @@ class PipelineModule(LayerFiles, nn.Module):
     # -- which layers are where
 
     def partitions(self) -> list[int]:
-        """The boundaries of the parts."""
         return self.parts
 
     def chunk_range(self, chunk: int) -> range:
-        """Indices of the layers of one chunk of this stage."""
+        """Return the indices of the layers of one chunk of this stage."""
         if not 0 <= chunk < self.num_model_chunks:
             raise PipelineError(
                 f"chunk {chunk}: this stage has chunks 0..{self.num_model_chunks - 1}"
@@ -165,7 +163,6 @@ class PipelineModule(LayerFiles, nn.Module):
         return range(self.parts[part], self.parts[part + 1])
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The stage that owns a layer."""
         if not 0 <= layer_idx < len(self._layer_specs):
             raise PipelineError(
                 f"layer {layer_idx}: the model has layers 0..{len(self._layer_specs) - 1}"
@@ -174,15 +171,13 @@ class PipelineModule(LayerFiles, nn.Module):
         return part % self.num_stages
 
     def num_pipeline_stages(self) -> int:
-        """The number of stages."""
         return self.num_stages
 
     def topology(self) -> ProcessTopology:
-        """The coordinates of all ranks."""
         return self.grid.topology()
 
     def mpu(self) -> PipelineParallelGrid:
-        """The process groups, with Megatron's getters."""
+        """Return the process groups, with Megatron's getters."""
         return self.grid
 
     @property
@@ -196,7 +191,6 @@ class PipelineModule(LayerFiles, nn.Module):
         return list(self._functions.values())
 
     def extra_repr(self) -> str:
-        """Stage, and layers of each stage."""
         owned = (
             f"part {part} on stage {part % self.num_stages}: {names}"
             for part, names in enumerate(self._part_names())
@@ -257,11 +251,6 @@ class PipelineModule(LayerFiles, nn.Module):
 
     @staticmethod
     def _recursive_getattr(module: nn.Module, attr_name: str) -> torch.Tensor:
-        """The attribute at a dotted path.
-
-        Raises:
-            PipelineError: There is none.
-        """
         try:
             found: torch.Tensor = attrgetter(attr_name)(module)
         except AttributeError as error:
@@ -271,7 +260,7 @@ class PipelineModule(LayerFiles, nn.Module):
         return found
 
     def _tied_layers(self) -> dict[str, list[int]]:
-        """Key -> indices of its layers in the whole model, in order of first use: the same on every
+        """Key -> indices of its layers in the whole model, in order of first use: alike on every
         rank.
         """
         found: dict[str, list[int]] = {}
@@ -281,7 +270,7 @@ class PipelineModule(LayerFiles, nn.Module):
         return found
 
     def _tie_stages(self) -> dict[str, dict[str, Any]]:
-        """Groups of the stages that hold a module of one key, and their weights made equal to the
+        """Make groups of the stages that hold a module of one key, and its weights equal to the
         first owner's.
         """
         comms: dict[str, dict[str, Any]] = {}
@@ -309,9 +298,7 @@ class PipelineModule(LayerFiles, nn.Module):
         return comms
 
     def _group_of_stages(self, stages: list[int]) -> dist.Group:
-        """This rank's group over `stages` of its pipeline; a rank on none of them gets a group of
-        its own.
-        """
+        """This rank's group over `stages` of its pipeline; of itself if it is on none of them."""
         pipelines = self.grid.pipe_groups
         together = [[pipeline[stage] for stage in stages] for pipeline in pipelines]
         alone = [
@@ -342,10 +329,8 @@ class PipelineModule(LayerFiles, nn.Module):
             )
 
     def get_tied_weights_and_groups(self) -> list[tuple[torch.Tensor, Any]]:
-        """Each weight of this stage that other stages hold too, with the group to reduce its
-        gradient over.
-
-        All ranks of a group list its weights in the same order.
+        """Return each weight of this stage that other stages hold too, with the group to reduce its
+        gradient over, in one order on all ranks of a group.
         """
         return [
             (self._recursive_getattr(comm["module"], name), comm["group"])
@@ -354,9 +339,7 @@ class PipelineModule(LayerFiles, nn.Module):
         ]
 
     def allreduce_tied_weight_gradients(self) -> None:
-        """Sum `.grad` of tied weights over their stages, for training without the pipeline engine;
-        collective over the stages.
-        """
+        """Sum `.grad` of tied weights over their stages, where no pipeline engine does."""
         for weight, group in self.get_tied_weights_and_groups():
             if not weight.requires_grad:
                 continue
@@ -367,24 +350,19 @@ class PipelineModule(LayerFiles, nn.Module):
     # -- experts
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Make the groups of all stages' experts, on this stage too. Collective over the world; the
-        engine calls it.
-        """
+        """Make the groups of all stages' experts, on this stage too. Collective over the world."""
         self._expert_layers.make_groups(use_data_before_expert_parallel_)
 
     def numbered_moe_layers(self) -> list[tuple[int, str, MoE]]:
-        """Of each layer with experts of this stage its number among those of the whole model, its
-        name, and itself.
+        """Return, of each layer with experts of this stage, its number in the whole model, name and
+        module.
         """
         return self._expert_layers.numbered()
 
     # -- forward
 
     def forward(self, forward_input: Any) -> Any:
-        """This stage's layers in order: the whole model with one stage.
-
-        With several stages and several chunks the layers are not consecutive: use `forward_chunk`.
-        """
+        """Run this stage's layers in order; chunks of several stages are not consecutive."""
         if self.num_stages > 1 and self.num_model_chunks > 1:
             raise PipelineError(
                 f"forward(): the {self.num_model_chunks} chunks of a stage are not consecutive "
@@ -395,15 +373,7 @@ class PipelineModule(LayerFiles, nn.Module):
         return forward_input
 
     def forward_chunk(self, chunk: int, inputs: Any) -> Any:
-        """The layers of one chunk in order.
-
-        Args:
-            chunk: Which of this stage's chunks.
-            inputs: What the first of these layers takes, usually a tensor or a tuple.
-
-        Returns:
-            What the last of them returns; `inputs` if the chunk has no layers.
-        """
+        """Run the layers of one chunk in order; `inputs` comes back if it has none."""
         indices = self.chunk_range(chunk)
         self.num_forwards[chunk] += 1
         interval = self.activation_checkpoint_interval
@@ -462,11 +432,7 @@ class PipelineModule(LayerFiles, nn.Module):
         )
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Keep the activations of every `interval`-th layer only; 0 keeps all.
-
-        Raises:
-            PipelineError: For a negative interval.
-        """
+        """Keep the activations of every `interval`-th layer only; 0 keeps all."""
         if interval < 0:
             raise PipelineError(
                 f"activation_checkpoint_interval={interval}: give 0 (off) or a number of layers"
@@ -474,13 +440,13 @@ class PipelineModule(LayerFiles, nn.Module):
         self.activation_checkpoint_interval = interval
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """Losses to report beside the main one, of the micro-batch that just went forward on the
-        last stage. For subclasses.
+        """Return losses to report beside the main one, of the micro-batch that just went forward on
+        the last stage. For subclasses.
         """
         return None
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """`torch.compile` this stage's layers, each for itself."""
+        """Compile this stage's layers, each for itself."""
         for index, function in self._functions.items():
             if isinstance(function, nn.Module):
                 function.compile(*args, **kwargs)
@@ -514,12 +480,7 @@ class PipelineModule(LayerFiles, nn.Module):
 
 
 def _chosen_topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
-    """The topology to use, with torch.distributed initialized.
-
-    Raises:
-        PipelineError: Neither or two different numbers of stages are given, or they don't divide
-            the ranks.
-    """
+    """The topology to use, with torch.distributed initialized."""
     if num_stages is None and topology is None:
         raise PipelineError("PipelineModule: give num_stages or topology")
     if not dist.is_initialized():

@@ -1,6 +1,4 @@
-"""What the end of a pipeline yields over the micro-batches of a batch, and how all stages learn of
-it.
-"""
+"""What the end of a pipeline yields over a batch, and how all stages learn it."""
 
 from __future__ import annotations
 
@@ -15,10 +13,6 @@ from deepspeed.runtime.pipe.module import PipelineError
 
 class BatchOutputs:
     """Losses and outputs of one batch; empty but on the last stage.
-
-    Args:
-        parallel_map: Where this rank is.
-        device: Where losses live.
 
     Attributes:
         results: Of each micro-batch of an evaluation, its loss, or its output where no loss is
@@ -36,9 +30,7 @@ class BatchOutputs:
         self.logits: list[Any] = []
 
     def add_loss(self, loss: torch.Tensor, additional: dict[str, torch.Tensor] | None) -> None:
-        """The loss of a micro-batch that is trained on, and those that the module reports beside
-        it.
-        """
+        """Add the loss of a micro-batch, and those that the module reports beside it."""
         value = loss.detach().float().reshape(())
         self._total = value if self._total is None else self._total + value
         for name, tensor in (additional or {}).items():
@@ -59,15 +51,10 @@ class BatchOutputs:
         return share
 
     def mean_additional_losses(self, micro_batches: int) -> dict[str, torch.Tensor] | None:
-        """Means over micro-batches of the losses reported beside the main one; None where there are
-        none.
-        """
         return {name: value / micro_batches for name, value in self._additional.items()} or None
 
     def mean_result(self) -> torch.Tensor | None:
-        """Mean of the results over micro-batches and data-parallel ranks, fp32, on the last stage;
-        None elsewhere.
-        """
+        """Mean of the results over micro-batches and data-parallel ranks, fp32; last stage only."""
         if not self._is_last_stage:
             return None
         mean: torch.Tensor = torch.stack([result.detach().float() for result in self.results]).mean(
@@ -77,11 +64,7 @@ class BatchOutputs:
         return mean / self._data.size
 
     def broadcast_scalar(self, data: torch.Tensor | None) -> torch.Tensor:
-        """The last stage's scalar on all stages, fp32, 0-dim.
-
-        Raises:
-            PipelineError: If it is none.
-        """
+        """Give the last stage's scalar to all stages, fp32, 0-dim."""
         result = torch.zeros((), dtype=torch.float32, device=self._device)
         if self._is_last_stage:
             if data is None or data.numel() != 1:
@@ -95,7 +78,7 @@ class BatchOutputs:
 
 
 def described(value: Any) -> str:
-    """What a value is, for errors."""
+    """Say what a value is, for errors."""
     return (
         f"a tensor of shape {tuple(value.shape)}"
         if isinstance(value, torch.Tensor)

@@ -1,8 +1,6 @@
 """What pipeline stages exchange: the groups of their channels, and upstream's functions for single
 tensors and objects.
 
-`Channel`, which the engine uses, is imported from here and defined in `channel`.
-
 [Note: channels and communicators]
 gloo matches transfers by tag, so channels share a group. NCCL runs all transfers of two ranks in a
 group in one order: a receive that was posted ahead would hold up all later ones, and ranks could
@@ -73,10 +71,8 @@ _begun: list[_Transfer] = []
 def make_channel_groups(
     pairs: Sequence[tuple[int, int]], device: torch.device | None = None
 ) -> list[Any]:
-    """The group of each channel, (source, destination), alike on all ranks; collective over the
-    world.
-
-    See [Note: channels and communicators].
+    """Make the group of each channel, (source, destination), alike on all ranks; collective over
+    the world. See [Note: channels and communicators].
 
     Args:
         pairs: Global ranks; a pair that occurs twice is two channels.
@@ -117,7 +113,7 @@ def _make_channel_groups(pairs: Sequence[tuple[int, int]], device: torch.device)
 
 
 def _turns(pairs: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Which pairs are made together: each rank is in one of them at most. Their number does not
+    """Say which pairs are made together: each rank is in one of them at most. Their number does not
     depend on how many pipelines there are.
     """
     turns: list[list[int]] = []
@@ -137,23 +133,18 @@ def _turns(pairs: Sequence[tuple[int, int]]) -> list[list[int]]:
 
 
 def init_process_groups(grid: Any) -> None:
-    """Say which ranks the stages are, before the functions below.
-
-    Args:
-        grid: A `PipelineParallelGrid`.
-    """
+    """Say, by a `PipelineParallelGrid`, which ranks the stages are, before the functions below."""
     global _grid
     _grid = grid
     _begun.clear()
 
 
 def can_send_recv() -> bool:
-    """Whether tensors go from rank to rank directly: always."""
+    """Tell whether tensors go from rank to rank directly: always."""
     return True
 
 
 def _rank_of(stage: int, verb: str) -> int:
-    """The rank of a stage next to this one, in this rank's pipeline."""
     if _grid is None:
         raise RuntimeError("call deepspeed.runtime.pipe.p2p.init_process_groups(grid) first")
     own, last = _grid.get_stage_id(), _grid.pipe_parallel_size - 1
@@ -167,12 +158,8 @@ def _rank_of(stage: int, verb: str) -> int:
 
 
 def send(tensor: torch.Tensor, dest_stage: int, async_op: bool = False) -> Any:
-    """Send a tensor to a neighbouring stage.
-
-    Args:
-        tensor: A contiguous tensor; with `async_op` it must not change before `wait`.
-        dest_stage: The stage.
-        async_op: Return a handle at once; `wait` waits for it.
+    """Send a contiguous tensor to a neighbouring stage; with `async_op` it must not change before
+    `wait`.
     """
     return _begin(_Transfer("send", dist.isend, tensor, _rank_of(dest_stage, "send to")), async_op)
 
@@ -202,12 +189,8 @@ def wait() -> None:
 
 
 def send_obj(msg: Any, dest: int) -> None:
-    """Send an object of plain data to a rank.
-
-    Args:
-        msg: Tensors, numbers, texts, None, and tuples, lists and dicts of these: the receiver runs
-            no code from a message.
-        dest: Its global rank.
+    """Send an object to a global rank: tensors, numbers, texts, None, and tuples, lists and dicts
+    of these, since the receiver runs no code from a message.
 
     Raises:
         TypeError: The object holds something else.
@@ -229,7 +212,7 @@ def send_obj(msg: Any, dest: int) -> None:
 
 
 def recv_obj(sender: int) -> Any:
-    """Receive what global rank ``sender`` has sent with `send_obj`; tensors arrive on the
+    """Receive what global rank `sender` has sent with `send_obj`; tensors arrive on the
     accelerator's device.
     """
     device = torch.device(get_accelerator().current_device_name())

@@ -17,7 +17,7 @@ def partition_layers(
     method: str | Sequence[int],
     count: Callable[[], Sequence[int]],
 ) -> list[int]:
-    """Cut the layers into consecutive parts.
+    """Cut the layers into consecutive parts: part j is `layers[bounds[j]:bounds[j + 1]]`.
 
     Args:
         layers: All layers of the model.
@@ -26,9 +26,6 @@ def partition_layers(
             parameters; "type:REGEX": equal numbers of layers whose class name matches, case
             ignored; or the num_parts + 1 boundaries.
         count: Gives each layer's number of parameters.
-
-    Returns:
-        num_parts + 1 boundaries: part j is `layers[bounds[j]:bounds[j + 1]]`.
 
     Raises:
         PipelineError: For another method, boundaries or counts that do not fit, or a REGEX that no

@@ -3,8 +3,7 @@ buffers.
 
 Pure integers, no torch: `PipelineEngine` executes the instructions, `simulator` checks them and
 `schedule_text` prints them. A schedule says in which order its stage computes; `_Lowering` alone
-turns that order into instructions, so that where a message is sent or a buffer released is decided
-once for all of them.
+turns that order into instructions.
 
 What an executor has to give: instructions run in list order; sends do not block and receives do;
 messages of one kind over one boundary between parts arrive in the order in which they were sent.
@@ -26,11 +25,7 @@ StageId = int
 
 
 class PipeInstruction:
-    """One thing for the engine to do.
-
-    Attributes:
-        kwargs: The arguments, each of them an attribute too.
-    """
+    """One thing for the engine to do; each of its keyword arguments is an attribute."""
 
     def __init__(self, **kwargs: Any) -> None:
         self.kwargs = kwargs
@@ -38,7 +33,6 @@ class PipeInstruction:
 
     @property
     def name(self) -> str:
-        """Name of the class."""
         return type(self).__name__
 
     def __eq__(self, other: object) -> bool:
@@ -67,12 +61,8 @@ class BufferOpInstruction(PipeInstruction):
     """An instruction on one buffer: what one micro-batch needs on one part of the model between its
     forward and its backward.
 
-    Args:
-        buffer_id: Which buffer of the stage, unique over its chunks.
-        **kwargs: `micro_batch` and `chunk`, which every schedule of this module gives, and whatever
-            a schedule of one's own needs.
-
     Attributes:
+        buffer_id: Which buffer of the stage, unique over its chunks.
         micro_batch: Which micro-batch of the global batch; None when it was not given.
         chunk: Which of the model chunks of this stage, 0 without interleaving.
     """
@@ -86,9 +76,7 @@ class BufferOpInstruction(PipeInstruction):
 
 
 class LoadMicroBatch(BufferOpInstruction):
-    """Load a micro-batch from the data iterator: the inputs on the first part, the labels on the
-    last one.
-    """
+    """Load a micro-batch: the inputs on the first part, the labels on the last one."""
 
 
 class ForwardPass(BufferOpInstruction):
@@ -132,12 +120,7 @@ class Compute(NamedTuple):
 
 
 class PipeSchedule(ABC):
-    """What one stage does for one batch.
-
-    Args:
-        micro_batches: Micro-batches in the batch.
-        stages: Stages of the pipeline.
-        stage_id: The stage that runs this schedule.
+    """What one stage does for one batch of `micro_batches`.
 
     Attributes:
         num_chunks: Chunks of the model that each stage holds.
@@ -166,9 +149,7 @@ class PipeSchedule(ABC):
 
     @abstractmethod
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """The instructions of the stage in order, at most one pass with its communication per
-        step.
-        """
+        """The instructions in order, at most one pass with its communication per step."""
 
     @abstractmethod
     def num_pipe_buffers(self) -> int:
@@ -179,32 +160,27 @@ class PipeSchedule(ABC):
 
     @property
     def stage(self) -> StageId:
-        """The stage that runs this schedule."""
         return self.stage_id
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline."""
         return self.stages
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches in the batch."""
         return self.micro_batches
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this stage holds the first part of the model."""
         return self.stage_id == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this stage holds the last part of the model."""
         return self.stage_id == self.stages - 1
 
     def _rounds(self, chunks: Sequence[Chunk], kind: type[BufferOpInstruction]) -> list[Compute]:
-        """`kind` over `chunks` in rounds of `stages` micro-batches, each round through all chunks
-        before the next one.
+        """Computations over `chunks` in rounds of `stages` micro-batches, each round through all
+        chunks.
 
         The last round is full whether micro-batches are left for it or not: stages pair the k-th
         forward pass with a backward pass by counting, and dropping the same surplus passes on all
@@ -222,9 +198,8 @@ class _Lowering:
     """Turns the order in which a stage computes into steps: adds loads, messages, buffers and what
     ends the batch.
 
-    A send opens the step after its pass rather than ending the step of the pass: that is the same
-    order of instructions, and the steps of `TrainSchedule` and `InferenceSchedule` then line up
-    with time slots.
+    A send opens the step after its pass rather than ending the step of the pass: the order is the
+    same, and the steps of `TrainSchedule` and `InferenceSchedule` line up with time slots.
     """
 
     def __init__(self, schedule: PipeSchedule) -> None:
@@ -275,7 +250,7 @@ def _one_forward_one_backward(
     forwards: Sequence[Compute], backwards: Sequence[Sequence[Compute]], warmup: int
 ) -> Iterator[Compute]:
     """`warmup` forward passes, then one forward and one group of backward passes in turn, then the
-    rest of the backward passes.
+    rest.
     """
     yield from forwards[:warmup]
     for index, group in enumerate(backwards):
@@ -287,18 +262,16 @@ class TrainSchedule(PipeSchedule):
     """1F1B: stage s holds at most stages - s micro-batches at once, and waits stages - 1 forward
     and backward passes per batch.
 
-    Steps are time slots in which every pass takes one: there are 2 * (micro_batches + stages - 1)
-    on each stage, and those in which a stage waits are empty.
+    Steps are 2 * (micro_batches + stages - 1) time slots in which every pass takes one; those in
+    which a stage waits are empty.
     """
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """One step per time slot."""
         return _Lowering(self).steps(
             map(self._slot, range(2 * (self.micro_batches + self.stages - 1)))
         )
 
     def num_pipe_buffers(self) -> int:
-        """As many as there are micro-batches in flight, at least 2."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
     def _slot(self, time: int) -> Compute | None:
@@ -319,11 +292,7 @@ class InterleavedTrainSchedule(PipeSchedule):
     """1F1B over several chunks of the model per stage (Narayanan et al. 2021): the wait shrinks by
     the number of chunks.
 
-    Any number of micro-batches is right; one that is no multiple of the stages leaves part of the
-    last round empty.
-
-    Args:
-        num_chunks: Chunks of the model on each stage, at least 2.
+    A number of micro-batches that is no multiple of the stages leaves part of the last round empty.
     """
 
     def __init__(self, micro_batches: int, stages: int, stage_id: StageId, num_chunks: int) -> None:
@@ -336,16 +305,14 @@ class InterleavedTrainSchedule(PipeSchedule):
         self.num_chunks = num_chunks
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """One step per pass."""
         return _Lowering(self).steps(self._order())
 
     def num_pipe_buffers(self) -> int:
-        """One per micro-batch and chunk in flight."""
         return min(self._warmup() + 1, self.micro_batches * self.num_chunks)
 
     def _warmup(self) -> int:
-        """Forward passes before the first backward one: the way to the last stage and back, and a
-        round's other chunks.
+        """Forward passes before the first backward one: to the last stage and back, and a round's
+        other chunks.
         """
         return 2 * (self.stages - self.stage_id - 1) + (self.num_chunks - 1) * self.stages
 
@@ -360,19 +327,16 @@ class ZeroBubbleTrainSchedule(PipeSchedule):
     """ZB-H1 (Qi et al. 2023): weights' gradients wait until a stage has nothing more urgent, and
     fill the tail of the batch.
 
-    Stage s leaves s weight passes behind, so that every stage holds at most `stages` micro-batches:
-    what the first stage of 1F1B holds.
-
-    The wait is stages - 1 times (forward + input's gradient - weights' gradient), with enough
-    micro-batches and as long as the weights' gradient is the cheapest of the three.
+    Stage s leaves s weight passes behind, so that every stage holds at most `stages` micro-batches,
+    as the first stage of 1F1B. The wait is stages - 1 times (forward + input's gradient - weights'
+    gradient), with enough micro-batches and as long as the weights' gradient is the cheapest of the
+    three.
     """
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """One step per pass."""
         return _Lowering(self).steps(self._order())
 
     def num_pipe_buffers(self) -> int:
-        """One per micro-batch in flight."""
         return min(self.stages, self.micro_batches)
 
     def _order(self) -> Iterator[Compute]:
@@ -392,12 +356,8 @@ class ZeroBubbleTrainSchedule(PipeSchedule):
 
 
 class InferenceSchedule(PipeSchedule):
-    """Forward passes alone.
-
-    Without interleaving, steps are time slots: micro_batches + stages - 1 on each stage.
-
-    Args:
-        num_chunks: Chunks of the model on each stage.
+    """Forward passes alone; without interleaving, micro_batches + stages - 1 time slots on each
+    stage.
     """
 
     closing = ()
@@ -413,7 +373,6 @@ class InferenceSchedule(PipeSchedule):
         self.num_chunks = num_chunks
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """One step per time slot, or per pass with several chunks."""
         order = [
             each
             for each in self._rounds(range(self.num_chunks), ForwardPass)
@@ -431,14 +390,11 @@ class InferenceSchedule(PipeSchedule):
 
 
 class DataParallelSchedule(PipeSchedule):
-    """Every stage holds the whole model: forward and backward of each micro-batch, then reduce and
-    step.
-    """
+    """Every stage holds the whole model: forward and backward of each micro-batch, then a step."""
 
     closing = (ReduceGrads, OptimizerStep)
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """One step per micro-batch."""
         for micro_batch in range(self.micro_batches):
             kinds = (LoadMicroBatch, ForwardPass, BackwardPass)
             step: list[PipeInstruction] = [
@@ -449,19 +405,11 @@ class DataParallelSchedule(PipeSchedule):
             yield step
 
     def num_pipe_buffers(self) -> int:
-        """One: no micro-batch starts before the previous one is done."""
         return 1
 
 
 class ListedSchedule(PipeSchedule):
-    """A schedule given by its instructions: one read from text, or one's own to try in the
-    simulator.
-
-    Args:
-        steps: The instructions, a list per step.
-        num_buffers: What `num_pipe_buffers` returns.
-        num_chunks: Chunks of the model on each stage.
-    """
+    """A schedule given by its instructions, a list per step."""
 
     def __init__(
         self,
@@ -484,11 +432,9 @@ class ListedSchedule(PipeSchedule):
         )
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """The given steps."""
         return iter(self._steps)
 
     def num_pipe_buffers(self) -> int:
-        """The given number of buffers."""
         return self._num_buffers
 
 
@@ -498,12 +444,7 @@ SCHEDULE_NAMES = ("1f1b", "interleaved", "zero_bubble")
 def make_schedule(
     name: str, micro_batches: int, stages: int, stage_id: StageId, num_chunks: int = 1
 ) -> PipeSchedule:
-    """The training schedule called `name`.
-
-    Args:
-        name: "1f1b", "interleaved" or "zero_bubble".
-        num_chunks: Chunks of the model on each stage: at least 2 for "interleaved", 1 for the
-            others.
+    """Make the training schedule "1f1b", "interleaved" (at least 2 chunks) or "zero_bubble".
 
     Raises:
         ValueError: There is no such schedule, or it can't run that many chunks.

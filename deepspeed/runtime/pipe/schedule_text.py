@@ -4,7 +4,7 @@ SVG, and the command for them.
     python -m deepspeed.runtime.pipe.schedule_text --schedule 1f1b --stages 4 --micro-batches 8
 
 Exit code 0: the schedule is right; 1: the simulator found a fault, which the grid marks; 2: the
-command was used wrongly. What is right and how long it takes is `simulator`'s to say.
+command was used wrongly.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _LOOKS: dict[type[PipeInstruction], _Look] = {
 
 
 def format_schedule(schedule: PipeSchedule) -> str:
-    """The instructions of one stage, a line per step; `parse_schedule` reads it back."""
+    """Print the instructions of one stage, a line per step; `parse_schedule` reads them back."""
     values = (
         schedule.micro_batches,
         schedule.stages,
@@ -87,10 +87,8 @@ def format_schedule(schedule: PipeSchedule) -> str:
 
 
 def parse_schedule(text: str) -> ListedSchedule:
-    """Read what `format_schedule` has printed. Empty lines are skipped.
-
-    Raises:
-        ValueError: A line is not of that form; it names the line.
+    """Read what `format_schedule` has printed; a ValueError names the line that is not of that
+    form.
     """
     lines = [
         (number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()
@@ -108,7 +106,7 @@ def parse_schedule(text: str) -> ListedSchedule:
 
 
 def parse_schedules(text: str) -> list[ListedSchedule]:
-    """Read the printed schedules of several stages, one after the other."""
+    """Read the printed schedules of several stages."""
     return [
         parse_schedule(part)
         for part in re.split(r"^(?=\s*schedule )", text, flags=re.MULTILINE)
@@ -147,7 +145,7 @@ def _parse_instruction(call: ast.expr) -> PipeInstruction:
 
 
 def _label(instruction: BufferOpInstruction) -> str:
-    """F3 is the forward pass of micro-batch 3, F3.1 that through chunk 1."""
+    """Name a pass: F3 is the forward of micro-batch 3, F3.1 that through chunk 1."""
     chunk = f".{instruction.chunk}" if instruction.chunk else ""
     return f"{_LOOKS[type(instruction)].letter}{instruction.micro_batch}{chunk}"
 
@@ -159,12 +157,8 @@ def _tick(spans: Spans) -> float:
 
 
 def render_grid(spans: Spans, failing: Sequence[Place] = ()) -> str:
-    """Who computes when, as text: a row per stage, a column per shortest pass, '.' where a stage
-    waits.
-
-    Args:
-        spans: `Simulation.spans`, or `ScheduleError.spans` for a schedule that fails.
-        failing: `ScheduleError.places`: each is written at the end of its stage's row.
+    """Draw who computes when as text: a row per stage, a column per shortest pass, '.' where a
+    stage waits, and at the end of a stage's row the places that fail.
     """
     tick = _tick(spans)
     width = 1 + max((len(_label(span.instruction)) for row in spans for span in row), default=1)
@@ -187,7 +181,7 @@ def render_grid(spans: Spans, failing: Sequence[Place] = ()) -> str:
 
 
 def render_summary(simulation: Simulation, schedules: Sequence[PipeSchedule]) -> str:
-    """Makespan, bubble, activations and buffers as text."""
+    """Tell makespan, bubble, activations and buffers as text."""
     first = schedules[0]
     asynchronous = "yes" if needs_asynchronous_sends(schedules) else "no"
     rows = (
@@ -211,12 +205,7 @@ _COLUMN, _ROW, _LEFT, _TOP = 26, 28, 72, 40
 
 
 def render_svg(simulation: Simulation, title: str) -> str:
-    """The grid as a picture, with a legend, makespan and bubble fraction.
-
-    Args:
-        simulation: Simulated with `record=True`.
-        title: The heading, plain text.
-    """
+    """Draw a recorded simulation as a picture, with a legend, makespan and bubble fraction."""
     spans = simulation.spans
     scale = _COLUMN / _tick(spans)
     width = round(_LEFT + simulation.makespan * scale + 16)
@@ -260,7 +249,6 @@ def _svg_row(stage: int, row: Sequence[Span], scale: float, makespan: float) -> 
 
 
 def _svg_legend(simulation: Simulation, top: int) -> list[str]:
-    """Which colour is which pass, and the numbers."""
     lines, left = [], 12
     used = {type(span.instruction) for row in simulation.spans for span in row}
     for look in (look for kind, look in _LOOKS.items() if kind in used):
@@ -335,7 +323,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _schedules(arguments: argparse.Namespace) -> Sequence[PipeSchedule]:
-    """The schedules the command line asks for."""
     if arguments.read is not None:
         return parse_schedules(Path(arguments.read).read_text(encoding="utf-8"))
     stages, name = arguments.stages, arguments.schedule

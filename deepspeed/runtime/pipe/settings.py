@@ -7,15 +7,10 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 
 def apply_settings(config: DeepSpeedConfig, module: PipelineModule) -> str:
-    """Check the configuration against the module, and pass on to it what the configuration says of
-    its layers.
+    """Check the configuration against the module, pass on to it what is said of its layers, and
+    return the name of the schedule.
 
-    Returns:
-        Name of the schedule.
-
-    Raises:
-        DeepSpeedConfigError: For what a pipeline cannot do, naming the key; nothing was changed
-            then.
+    A `DeepSpeedConfigError` names the key of what a pipeline cannot do; nothing was changed then.
     """
     _check_gradients(config)
     schedule = _check_block(config, module)

@@ -1,9 +1,8 @@
 """Runs the schedules of all stages on paper: finds deadlocks, wrong buffers and lost micro-batches,
 and measures time and memory.
 
-Pure and event-driven, one visit per instruction: a stage runs until it has to wait for a message,
-and the sender wakes it. Sends do not block and receives do, so the result does not depend on which
-stage is visited first. It knows `schedule`'s instructions and nothing of torch or of processes.
+Event-driven: a stage runs until it has to wait for a message, and the sender wakes it. Sends do not
+block and receives do, so the result does not depend on which stage is visited first.
 """
 
 from __future__ import annotations
@@ -78,14 +77,9 @@ _ChannelKey = tuple[int, int]
 
 @dataclass(frozen=True)
 class CostModel:
-    """How long passes and messages take, in any unit.
+    """How long passes of one micro-batch through all chunks of a stage take, in any unit.
 
-    Attributes:
-        forward: Forward pass of one micro-batch through all chunks of a stage.
-        backward_input: Gradient of the input likewise; with `backward_weight`, a whole backward
-            pass.
-        backward_weight: Gradient of the weights likewise.
-        latency: From a send to the moment when the message is there.
+    `latency` is from a send to the moment when the message is there.
     """
 
     forward: float = 1.0
@@ -140,8 +134,7 @@ class Simulation:
         makespan: When the last pass ends.
         busy: How long each stage computes.
         peak_activations: For each stage, how many micro-batches are at most between their forward
-            and the end of their backward at once; one that is in two chunks of the stage counts
-            twice.
+            and the end of their backward at once; one in two chunks of the stage counts twice.
         spans: The passes of each stage in order, when they were recorded.
     """
 
@@ -152,12 +145,11 @@ class Simulation:
 
     @property
     def bubble_fractions(self) -> tuple[float, ...]:
-        """For each stage, the part of the makespan in which it waits."""
+        """The part of the makespan in which each stage waits."""
         return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
 
     @property
     def bubble_fraction(self) -> float:
-        """The mean of `bubble_fractions`."""
         return sum(self.bubble_fractions) / len(self.busy)
 
 
@@ -168,19 +160,16 @@ def simulate(
     synchronous: bool = False,
     record: bool = False,
 ) -> Simulation:
-    """Run one batch.
+    """Run one batch; every pass costs 1 and messages 0 if `costs` are not given.
 
     Args:
-        schedules: The schedule of every stage, in the order of the stages. Their instructions carry
-            `micro_batch` and `chunk`.
-        costs: How long things take; every pass 1 and messages 0 if not given.
-        synchronous: A send blocks until the message is received. (A message of a stage to itself
-            never does.)
+        schedules: Of every stage, in order. Instructions carry `micro_batch` and `chunk`.
+        costs: How long things take.
+        synchronous: A send blocks until the message is received, unless a stage sends to itself.
         record: Keep when each pass ran, in `spans`.
 
     Raises:
-        ScheduleDeadlockError: The stages wait for one another; it names those that wait and their
-            instructions.
+        ScheduleDeadlockError: The stages wait for one another; it names those that wait.
         ScheduleError: An instruction is wrong; it names the instruction, its step and its stage.
         ValueError: The schedules don't belong to one pipeline.
     """
@@ -199,7 +188,7 @@ def simulate(
 
 
 def needs_asynchronous_sends(schedules: Sequence[PipeSchedule]) -> bool:
-    """Whether schedules that are right when sends do not block would deadlock if they did."""
+    """Tell whether schedules that are right when sends do not block would deadlock if they did."""
     try:
         simulate(schedules, synchronous=True)
     except ScheduleDeadlockError:
@@ -257,7 +246,7 @@ class _Stage:
         return mask
 
     def advance(self) -> PipeInstruction | None:
-        """The next instruction; the one it waits in, if it waits."""
+        """Go to the next instruction; stay at the one it waits in, if it waits."""
         if self.waiting:
             self.waiting = False
         else:
@@ -265,11 +254,9 @@ class _Stage:
         return self._current[1]
 
     def error(self, reason: str) -> ScheduleError:
-        """An error at the current instruction."""
         return ScheduleError([self.place], reason)
 
     def compute(self, instruction: BufferOpInstruction, cost: float) -> None:
-        """Let `cost` pass in a pass."""
         start = self.clock
         self.clock = self.end = start + cost
         self.busy += cost
@@ -277,12 +264,7 @@ class _Stage:
             self.spans.append(Span(start, self.clock, instruction))
 
     def apply(self, instruction: BufferOpInstruction, rule: _Rule) -> None:
-        """Follow what the instruction does to its buffer.
-
-        Raises:
-            ScheduleError: The buffer is in use, or what the instruction reads is not there, or the
-                instruction has run before.
-        """
+        """Follow what the instruction does to its buffer."""
         buffer_id, key, does = (
             instruction.buffer_id,
             (instruction.micro_batch, instruction.chunk),
@@ -335,7 +317,6 @@ class _Stage:
         self._owner[buffer_id], self._done[buffer_id] = (micro_batch, chunk), 0
 
     def _what(self, buffer_id: int) -> str:
-        """What a buffer holds, for a message."""
         owner = self._owner[buffer_id]
         if owner is None:
             return "nothing"
@@ -346,9 +327,7 @@ class _Stage:
         )
 
     def _count(self, does: int, finished: bool) -> None:
-        """Activations live from the forward pass until the last backward pass; until they are sent
-        without training.
-        """
+        """Count activations: live from the forward until the last backward pass, or the send."""
         if does == _FORWARD:
             self._live += 1
             self.peak = max(self.peak, self._live)
@@ -356,7 +335,6 @@ class _Stage:
             self._live -= 1
 
     def close(self, kind: type[PipeInstruction]) -> None:
-        """Follow an instruction that ends the batch."""
         self.require_all()
         if kind in self.closed or OptimizerStep in self.closed:
             before = ", ".join(each.__name__ for each in self.closed)
@@ -366,9 +344,7 @@ class _Stage:
         self.closed.append(kind)
 
     def require_all(self) -> None:
-        """Refuse the end of a batch in which a micro-batch has not been through every chunk of this
-        stage.
-        """
+        """Refuse the end of a batch in which a micro-batch has not been through every chunk."""
         whole = (
             (micro_batch, chunk)
             for chunk in range(len(self._masks))
@@ -399,7 +375,7 @@ def _names(bits: int) -> str:
 
 
 class _Message(NamedTuple):
-    """On its way: when it arrives, what it carries, who waits for it to be received."""
+    """What arrives when, and who waits for it to be received."""
 
     arrival: float
     micro_batch: MicroBatch | None
@@ -431,7 +407,6 @@ class _Simulator:
         }
 
     def run(self) -> Simulation:
-        """Run every stage to its end."""
         try:
             while self._ready:
                 self._run(self._ready.popleft())
@@ -506,10 +481,8 @@ class _Simulator:
         return True
 
     def _check_end(self) -> None:
-        """Refuse stages that wait and micro-batches that nobody ran.
-
-        Messages that nobody received need no check of their own: a part that has run every
-        micro-batch has received every message.
+        """Refuse stages that wait and micro-batches that nobody ran. (A part that has run every
+        micro-batch has received every message.)
         """
         waiting = [each.place for each in self._stages if each.place.instruction is not None]
         if waiting:

@@ -1,9 +1,7 @@
-"""One backward in two parts: gradients of a stage's inputs now, gradients of its weights later
-(zero-bubble schedules).
+"""One backward in two parts: gradients of a stage's inputs now, gradients of its weights later.
 
 The stage before waits for the first part only; the second fills time in which a stage would
-otherwise idle (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). Nothing is computed twice:
-autograd computes, of each node, only the gradients that were asked for.
+otherwise idle (Qi et al., "Zero Bubble Pipeline Parallelism", 2023). Nothing is computed twice.
 
 A node that uses both an activation and a weight is a *cut*. The first part runs the graph for the
 inputs alone and keeps the gradient that arrives at each cut; the second runs every cut again, for
@@ -22,12 +20,7 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 class SplitBackward:
-    """Backward of one micro-batch through one model chunk.
-
-    Args:
-        roots: Where backward starts: outputs that require a gradient.
-        grads: Gradient of each root; None for a scalar loss.
-        inputs: Leaves that the stage received and whose gradients it sends on.
+    """Backward of one micro-batch through one model chunk, from `roots` to the leaves `inputs`.
 
     Attributes:
         is_split: Whether the two parts are apart. They are not if the chunk has no such input (all
@@ -83,7 +76,7 @@ class SplitBackward:
         return True
 
     def backward_inputs(self) -> Gradients:
-        """First part: the gradient of each input, None where the outputs do not depend on it."""
+        """Compute the gradient of each input, None where the outputs do not depend on it."""
         if not self._inputs or not self._roots:
             return (None,) * len(self._inputs)
         if not self.is_split:
@@ -106,7 +99,7 @@ class SplitBackward:
         return keep
 
     def backward_weights(self) -> None:
-        """Second part: accumulate the gradients of all weights."""
+        """Accumulate the gradients of all weights."""
         if not self._inputs and self._roots:
             torch.autograd.backward(self._roots, self._grads)
         elif self.is_split:

@@ -1,9 +1,8 @@
 """Where every rank stands: coordinates on named axes (pure), and the process groups of the lines
-and planes through them.
+through them.
 
-`ProcessTopology` is arithmetic only. `PipelineParallelGrid` asks for the groups of its lines, which
-are made once per world, and answers Megatron's questions by upstream's names: it is the `mpu`
-behind the `ParallelMap` of a pipeline engine. It sends nothing.
+`PipelineParallelGrid` makes the groups once per world and answers Megatron's questions: it is the
+`mpu` behind the `ParallelMap` of a pipeline engine.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ class ProcessTopology:
     """Ranks on a grid with named axes; the last axis varies fastest (row-major).
 
     Attributes:
-        axes: Names, slowest first.
-        dims: Size of each axis.
+        axes, dims: Names and sizes, slowest first.
         ProcessCoord: Named tuple of one position.
         mapping: ProcessCoord -> rank.
     """
@@ -55,11 +53,7 @@ class ProcessTopology:
         return " x ".join(f"{axis} {size}" for axis, size in zip(self.axes, self.dims, strict=True))
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """The rank at a position; every axis must be given.
-
-        Raises:
-            ValueError: An axis is missing or unknown, or the position lies outside.
-        """
+        """Return the rank at a position; a ValueError names an axis that is missing or unknown."""
         if set(coord_kwargs) != set(self.axes):
             raise ValueError(
                 f"get_rank: give exactly the axes {self.axes}, got {sorted(coord_kwargs)}; "
@@ -71,7 +65,6 @@ class ProcessTopology:
         return self.mapping[coord]
 
     def get_axis_names(self) -> list[str]:
-        """The axes, slowest first."""
         return self.axes
 
     def get_rank_repr(
@@ -81,23 +74,17 @@ class ProcessTopology:
         inner_sep: str = "_",
         outer_sep: str = "-",
     ) -> str:
-        """The rank's coordinates as checkpoint file names spell them: `model_00`; empty if all axes
-        are left out.
-        """
+        """Spell the rank's coordinates as checkpoint file names do, `model_00`; "" without axes."""
         coord = self.get_coord(rank)
         kept = [axis for axis in self.axes if axis not in omit_axes]
         return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in kept)
 
     def get_dim(self, axis: str) -> int:
-        """The size of an axis; 0 for one that does not exist."""
+        """Return the size of an axis; 0 for one that does not exist."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
-        """The position of a rank, a named tuple.
-
-        Raises:
-            ValueError: There is no such rank.
-        """
+        """Return the position of a rank, a named tuple; a ValueError if there is no such rank."""
         if not 0 <= rank < len(self._coords):
             raise ValueError(
                 f"rank {rank} not found in topology {self._sizes()} of {len(self._coords)} ranks"
@@ -105,9 +92,7 @@ class ProcessTopology:
         return self._coords[rank]
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The lines along an axis: lists of ranks that differ in it only; empty for an axis that
-        does not exist.
-        """
+        """Return the lines along an axis: lists of ranks that differ in it only, if it exists."""
         if axis not in self.axes:
             return []
         others = [name for name in self.axes if name != axis]
@@ -115,11 +100,7 @@ class ProcessTopology:
         return [self.filter_match(**dict(zip(others, position, strict=True))) for position in fixed]
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """The ranks, ascending, whose coordinates have the given values.
-
-        Raises:
-            ValueError: For an unknown axis.
-        """
+        """Return the ranks, ascending, whose coordinates have the given values."""
         unknown = sorted(set(filter_kwargs) - set(self.axes))
         if unknown:
             raise ValueError(
@@ -135,19 +116,14 @@ class ProcessTopology:
         return [self.mapping[position] for position in positions if position in self.mapping]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """The ranks, ascending, whose coordinate on `axis` is `idx`.
-
-        Raises:
-            ValueError: For an unknown axis.
-        """
+        """Return the ranks, ascending, whose coordinate on `axis` is `idx`."""
         return self.filter_match(**{axis: idx})
 
     def world_size(self) -> int:
-        """The number of ranks."""
         return len(self._coords)
 
     def describe(self, rank: int) -> str:
-        """One rank's place in words: `rank 3: pipe 1 of 2, data 1 of 2`."""
+        """Say one rank's place in words: `rank 3: pipe 1 of 2, data 1 of 2`."""
         coord = self.get_coord(rank)
         places = (
             f"{axis} {getattr(coord, axis)} of {size}"
@@ -156,14 +132,11 @@ class ProcessTopology:
         return f"rank {rank}: {', '.join(places)}"
 
     def __str__(self) -> str:
-        """The map of all coordinates, a line per rank."""
         return "\n".join(self.describe(rank) for rank in range(self.world_size()))
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Pipeline x data parallelism; neighbours in rank are data replicas, whose gradients are the
-    largest traffic.
-    """
+    """Pipeline x data parallelism; neighbours in rank are data replicas, the largest traffic."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(axes=[PIPE_AXIS, DATA_AXIS], dims=[num_pp, num_dp])
@@ -177,9 +150,7 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 def _default_topology(world_size: int) -> ProcessTopology:
-    """Prime factors of the world size dealt to pipe and data in turns, as near a square as that
-    gets.
-    """
+    """Deal the prime factors of the world size to pipe and data in turns."""
     dims = [1, 1]
     rest, factor, turn = world_size, 2, 0
     while rest > 1:
@@ -199,17 +170,11 @@ class PipelineParallelGrid:
     tensor); the tensor axis alone is the "slice".
 
     Attributes:
-        global_rank, world_size: Of this process.
-        data_parallel_size, pipe_parallel_size, model_parallel_size, slice_parallel_size: Sizes of
-            the axes (model_parallel_size is the tensor axis, as slice_parallel_size).
-        stage_id, data_parallel_id: This rank's pipe and data coordinates.
-        is_first_stage, is_last_stage: Whether this rank is at an end of the pipeline.
+        model_parallel_size: Of the tensor axis, as slice_parallel_size.
         ds_model_proc_group, ds_model_world_size, ds_model_rank: All ranks with this data
             coordinate.
         dp_groups, dp_group, dp_proc_group: Rank lists of all data groups, of this rank's, and its
-            process group.
-        pipe_groups, pp_group, pp_proc_group: The same of the pipe axis.
-        model_groups, slice_group, slice_proc_group: The same of the tensor axis.
+            process group; pipe_groups, pp_*, and model_groups, slice_* likewise.
         p2p_groups: [rank, rank of the next stage] of every rank; the last stage's next is the
             first.
     """
@@ -268,8 +233,8 @@ class PipelineParallelGrid:
         self.p2p_groups = self._neighbours()
 
     def _lines(self, axis: str) -> tuple[list[list[int]], list[int]]:
-        """All lines along an axis and this rank's; lines of one rank for an axis that does not
-        exist.
+        """All lines along an axis, of one rank each for an axis that does not exist, and this
+        rank's.
         """
         lines = self._topo.get_axis_comm_lists(axis) or [[rank] for rank in range(self.world_size)]
         return lines, holding(self.global_rank, lines)
@@ -288,42 +253,35 @@ class PipelineParallelGrid:
         return [[rank, following[rank]] for rank in range(self.world_size)]
 
     def describe(self, rank: int | None = None) -> str:
-        """A rank's coordinates in words; of all ranks, a line each, by default."""
+        """Say a rank's coordinates in words; by default those of all ranks, a line each."""
         return str(self._topo) if rank is None else self._topo.describe(rank)
 
     def topology(self) -> ProcessTopology:
-        """The coordinates behind the groups."""
         return self._topo
 
     def get_stage_id(self) -> int:
-        """This rank's pipeline stage."""
         return self.stage_id
 
     def get_data_parallel_id(self) -> int:
-        """This rank's data coordinate."""
         return self.data_parallel_id
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """The global rank at a stage; other coordinates are this rank's unless given."""
+        """Return the global rank at a stage; other coordinates are this rank's unless given."""
         coord = self._topo.get_coord(self.global_rank)._asdict()
         return self._topo.get_rank(**{**coord, PIPE_AXIS: stage_id, **kwargs})
 
     def get_global_rank(self) -> int:
-        """This process's rank in the world."""
         return self.global_rank
 
     # -- the pipe axis
 
     def get_pipe_parallel_rank(self) -> int:
-        """This rank's stage."""
         return self.stage_id
 
     def get_pipe_parallel_world_size(self) -> int:
-        """The number of stages."""
         return self.pipe_parallel_size
 
     def get_pipe_parallel_group(self) -> Any:
-        """The stages of this pipeline."""
         return self.pp_proc_group
 
     get_pipeline_model_parallel_rank = get_pipe_parallel_rank
@@ -332,47 +290,37 @@ class PipelineParallelGrid:
     # -- the data axis
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's data coordinate."""
         return self.data_parallel_id
 
     def get_data_parallel_world_size(self) -> int:
-        """The number of data replicas."""
         return self.data_parallel_size
 
     def get_data_parallel_group(self) -> Any:
-        """The replicas of this rank's layers."""
         return self.dp_proc_group
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """The global ranks of the replicas of this rank's layers."""
         return self.dp_group
 
     # -- everything with this data coordinate: pipeline x tensor
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's place among those that hold one copy of the model."""
         return self.ds_model_rank
 
     def get_model_parallel_world_size(self) -> int:
-        """The number of ranks that hold one copy of the model."""
         return self.ds_model_world_size
 
     def get_model_parallel_group(self) -> Any:
-        """The ranks that hold one copy of the model."""
         return self.ds_model_proc_group
 
     # -- the tensor axis
 
     def get_slice_parallel_rank(self) -> int:
-        """This rank's tensor-parallel coordinate."""
         return int(getattr(self._topo.get_coord(self.global_rank), MODEL_AXIS, 0))
 
     def get_slice_parallel_world_size(self) -> int:
-        """The tensor-parallel size."""
         return self.slice_parallel_size
 
     def get_slice_parallel_group(self) -> Any:
-        """The ranks that hold pieces of the same layers."""
         return self.slice_proc_group
 
     get_tensor_model_parallel_rank = get_slice_parallel_rank

@@ -12,25 +12,19 @@ class MemoryBreakdown(StepObserver):
     """
 
     def forward_starts(self, training: bool) -> None:
-        """See base class."""
         see_memory_usage("before forward", force=True)
 
     def forward_ended(self) -> None:
-        """See base class."""
         see_memory_usage("after forward", force=True)
 
     def backward_starts(self) -> None:
-        """See base class."""
         see_memory_usage("before backward", force=True)
 
     def backward_ended(self) -> None:
-        """See base class."""
         see_memory_usage("after backward", force=True)
 
     def step_starts(self) -> None:
-        """See base class."""
         see_memory_usage("before step", force=True)
 
     def step_ended(self) -> None:
-        """See base class."""
         see_memory_usage("after step", force=True)

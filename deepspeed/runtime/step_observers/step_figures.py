@@ -40,15 +40,7 @@ Spare = dict[int, list[LateNumber]]
 
 
 class _UnreadStep:
-    """A step some of whose numbers are still on their way.
-
-    Args:
-        line: What is known of it.
-        spans: Of its phases.
-
-    Attributes:
-        line, spans: The same.
-    """
+    """A step, of which `line` is known and some numbers are on their way."""
 
     def __init__(self, line: dict[str, Any], spans: dict[str, list[Span]]) -> None:
         self.line = line
@@ -57,12 +49,7 @@ class _UnreadStep:
         self._late: list[tuple[LateNumber, list[tuple[str, int]]]] = []
 
     def send(self, numbers: Mapping[str, torch.Tensor], spare: Spare) -> None:
-        """Start copying tensors to the host, those of a device as one.
-
-        Args:
-            numbers: fp32, of one element or 1-d.
-            spare: What nothing is on its way to.
-        """
+        """Start copying fp32 tensors, 0-d or 1-d, to the host, those of a device as one."""
         ahead = {name: t.reshape(-1) for name, t in numbers.items() if runs_ahead(t)}
         self._known |= {
             name: t.reshape(-1).tolist() for name, t in numbers.items() if name not in ahead
@@ -75,13 +62,12 @@ class _UnreadStep:
             self._late.append((late, [(name, t.numel()) for name, t in ahead.items()]))
 
     def is_there(self) -> bool:
-        """Whether reading it waits for nothing."""
         return all(late.is_there() for late, _ in self._late) and all(
             span.is_over() for spans in self.spans.values() for span in spans
         )
 
     def read(self, spare: Spare) -> dict[str, list[float]]:
-        """All numbers by name; what they came in goes back to `spare`."""
+        """Return all numbers by name; what they came in goes back to `spare`."""
         for late, lengths in self._late:
             values = late.read_list()
             spare.setdefault(len(values), []).append(late)
@@ -92,11 +78,7 @@ class _UnreadStep:
 
 
 class StepFigures(StepObserver):
-    """Records steps.
-
-    Args:
-        engine: Whose.
-    """
+    """Records steps."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = engine
@@ -151,11 +133,9 @@ class StepFigures(StepObserver):
             self._spans.setdefault(phase, []).append(end_span(mark))
 
     def saw_inputs(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """See base class."""
         self._tokens += tokens_in(inputs, kwargs)
 
     def forward_starts(self, training: bool) -> None:
-        """See base class."""
         if not training:
             return
         self._record_held()
@@ -165,34 +145,27 @@ class StepFigures(StepObserver):
         self._begin("forward")
 
     def forward_ended(self) -> None:
-        """See base class."""
         self._end("forward")
 
     def saw_loss(self, loss: torch.Tensor) -> None:
-        """See base class."""
         self._loss.add(loss)
 
     def backward_starts(self) -> None:
-        """See base class."""
         self._begin("backward")
 
     def reduction_starts(self) -> None:
-        """See base class."""
         self._end("backward")
         self._begin("communication")
 
     def reduction_ended(self) -> None:
-        """See base class."""
         self._end("communication")
 
     def step_starts(self) -> None:
-        """See base class."""
         # Before the step: the schedule moves on within it.
         self._rates = self._engine.get_lr()
         self._begin("step")
 
     def step_ended(self) -> None:
-        """See base class."""
         self._end("step")
         if self._last_end is not None:
             self._spans["total"] = [end_span(self._last_end)]
@@ -206,7 +179,6 @@ class StepFigures(StepObserver):
             self._record_read()
 
     def saw_batch_loss(self, loss: torch.Tensor) -> None:
-        """See base class."""
         if self._held is not None:
             self._held.send({"loss": loss.detach().float()}, self._spare)
         self._record_held()
@@ -233,9 +205,7 @@ class StepFigures(StepObserver):
         return line
 
     def _numbers(self, line: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """What is on the device of the step that just ended; what it takes to read them goes into
-        its line.
-        """
+        """What is on the device of the step that just ended; how to read it goes into its line."""
         numbers: dict[str, torch.Tensor] = {}
         loss = self._loss.take()
         self._awaits_loss = loss is None
@@ -262,7 +232,6 @@ class StepFigures(StepObserver):
             self._held = None
 
     def _record_read(self, all_of_them: bool = False) -> None:
-        """Record the steps whose numbers are there."""
         unread = self._unread
         while unread and (all_of_them or len(unread) > MAX_UNREAD or unread[0].is_there()):
             step = unread.popleft()
@@ -283,14 +252,13 @@ class StepFigures(StepObserver):
             self._engine.monitor.record(line)
 
     def close(self) -> None:
-        """See base class."""
         atexit.unregister(self._at_exit)
         self._record_held()
         self._record_read(all_of_them=True)
         self._engine.monitor.end_record()
 
     def close_at_exit(self) -> None:
-        """The process ends, and nobody has destroyed the engine."""
+        """End the record of an engine that nobody has destroyed."""
         # The interpreter keeps what has ended it. A device may have failed then: wait for nothing.
         error = getattr(sys, "last_value", None)
         self._record_held()
@@ -305,8 +273,9 @@ def _close_at_exit(figures: weakref.ref[StepFigures]) -> None:
 
 
 def tokens_in(inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Tokens of a micro-batch: the elements of `input_ids`, otherwise of the first tensor of whole
-    numbers `[batch, sequence]`, up to `curriculum_seqlen` of each sequence; 0 if there is none.
+    """Count the tokens of a micro-batch: the elements of `input_ids`, otherwise of the first tensor
+    of whole numbers `[batch, sequence]`, up to `curriculum_seqlen` of each sequence; 0 if there is
+    none.
     """
     named = kwargs.get("input_ids")
     candidates = [named] if isinstance(named, torch.Tensor) else tensors_in((inputs, dict(kwargs)))

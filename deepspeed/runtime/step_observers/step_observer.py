@@ -1,7 +1,6 @@
 """`StepObserver`, the interface through which monitors and profilers attach to the engine.
 
-The engine says when a phase begins and ends (`engine_parts.timing.EngineTimers`); it does not know
-who listens. An observer must not communicate: ranks may have different ones.
+An observer must not communicate: ranks may have different ones.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ class StepObserver:
     """
 
     def saw_inputs(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """What a forward in training is about to be given; empty where that is not the batch, on a
-        pipeline's later stages.
+        """See what a forward in training is about to be given; nothing on a pipeline's later
+        stages.
         """
 
     def forward_starts(self, training: bool) -> None:
@@ -32,11 +31,8 @@ class StepObserver:
         """It ended; not called for one that raised."""
 
     def saw_loss(self, loss: torch.Tensor) -> None:
-        """Of a micro-batch, before it is divided and scaled; not called for plain
-        `loss.backward()`, which the engine does not see.
-
-        Args:
-            loss: 0-dim or one element, with its graph: whoever keeps it must detach it.
+        """See a micro-batch's loss, with its graph, before it is divided and scaled; not that of a
+        plain `loss.backward()`.
         """
 
     def backward_starts(self) -> None:
@@ -58,7 +54,7 @@ class StepObserver:
         """It ended, or was skipped; the engine's counters count it already."""
 
     def saw_batch_loss(self, loss: torch.Tensor) -> None:
-        """Of a pipeline's whole batch, after its step: mean over micro-batches and ranks, 0-dim."""
+        """See that of a pipeline's batch, after its step: mean over micro-batches and ranks."""
 
     def close(self) -> None:
         """The engine is destroyed."""

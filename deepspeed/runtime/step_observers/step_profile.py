@@ -1,6 +1,4 @@
-"""`flops_profiler` in the configuration: profiles one micro-batch of one step on rank 0, and
-reports when the step ended.
-"""
+"""`flops_profiler`: profiles one micro-batch of one step on rank 0, and reports at its end."""
 
 from __future__ import annotations
 
@@ -16,14 +14,8 @@ if TYPE_CHECKING:
 
 
 class StepProfile(StepObserver):
-    """Profiles the first training forward after `profile_step` steps, its backward and its step.
-
-    In a pipeline the first micro-batch's forward of stage 0, and the backward that comes first
-    there.
-
-    Args:
-        engine: Whose model.
-        config: The `flops_profiler` block.
+    """Profiles the first training forward after `profile_step` steps, its backward and its step: in
+    a pipeline the first micro-batch's forward of stage 0, and the backward that comes first there.
     """
 
     def __init__(self, engine: DeepSpeedEngine, config: DeepSpeedFlopsProfilerConfig) -> None:
@@ -37,7 +29,6 @@ class StepProfile(StepObserver):
         self._step_started: Any = None
 
     def forward_starts(self, training: bool) -> None:
-        """See base class."""
         if self._is_done or not training or self._engine.global_steps < self._config.profile_step:
             return
         if self._profiler is not None and not self._profiler.started:
@@ -50,28 +41,23 @@ class StepProfile(StepObserver):
         self._profiler.start_profile()
 
     def forward_ended(self) -> None:
-        """See base class."""
         if self._profiler is not None:
             self._profiler.stop_profile()
 
     def backward_starts(self) -> None:
-        """See base class."""
         if self._profiler is not None and self._backward is None:
             self._backward_started = begin_span()
 
     def backward_ended(self) -> None:
-        """See base class."""
         if self._profiler is not None and self._backward_started is not None:
             self._backward = end_span(self._backward_started)
             self._backward_started = None
 
     def step_starts(self) -> None:
-        """See base class."""
         if self._profiler is not None:
             self._step_started = begin_span()
 
     def step_ended(self) -> None:
-        """See base class."""
         profiler, started = self._profiler, self._step_started
         if profiler is None or started is None:
             return
@@ -90,7 +76,6 @@ class StepProfile(StepObserver):
         self._is_done = True
 
     def close(self) -> None:
-        """See base class."""
         if self._profiler is not None:
             self._profiler.end_profile()
         self._profiler = None

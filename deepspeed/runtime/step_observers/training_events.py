@@ -45,22 +45,16 @@ PHASES = {
 
 
 class TrainingEvents(StepObserver):
-    """Writes the engine's events.
-
-    Args:
-        engine: Whose.
-    """
+    """Writes the engine's events."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = engine
         self._loss = MeanLoss()
 
     def saw_loss(self, loss: torch.Tensor) -> None:
-        """See base class."""
         self._loss.add(loss)
 
     def step_ended(self) -> None:
-        """See base class."""
         events: list[tuple[str, float | torch.Tensor]] = []
         loss = self._loss.take()
         if loss is not None:
@@ -81,7 +75,6 @@ class TrainingEvents(StepObserver):
         self._write(events)
 
     def saw_batch_loss(self, loss: torch.Tensor) -> None:
-        """See base class."""
         self._write([(LOSS, loss)])
 
     def _write(self, events: list[tuple[str, float | torch.Tensor]]) -> None:

@@ -32,18 +32,8 @@ METRICS = "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics"
 class Metric:
     """One metric: its schedule, and the samples by their number.
 
-    Args:
-        name: Of the metric.
-        config: Its block.
-        num_samples: Of the dataset.
-
-    Attributes:
-        scheduler: Says the difficulty of a step.
-        chooses: Whether samples are chosen by it. A metric of one cluster has a difficulty, for
-            whoever cuts samples to it, and lets every sample through.
-
-    Raises:
-        DeepSpeedConfigError: For values that make no sense, and files that are not of this dataset.
+    `chooses` is whether samples are chosen by it. A metric of one cluster has a difficulty, for
+    whoever cuts samples to it, and lets every sample through.
     """
 
     def __init__(self, name: str, config: Mapping[str, Any], num_samples: int) -> None:
@@ -92,10 +82,8 @@ class Metric:
             ) from error
 
     def eligible(self, difficulty: int) -> Any:
-        """The samples that are at most so difficult, 1-d, the easiest first.
-
-        Raises:
-            DeepSpeedConfigError: If there is none.
+        """List the samples that are at most so difficult, 1-d, the easiest first; refuse that none
+        is.
         """
         if self._by == VALUE:
             num_levels = int(numpy.searchsorted(self._levels, difficulty, side="right"))
@@ -120,18 +108,13 @@ class DeepSpeedDataSampler(Sampler[list[int]]):
         one_epoch_total_samples: Samples of the dataset.
         micro_batch_size: Samples per micro-batch and rank.
         data_parallel_rank, data_parallel_size: This rank's place.
-        data_parallel_group: Upstream's argument; nothing is communicated.
+        data_parallel_group, global_rank: No effect: nothing is communicated.
         gradient_accumulation_steps: Micro-batches per step.
-        global_rank: Upstream's argument, as the group.
-        drop_last: Upstream's argument; the last batches that would be incomplete are left out.
+        drop_last: No effect: the last batches that would be incomplete are left out.
 
     Attributes:
         consumed_samples: Samples of all ranks before the next micro-batch that iterating gives.
         global_batch_size: Samples per step.
-
-    Raises:
-        DeepSpeedConfigError: See `Metric`.
-        ValueError: For a rank that is none.
     """
 
     def __init__(
@@ -174,7 +157,9 @@ class DeepSpeedDataSampler(Sampler[list[int]]):
             self.metrics[name].scheduler.set_custom_get_difficulty(function)
 
     def difficulties(self, step: int, choosing: bool = False) -> dict[str, int]:
-        """Of every metric, or of those that choose samples, at a step, which counts from 1."""
+        """Tell the difficulty of every metric, or of those that choose samples, at a step, which
+        counts from 1.
+        """
         return {
             name: m.scheduler.get_difficulty(step)
             for name, m in self.metrics.items()
@@ -183,11 +168,9 @@ class DeepSpeedDataSampler(Sampler[list[int]]):
 
     @property
     def num_micro_batches(self) -> int:
-        """This rank's micro-batches, all of them."""
         return self._num_steps * self._accumulation
 
     def __len__(self) -> int:
-        """This rank's micro-batches from the position on."""
         return self.num_micro_batches - self.consumed_samples // self._slice
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -199,14 +182,7 @@ class DeepSpeedDataSampler(Sampler[list[int]]):
             yield orders.batch(step + 1)[begin : begin + self._micro]
 
     def eligible(self, difficulties: Mapping[str, int]) -> Any:
-        """The samples that all metrics let through, 1-d.
-
-        Args:
-            difficulties: Of the metrics that choose.
-
-        Raises:
-            DeepSpeedConfigError: If there is none.
-        """
+        """List the samples that all metrics that choose let through, 1-d; refuse that none is."""
         chosen = [self.metrics[name].eligible(level) for name, level in difficulties.items()]
         if not chosen:
             return numpy.arange(self._num_samples)
@@ -221,16 +197,14 @@ class DeepSpeedDataSampler(Sampler[list[int]]):
         return pool
 
     def shuffled(self, size: int, begun_at: int, number_of_pass: int) -> Any:
-        """A random order of `size` things."""
         seeds = (self._seed, begun_at, number_of_pass)
         return numpy.random.default_rng(seeds).permutation(size)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and the difficulties there."""
+        """Return the position, and the difficulties there."""
         return self.state_at(self.consumed_samples)
 
     def state_at(self, consumed_samples: int) -> dict[str, Any]:
-        """The same at any position."""
         step = consumed_samples // self.global_batch_size + 1
         return {
             "consumed_samples": consumed_samples,
@@ -240,10 +214,8 @@ class DeepSpeedDataSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go to a position.
-
-        Raises:
-            ValueError: It is of another global batch, with which steps would get other samples.
+        """Go to a position; one of another global batch, with which steps would get other samples,
+        is refused.
         """
         saved = state_dict["global_batch_size"]
         if saved != self.global_batch_size:
@@ -269,7 +241,6 @@ class _Orders:
         self._order: Any = None
 
     def batch(self, step: int) -> list[int]:
-        """The samples of a step's global batch."""
         if step != self._seen_step:
             self._go_to(step)
             size = self._sampler.global_batch_size

@@ -33,29 +33,24 @@ _CODES = {numpy.dtype(dtype): code for code, dtype in reversed(_DTYPES.items())}
 
 
 def index_file_path(prefix_path: str) -> str:
-    """The file of lengths and places."""
+    """Name the file of lengths and places."""
     return prefix_path + ".idx"
 
 
 def data_file_path(prefix_path: str) -> str:
-    """The file of numbers."""
+    """Name the file of numbers."""
     return prefix_path + ".bin"
 
 
 def dataset_exists(path: str, impl: str = "mmap") -> bool:
-    """Whether both files are there."""
+    """Tell whether both files are there."""
     return all(os.path.isfile(name(path)) for name in (index_file_path, data_file_path))
 
 
 class MMapIndexedDataset(torch.utils.data.Dataset[Any]):
-    """Items of a pair of files; an item is a numpy array.
-
-    Args:
-        path: The files' common name, without suffix.
-        skip_warmup: Upstream's argument; nothing is read ahead here.
+    """Items of a pair of files, named without suffix; an item is a numpy array.
 
     Raises:
-        FileNotFoundError: A file is not there.
         ValueError: They are no such files, or do not belong together.
     """
 
@@ -104,12 +99,7 @@ class MMapIndexedDataset(torch.utils.data.Dataset[Any]):
 
 
 class MMapIndexedDatasetBuilder:
-    """Writes such a pair of files.
-
-    Args:
-        out_file: The file of numbers, `data_file_path(prefix)`.
-        dtype: Their numpy type.
-    """
+    """Writes such a pair of files, the numbers into `data_file_path(prefix)`."""
 
     def __init__(self, out_file: str, dtype: Any = numpy.int64) -> None:
         self._dtype = numpy.dtype(dtype)
@@ -128,7 +118,7 @@ class MMapIndexedDatasetBuilder:
         self._sizes.append(numbers.size)
 
     def end_document(self) -> None:
-        """The items since the last call belong together."""
+        """Let the items since the last call belong together."""
         self._documents.append(len(self._sizes))
 
     def finalize(self, index_file: str) -> None:
@@ -146,13 +136,11 @@ class MMapIndexedDatasetBuilder:
 
 
 def write_metric_index(metric_of_samples: Any, sample_path: str, metric_path: str) -> None:
-    """Write the two files that a metric of the sampler reads.
+    """Write the two files that a metric of the sampler reads: item i of `sample_path` has the
+    samples of the i-th smallest value, item i of `metric_path` is that value; both are named
+    without suffix.
 
-    Args:
-        metric_of_samples: One number per sample of the dataset, in its order.
-        sample_path: Name without suffix of `index_to_sample_path`: item i has the samples of the
-            i-th smallest value.
-        metric_path: The same of `index_to_metric_path`: item i is that value.
+    `metric_of_samples` is one number per sample of the dataset, in its order.
     """
     values = numpy.asarray(metric_of_samples).reshape(-1)
     order = numpy.argsort(values, kind="stable")

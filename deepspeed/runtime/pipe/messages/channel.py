@@ -1,13 +1,10 @@
 """`Channel`: one direction of messages between two pipeline ranks, first in first out.
 
-How a value becomes bytes is `wire`'s, how sent memory is kept alive `pending_sends`'s, what ends a
-wait for a failed rank `failure`'s.
-
 [Note: what travels]
-``send`` and ``recv``: a description and pieces. Static channels describe their first message only;
-both ends remember it, so later messages are received ahead of need and cost no description. Dynamic
-channels describe each, in a transfer of fixed size. ``send_like`` and ``recv_like``: pieces only,
-since the receiver knows what gradients look like.
+`send` and `recv`: a description and pieces. Static channels describe their first message only; both
+ends remember it, so later messages are received ahead of need and cost no description. Dynamic
+channels describe each, in a transfer of fixed size. `send_like` and `recv_like`: pieces only, since
+the receiver knows what gradients look like.
 """
 
 from __future__ import annotations
@@ -47,8 +44,8 @@ QUEUES_ENV = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def messages_ahead() -> int:
-    """How many messages are received ahead of need on one stream: `AHEAD`, or 1 where streams share
-    few hardware queues.
+    """Tell how many messages are received ahead of need on one stream: `AHEAD`, or 1 where streams
+    share few hardware queues.
 
     The second receive stands in its queue until the first is over, and whatever stands behind it
     there cannot begin: stages in a ring would wait for each other (`verify.check_budgets` finds
@@ -76,8 +73,8 @@ class PipelineShapeError(RuntimeError):
 
 
 def transfers_are_ordered(device: torch.device) -> bool:
-    """Whether a group runs the transfers between two ranks in one order, whatever their tags, and
-    handles can be polled.
+    """Tell whether a group runs the transfers between two ranks in one order, whatever their tags,
+    and handles can be polled.
     """
     return get_accelerator().defers_collectives or not _is_gloo(device)
 
@@ -87,14 +84,7 @@ def _is_gloo(device: torch.device) -> bool:
 
 
 class _Posted:
-    """A message that is being received.
-
-    Attributes:
-        spec: What it looks like; None while only its description was asked for.
-        arrival: Where it is received into.
-        works: Handles of what was posted last.
-        header: Where its description is received into.
-    """
+    """A message that is being received; without `spec` while only its description was asked for."""
 
     def __init__(self) -> None:
         self.spec: MessageSpec | None = None
@@ -112,8 +102,7 @@ class Channel:
     `recv_like`, not both. A rank may send to itself.
 
     Args:
-        src: Global rank that sends.
-        dst: Global rank that receives.
+        src, dst: Global ranks.
         tag: Distinguishes channels that share a group.
         group: From `make_channel_groups`.
         device: Where received tensors live.
@@ -184,11 +173,8 @@ class Channel:
         self._send_tensors(spec.tensors, tensors)
 
     def send_like(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send tensors to a receiver that knows what they look like; returns at once.
-
-        Raises:
-            PipelineShapeError: They look different from the ones before, on a static channel.
-            PipelinePeerError: Another rank has failed.
+        """Send tensors to a receiver that knows what they look like; returns at once, raises as
+        `send`.
         """
         self._check_alive()
         specs = specs_of(tensors)
@@ -200,9 +186,7 @@ class Channel:
         self._send_tensors(specs, tensors)
 
     def _remember(self, spec: MessageSpec) -> bool:
-        """Whether this is the first message; otherwise refuses one that a static channel cannot
-        carry.
-        """
+        """Tell whether this is the first message; refuse one that a static channel cannot carry."""
         before, self._sent_spec = self._sent_spec, spec
         if self.dynamic or before is None or before == spec:
             return before is None
@@ -234,34 +218,25 @@ class Channel:
         self._pending_sends.add(work, piece)
 
     def finish(self) -> None:
-        """Return when everything that was sent has left.
-
-        Raises:
-            PipelinePeerError: Another rank has failed.
-        """
+        """Return when everything that was sent has left."""
         with self._transferring():
             self._pending_sends.finish()
 
     # -- receiving ---------------------------------------------------------------------------------
 
     def expect(self, count: int) -> None:
-        """``count`` more messages will be sent: they are received ahead of `recv`."""
+        """Receive `count` more messages, which will be sent, ahead of `recv`."""
         self._expected += count
         self._post_ahead()
 
     def expect_like(self, likes: Sequence[torch.Tensor]) -> None:
-        """One more message will be sent with `send_like`, and looks like this: it is received ahead
-        of `recv_like`.
-        """
+        """Receive one more message, which will be sent with `send_like`, ahead of `recv_like`."""
         self._likes.append(specs_of(likes))
         self._post_ahead()
 
     def recv(self) -> Any:
-        """The next value, when it is there. Tensors are new, on the channel's device, and leaves of
-        the graph.
-
-        Raises:
-            PipelinePeerError: Another rank has failed.
+        """Return the next value, when it is there. Tensors are new, on the channel's device, and
+        leaves.
         """
         self._check_alive()
         self.messages += 1
@@ -283,12 +258,11 @@ class Channel:
         return put_together(spec, tensors)
 
     def recv_like(self, likes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The next tensors sent with `send_like`, which look like ``likes``; those may be on the
-        meta device.
+        """Return the next tensors sent with `send_like`, which look like `likes` (maybe meta
+        tensors).
 
         Raises:
             PipelineShapeError: `expect_like` was told something else.
-            PipelinePeerError: Another rank has failed.
         """
         self._check_alive()
         self.messages += 1
@@ -338,20 +312,15 @@ class Channel:
 
     @property
     def has_posted(self) -> bool:
-        """Whether the next message is being received."""
         return bool(self._posted)
 
     @property
     def awaits_description(self) -> bool:
-        """Whether a description is being received. Its message comes behind it: nothing else can be
-        posted before that.
-        """
+        """Whether a description is being received: its message must be posted next."""
         return bool(self._posted) and self._posted[-1].spec is None
 
     def post_one(self) -> bool:
-        """Receive the next announced message, or its description; whether it is known what to
-        post.
-        """
+        """Receive the next announced message, or its description; False if nothing is announced."""
         posted = _Posted()
         if self._likes:
             self._post_tensors(posted, MessageSpec("known", self._likes.popleft()))
@@ -409,11 +378,7 @@ class Channel:
     # -- both --------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget what messages look like; both ends do, between batches.
-
-        Raises:
-            RuntimeError: Announced messages have not been received.
-        """
+        """Forget what messages look like; both ends do, between batches."""
         if self._posted or self._local:
             raise RuntimeError(
                 f"{self.name}: shapes cannot be reset while messages are on their way; do it "
@@ -432,7 +397,6 @@ class Channel:
             work.wait()
 
     def _transferring(self) -> AbstractContextManager[None]:
-        """Whatever begins a transfer or waits for one is inside."""
         return transferring(self._watch, self._what)
 
 

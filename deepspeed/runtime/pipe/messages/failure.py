@@ -1,11 +1,10 @@
 """One rank's failure is every rank's, at once and with its traceback.
 
 A rank that raises within `FailureWatch.guard` leaves its traceback in the process group's store.
-The others may be blocked at that time, in a transfer or in a collective, on a rank that will never
-come. A thread of each looks into the store a few times per second while the rank is within `guard`;
-when it finds a failure it ends all operations of the process (`deepspeed.comm.abort_groups`), and
-what they raise becomes a `PipelinePeerError` with the original traceback. No message and no
-collective costs anything for it.
+The others may be blocked at that time, on a rank that will never come. A thread of each looks into
+the store a few times per second while the rank is within `guard`; when it finds a failure it ends
+all operations of the process (`deepspeed.comm.abort_groups`), and what they raise becomes a
+`PipelinePeerError` with the original traceback. No message and no collective costs anything for it.
 
 A process that is killed leaves no traceback. gloo notices the closed connection; who notices first
 says so in the store.
@@ -42,23 +41,17 @@ _num_made: Counter[str] = Counter()
 
 
 class PipelinePeerError(RuntimeError):
-    """Another rank has failed; the text has its number and its traceback. The engine cannot be used
-    any more.
-    """
+    """Another rank has failed, with this number and traceback; the engine cannot go on."""
 
 
 @contextmanager
 def transferring(watch: FailureWatch | None, what: str) -> Iterator[None]:
-    """For a transfer that is begun or waited for inside. No function that calls it: reports name
-    the line that began a transfer.
+    """Begin or wait for a transfer inside; a lost connection becomes a `PipelinePeerError`. No
+    function that calls it: reports name the line that began a transfer.
 
     Args:
         watch: Knows of the other ranks' failures; None where nobody tells of them.
-        what: Names the transfer and the other rank, for a connection that breaks without a failure
-            being told.
-
-    Raises:
-        PipelinePeerError: It cannot complete since a rank has failed.
+        what: Names the transfer and the other rank.
     """
     try:
         yield
@@ -79,8 +72,8 @@ def _explain(lost: str, error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """The operation that raised, as its traceback tells it: the collective and its ranks, or the
-    line that waited for one.
+    """Name the operation that raised, by its traceback: the collective and its ranks, or the line
+    that waited for one.
     """
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -122,11 +115,7 @@ class FailureWatch:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Within it, a failure here is told to the others, and one of theirs is raised here.
-
-        Raises:
-            PipelinePeerError: Another rank has failed, now or before; or this one has before.
-        """
+        """Tell a failure here to the others, and raise one of theirs, from now or before, here."""
         self.check()
         self._enter()
         try:
@@ -140,16 +129,11 @@ class FailureWatch:
         self.check()
 
     def check(self) -> None:
-        """Raise the failure that is known, if one is; asks nobody.
-
-        Raises:
-            PipelinePeerError: A rank has failed.
-        """
+        """Raise the failure that is known, if one is; asks nobody."""
         if self._failure is not None:
             raise PipelinePeerError(self._failure)
 
     def close(self) -> None:
-        """The engine is done."""
         self._store = None
 
     # -- this rank's failure -----------------------------------------------------------------------
@@ -169,15 +153,11 @@ class FailureWatch:
         raise error
 
     def raise_lost(self, error: BaseException, what: str = "") -> NoReturn:
-        """An operation of this engine ended because its connection did.
+        """Raise a `PipelinePeerError`: an operation of this engine ended because its connection
+        did.
 
-        Args:
-            error: What it raised.
-            what: See `transferring`; "" where several ranks take part: those who can name one speak
-                first.
-
-        Raises:
-            PipelinePeerError: Always.
+        Without `what` (see `transferring`) several ranks take part: those who can name one speak
+        first.
         """
         end = time.monotonic() + _NOTE_S + (0 if what else _NAMELESS_S)
         while not self._look() and self._store is not None and time.monotonic() < end:
@@ -212,7 +192,7 @@ class FailureWatch:
     # -- the others' -------------------------------------------------------------------------------
 
     def _look(self) -> bool:
-        """Whether a failure is known; asks the store."""
+        """Ask the store; whether a failure is known."""
         if self._failure is None and self._store is not None:
             with self._reaching():
                 if self._store.check([self._key]):

@@ -1,9 +1,8 @@
 """Messages on their way out: kept alive until they have left, and no longer.
 
-A transfer in progress reads its memory, so somebody has to hold it. On devices a handle tells
-whether it is complete. gloo's handles don't: only waiting for one tells, and waiting in `send`
-could close a circle of ranks that wait for each other. So when much is on its way over gloo, a
-thread waits in its place.
+On devices a handle tells whether it is complete. gloo's handles don't: only waiting for one tells,
+and waiting in `send` could close a circle of ranks that wait for each other. So when much is on its
+way over gloo, a thread waits in its place.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ class PendingSends:
         wait: Waits for a handle.
 
     Attributes:
-        num_bytes: How much memory is held here for transfers that are not known to be complete;
-            what the thread waits for is not counted.
+        num_bytes: Memory held here for transfers that are not known to be complete, without what
+            the thread waits for.
     """
 
     def __init__(self, polls: bool, wait: Callable[[Any], None]) -> None:
@@ -46,7 +45,7 @@ class PendingSends:
         self.num_bytes = 0
 
     def add(self, work: Any, memory: torch.Tensor) -> None:
-        """Hold ``memory`` (bytes) until ``work`` is complete."""
+        """Hold `memory` (bytes) until `work` is complete."""
         self._begun.append(_Transfer(work, memory))
         self.num_bytes += memory.numel()
         if self._polls:
@@ -82,11 +81,7 @@ class PendingSends:
 
 
 class _Waiter:
-    """Waits for handles in the order of issue, in a thread, until `finish`.
-
-    Attributes:
-        transfers: What to wait for; None ends it.
-    """
+    """Waits for handles in the order of issue, in a thread, until `finish`."""
 
     def __init__(self) -> None:
         self.transfers: SimpleQueue[_Transfer | None] = SimpleQueue()
@@ -96,11 +91,7 @@ class _Waiter:
         self._thread.start()
 
     def finish(self) -> None:
-        """Return when all are complete.
-
-        Raises:
-            RuntimeError: One of them failed.
-        """
+        """Return when all are complete; raise if one of them failed."""
         self.transfers.put(None)
         self._thread.join()
         if self._error is not None:

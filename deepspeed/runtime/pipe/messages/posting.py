@@ -1,4 +1,4 @@
-"""When a stage may post its receives, worked out from the schedules of all stages.
+"""When a stage may post its receives, worked out from the schedules of all stages. Pure integers.
 
 [Note: what a posted receive depends on]
 A receive that is posted occupies the device until its sender has sent. The sender's message stands
@@ -13,8 +13,6 @@ Messages from one stage to another of one kind (activations, gradients) share a 
 many model chunks there are: a device has few streams for communicators, and two that share one
 without knowing hold each other up. One communicator carries transfers in one order, so receives are
 posted in the order in which the sender's schedule sends. These orders are known to both ends.
-
-Pure integers; `stage_channels` posts accordingly.
 """
 
 from __future__ import annotations
@@ -37,11 +35,8 @@ from deepspeed.runtime.pipe.schedule import (
 
 
 class ChannelKey(NamedTuple):
-    """One channel of a pipeline.
-
-    Attributes:
-        border: The part of the model behind it; `border` - 1 is the part before.
-        backwards: It carries gradients to the part before (else activations to the part behind).
+    """The channel over the border before part `border` of the model; `backwards` ones carry
+    gradients.
     """
 
     border: int
@@ -49,11 +44,8 @@ class ChannelKey(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """One message that a stage will receive.
-
-    Attributes:
-        channel: Through which channel.
-        needs: How many instructions of the receiving stage have to be issued before it is posted.
+    """A message that a stage will receive through a channel, posted when the stage has issued
+    `needs` instructions.
     """
 
     channel: ChannelKey
@@ -61,19 +53,13 @@ class Arrival(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """What shares a communicator, seen from the receiver.
-
-    Attributes:
-        sender: The stage that sends.
-        backwards: Whether gradients are sent.
-    """
+    """What shares a communicator, seen from the receiver."""
 
     sender: StageId
     backwards: bool
 
 
 def _channel_of(instruction: PipeInstruction, stage: StageId, stages: int) -> ChannelKey | None:
-    """The channel of a message instruction; None for the others."""
     if not isinstance(instruction, BufferOpInstruction):
         return None
     part = instruction.chunk * stages + stage
@@ -126,16 +112,11 @@ class _Run:
             self.lanes.setdefault(Lane(stage, channel.backwards), []).append(arrival)
 
     def unfinished(self) -> list[StageId]:
-        """The stages that have not come to their ends."""
         return [stage for stage, at in enumerate(self._at) if at < len(self._programs[stage])]
 
 
 def arrivals(schedules: Sequence[PipeSchedule], receiver: StageId) -> dict[Lane, list[Arrival]]:
-    """The messages that a stage receives from other stages, by lane, in the order of sending.
-
-    Args:
-        schedules: Of all stages, in order.
-        receiver: The stage.
+    """List the messages that a stage receives from other stages, by lane, in the order of sending.
 
     Raises:
         ValueError: The schedules wait for each other.
@@ -159,7 +140,9 @@ class Plan(NamedTuple):
 
 
 def plan_of(stages: Sequence[PipeSchedule], stage: StageId) -> Plan:
-    """Make the plan of one of these stages, its instructions written out: it is run many times."""
+    """Make the plan of one of these stages, with its instructions written out: every batch runs the
+    same.
+    """
     own = stages[stage]
     listed = ListedSchedule(
         own.micro_batches, own.stages, stage, own.steps(), own.num_pipe_buffers(), own.num_chunks

@@ -1,6 +1,4 @@
-"""The channels of one pipeline rank: activations in and out, gradients in and out, of each of its
-model chunks.
-"""
+"""The channels of one pipeline rank: activations and gradients, in and out, of each model chunk."""
 
 from __future__ import annotations
 
@@ -19,14 +17,7 @@ from deepspeed.runtime.pipe.p2p import make_channel_groups
 
 
 class ChunkChannels(NamedTuple):
-    """What one model chunk hands over; None at the ends of the pipeline.
-
-    Attributes:
-        activations_in: From the part before.
-        activations_out: To the part behind.
-        gradients_in: Of this chunk's outputs, from the part behind.
-        gradients_out: Of this chunk's inputs, to the part before.
-    """
+    """What one model chunk hands over; None at the ends of the pipeline."""
 
     activations_in: Channel | None
     activations_out: Channel | None
@@ -53,13 +44,12 @@ class _Lane:
         self._last: Channel | None = None  # whose message was posted last
 
     def expect(self, coming: Sequence[tuple[Channel, int]]) -> None:
-        """A batch begins: these channels' messages come, each after so many instructions."""
+        """Begin a batch: these channels' messages come, each after so many instructions."""
         self._coming = deque(coming)
         self._issued = self._num_posted = 0
         self._last = None
 
     def issued(self, count: int) -> None:
-        """So many instructions are issued."""
         self._issued = count
         self.post()
 
@@ -92,18 +82,11 @@ class _Lane:
                 raise RuntimeError(f"{channel.name}: a message is received that nobody announced")
 
     def received(self) -> None:
-        """A posted message was taken."""
         self._num_posted -= 1
 
 
 class StageChannels:
-    """See module. Construction is collective over the world.
-
-    Args:
-        module: Its grid says who is behind whom.
-        device: Where received tensors live.
-        watch: Ends waits when another rank has failed.
-    """
+    """The channels of this rank. Construction is collective over the world."""
 
     def __init__(self, module: PipelineModule, device: torch.device, watch: FailureWatch) -> None:
         self._module = module
@@ -148,8 +131,8 @@ class StageChannels:
         ]
 
     def _pairs(self, pipeline: list[int], border: int) -> list[tuple[int, int]]:
-        """(source, destination) of the activations that cross into part `border`, and of the
-        gradients that come back.
+        """(source, destination) of the activations into part `border`, and of the gradients that
+        come back.
         """
         before, behind = (pipeline[part % self._module.num_stages] for part in (border - 1, border))
         return [(before, behind), (behind, before)]
@@ -184,12 +167,11 @@ class StageChannels:
         )
 
     def __iter__(self) -> Iterator[Channel]:
-        """Every channel of this rank, once."""
         return iter(self._made.values())
 
     def expect(self, micro_batches: int, arrivals: dict[Lane, list[Arrival]]) -> None:
-        """A batch begins: so many messages will come through each channel of activations, and these
-        through each lane.
+        """Begin a batch: so many messages come through each channel of activations, these through
+        lanes.
         """
         for key, lane in self._lanes.items():
             lane.expect([(self._made[channel], needs) for channel, needs in arrivals.get(key, [])])
@@ -198,7 +180,7 @@ class StageChannels:
                 chunk.activations_in.expect(micro_batches)
 
     def issued(self, count: int) -> None:
-        """So many of the batch's instructions are issued: post what depends on no later one."""
+        """Post what depends on the batch's first `count` instructions only."""
         for lane in self._lanes.values():
             lane.issued(count)
 

@@ -1,12 +1,11 @@
-"""How a value of tensors becomes bytes on a channel, and back.
+"""How a value of tensors becomes bytes on a channel, and back; nothing here communicates.
 
 A value is a tensor, None, a constant (bool, int, float, str), or a tuple or list of values.
-`MessageSpec` says what one looks like, `Layout` in which pieces its tensors travel. Everything here
-is computed alike at both ends; nothing here communicates.
+`MessageSpec` says what one looks like, `Layout` in which pieces its tensors travel, alike at both
+ends.
 
-Pieces are bytes: backends need not know dtypes then. A transfer has a price that a small tensor
-doesn't pay for, so small tensors share a piece; large ones travel alone, from and into their own
-memory.
+Pieces are bytes: backends need not know dtypes then. Small tensors share a piece; large ones travel
+alone, from and into their own memory.
 """
 
 from __future__ import annotations
@@ -40,13 +39,7 @@ Structure = Any
 
 
 class TensorSpec(NamedTuple):
-    """What a tensor looks like.
-
-    Attributes:
-        dtype: Its dtype.
-        shape: Its sizes.
-        requires_grad: Whether its gradient will come back.
-    """
+    """What a tensor looks like, and whether its gradient will come back."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -54,7 +47,6 @@ class TensorSpec(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Its size in bytes."""
         size = self.dtype.itemsize
         for extent in self.shape:
             size *= extent
@@ -66,12 +58,7 @@ class TensorSpec(NamedTuple):
 
 
 class MessageSpec(NamedTuple):
-    """What a message looks like.
-
-    Attributes:
-        structure: The nesting, with constants in it.
-        tensors: Its tensors in order.
-    """
+    """What a message looks like: the nesting, with constants in it, and its tensors in order."""
 
     structure: Structure
     tensors: tuple[TensorSpec, ...]
@@ -83,16 +70,12 @@ class MessageSpec(NamedTuple):
 
 
 def specs_of(tensors: Sequence[torch.Tensor]) -> tuple[TensorSpec, ...]:
-    """What these tensors look like, gradients aside."""
+    """Say what these tensors look like, gradients aside."""
     return tuple(TensorSpec(tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
 
 
 def take_apart(value: Any) -> tuple[MessageSpec, list[torch.Tensor]]:
-    """What a value looks like, and its tensors in order.
-
-    Raises:
-        TypeError: Something in it cannot be sent.
-    """
+    """Say what a value looks like, and list its tensors; a TypeError names what cannot be sent."""
     tensors: list[torch.Tensor] = []
     structure = _take_apart(value, tensors)
     specs = tuple(
@@ -126,7 +109,7 @@ def _take_apart(value: Any, tensors: list[torch.Tensor]) -> Structure:
 
 
 def put_together(spec: MessageSpec, tensors: Sequence[torch.Tensor]) -> Any:
-    """The value with these tensors in it."""
+    """Put these tensors into the value that the spec describes."""
     return _put_together(spec.structure, iter(tensors))
 
 
@@ -157,21 +140,21 @@ def _constants(structure: Structure) -> Iterator[str]:
 
 @lru_cache(maxsize=256)
 def encode(spec: MessageSpec) -> bytes:
-    """A description as text, behind its length."""
+    """Write a description as text, behind its length."""
     tensors = [[str(tensor.dtype), tensor.shape, tensor.requires_grad] for tensor in spec.tensors]
     text = json.dumps([spec.structure, tensors], separators=(",", ":")).encode()
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 def bytes_after_header(header: bytes) -> int:
-    """How much of the description is not in its first `HEADER_BYTES`."""
+    """Tell how much of the description is not in its first `HEADER_BYTES`."""
     length = int.from_bytes(header[:_LENGTH_BYTES], "little")
     return max(0, _LENGTH_BYTES + length - HEADER_BYTES)
 
 
 @lru_cache(maxsize=256)
 def decode(data: bytes) -> MessageSpec:
-    """The description in these bytes; what follows it is padding."""
+    """Read the description in these bytes; what follows it is padding."""
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     structure, tensors = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length])
     specs = tuple(
@@ -182,7 +165,6 @@ def decode(data: bytes) -> MessageSpec:
 
 
 def _tuples(structure: Any) -> Structure:
-    """JSON knows no tuples."""
     return tuple(_tuples(part) for part in structure) if isinstance(structure, list) else structure
 
 
@@ -192,9 +174,6 @@ def _tuples(structure: Any) -> Structure:
 class Layout:
     """In which pieces tensors travel: those of more than `SMALL_BYTES` and a single one alone, the
     others in one piece.
-
-    Args:
-        specs: What they look like.
     """
 
     def __init__(self, specs: tuple[TensorSpec, ...]) -> None:
@@ -211,7 +190,7 @@ class Layout:
             self._shared_bytes += -(-specs[index].num_bytes // _ALIGNMENT) * _ALIGNMENT
 
     def pieces(self, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        """What to send: bytes on ``device``. A contiguous tensor there that travels alone is not
+        """What to send: bytes on `device`. A contiguous tensor there that travels alone is not
         copied.
         """
         pieces = [_as_bytes(tensors[index].detach().to(device)) for index in self._alone]
@@ -224,7 +203,6 @@ class Layout:
         return pieces
 
     def allocate(self, device: torch.device) -> Arrival:
-        """Memory to receive into, on ``device``."""
         tensors = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in self.specs]
         pieces = [_as_bytes(tensors[index]) for index in self._alone]
         if self._shared:
@@ -243,32 +221,24 @@ class Layout:
 
 
 class Arrival(NamedTuple):
-    """Memory that a message is received into.
-
-    Attributes:
-        layout: Its layout.
-        tensors: The tensors, complete after `take`.
-        pieces: What to receive into.
-    """
+    """Memory that a message is received into: tensors, complete after `take`, and pieces."""
 
     layout: Layout
     tensors: list[torch.Tensor]
     pieces: list[torch.Tensor]
 
     def take(self) -> list[torch.Tensor]:
-        """The tensors, when all pieces are there."""
         self.layout.spread(self)
         return self.tensors
 
 
 @lru_cache(maxsize=256)
 def layout_of(specs: tuple[TensorSpec, ...]) -> Layout:
-    """The layout of tensors that look like this."""
+    """Find the layout of tensors that look like this."""
     return Layout(specs)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor, or of a contiguous copy."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor.contiguous().view(-1).view(torch.uint8)
