@@ -38,7 +38,6 @@ CALLED: dict[str, str] = {
     "DeepSpeedZeroOptimizer._make_buckets": UNTIL_PARTS,
     "Publisher._plan": UNTIL_PARTS,
     "ReadinessTracker.reset": UNTIL_PARTS,
-    **dict.fromkeys(("ShardedGroup._flatten", "ShardedGroup._shares_memory"), UNTIL_PARTS),
 }
 """Overridden methods that a constructor may call, and why."""
 

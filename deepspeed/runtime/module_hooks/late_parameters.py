@@ -17,10 +17,8 @@ from deepspeed.runtime.module_hooks.parameter_reads import hears_reads
 
 
 class _Registrations:
-    """Counts what modules of this process are given, while somebody has asked for it.
-
-    Attributes:
-        count: Modules and parameters so far.
+    """Counts the modules and parameters that modules of this process are given, while somebody has
+    asked for it.
     """
 
     def __init__(self) -> None:
@@ -38,7 +36,6 @@ class _Registrations:
         self._listeners += 1
 
     def leave(self) -> None:
-        """The end of `listen`."""
         self._listeners -= 1
         if self._listeners == 0:
             for handle in self._handles:
@@ -52,12 +49,7 @@ registrations = _Registrations()
 
 
 class LateParameters:
-    """Finds what a model has been given.
-
-    Args:
-        model: The model.
-        is_known: Whether a parameter is gathered for it.
-    """
+    """Finds what a model has been given; `is_known`: a parameter is gathered for it."""
 
     def __init__(self, model: nn.Module, is_known: Callable[[nn.Parameter], bool]) -> None:
         self._model = model
@@ -72,27 +64,23 @@ class LateParameters:
         return registrations.count != self._seen
 
     def find(self) -> tuple[bool, dict[nn.Parameter, str]]:
-        """Whether there are new modules, and new parameters with their names."""
+        """Say whether there are new modules, and name new parameters."""
         modules = any(not hears_reads(module) for module in self._model.modules())
         named = ((param, name) for name, param in self._model.named_parameters())
         return modules, {param: name for param, name in named if not self._is_known(param)}
 
     def taken(self) -> None:
-        """What was found is known now."""
         self._seen = registrations.count
 
     def close(self) -> None:
-        """Look no more. Idempotent."""
         if self._listens:
             registrations.leave()
         self._listens = False
 
 
 def refuse_untrained(late: Iterable[tuple[nn.Parameter, str]]) -> None:
-    """An optimizer is there, which has been made without these parameters.
-
-    Raises:
-        RuntimeError: Naming those that are to be trained.
+    """Raise RuntimeError if some of these are to be trained: the optimizer was made
+    without them.
     """
     names = [name for param, name in late if param.requires_grad]
     if names:

@@ -59,11 +59,7 @@ _NO_READ = {
 
 
 class Arrival:
-    """One gather on its way.
-
-    Args:
-        event: Behind it.
-    """
+    """One gather on its way, with the event behind it."""
 
     def __init__(self, event: Event) -> None:
         self._event = event
@@ -87,7 +83,6 @@ class Arrival:
             self._waited.add(stream)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Pickled as None: a saved parameter is an ordinary one."""
         return type(None), ()
 
 
@@ -100,7 +95,6 @@ class PendingParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Wait for those that are read, or written."""
         kwargs = kwargs or {}
         if func not in _NO_READ:
             for value in flat_values((*args, *kwargs.values())):
@@ -110,24 +104,18 @@ class PendingParameter(nn.Parameter):
             return func(*args, **kwargs)
 
     def ds_was_read(self) -> None:
-        """A module's attribute is read."""
         self._arrival.wait()
 
     def ds_was_listed(self) -> None:
-        """Parameters of a module are gone over: whoever does may hand them to anybody."""
+        """Wait: whoever goes over parameters may hand them to anybody."""
         self._arrival.wait()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """An ordinary parameter with a copy of the value."""
         return plain_copy(self, memo)
 
 
 class ParameterArrivals:
-    """The gathers behind one update, and who has to wait for them.
-
-    Args:
-        model: The modules that read the parameters.
-    """
+    """The gathers behind one update of a model, and who has to wait for them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -144,7 +132,7 @@ class ParameterArrivals:
         self._pending.append((Arrival(stream.record_event()), params))
 
     def hand_over(self) -> None:
-        """All gathers of this update were issued: from now on readers wait.
+        """Let readers wait from now on: all gathers of this update were issued.
 
         Where a read would not be heard, the current stream waits at once: for everything if a part
         of the model is compiled or scripted, and for parameters of classes of their own.
@@ -181,7 +169,6 @@ class ParameterArrivals:
         self._pending = []
 
     def destroy(self) -> None:
-        """The end of waiting and listening."""
         self.settle()
         for module in self._model.modules():
             unwatch_reads(module)

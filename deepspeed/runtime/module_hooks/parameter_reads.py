@@ -31,10 +31,9 @@ class ModuleHook(partial[Any]):
 
 
 class ParameterDict(dict[str, Any]):
-    """`_parameters` of a module."""
+    """The `_parameters` of a module, which tell parameters that they are read or listed."""
 
     def __getitem__(self, name: str) -> Any:
-        """The parameter, which has been told."""
         param = super().__getitem__(name)
         heard = getattr(type(param), "ds_was_read", None)
         if heard is not None:
@@ -42,12 +41,10 @@ class ParameterDict(dict[str, Any]):
         return param
 
     def items(self) -> Any:
-        """As dict's; parameters are told that they are listed."""
         self._list_all()
         return super().items()
 
     def values(self) -> Any:
-        """As dict's; parameters are told that they are listed."""
         self._list_all()
         return super().values()
 
@@ -58,13 +55,13 @@ class ParameterDict(dict[str, Any]):
                 heard(param)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        """A plain dictionary, unless a copy of a parameter is told things too."""
+        """Copy as a plain dictionary, unless a copy of a parameter is told things too."""
         copied = {name: copy.deepcopy(param, memo) for name, param in super().items()}
         told = any(hasattr(type(param), "ds_was_read") for param in copied.values())
         return ParameterDict(copied) if told else copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as the plain dictionary that it stands for."""
+        """Pickle as the plain dictionary that it stands for."""
         return dict, (dict(super().items()),)
 
 
@@ -86,7 +83,9 @@ def unwatch_reads(module: nn.Module) -> None:
 
 
 def flat_values(values: Iterable[Any]) -> Iterator[Any]:
-    """What `values`, and lists and tuples among them, hold: the arguments of an operator, say."""
+    """Yield what `values`, and lists and tuples among them, hold: the arguments of an operator,
+    say.
+    """
     for value in values:
         if isinstance(value, (list, tuple)):
             yield from flat_values(value)
@@ -95,11 +94,8 @@ def flat_values(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def plain_copy(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    """A deep copy of a parameter of a class of ours: an ordinary one.
-
-    Args:
-        param: Whole.
-        memo: As `copy.deepcopy` has it.
+    """Make a deep copy of a whole parameter of a class of ours: an ordinary one. `memo` is that of
+    `copy.deepcopy`.
     """
     if id(param) not in memo:
         memo[id(param)] = nn.Parameter(param.data.clone(), param.requires_grad)

@@ -27,12 +27,8 @@ from deepspeed.runtime.sharding.loading_in_place import load_in_place
 
 
 class _Owned(NamedTuple):
-    """A parameter that is dealt to this rank.
-
-    Attributes:
-        tensor: What the client's optimizer keeps its state by; empty but during a step.
-        param: Its number in its group.
-        name: Its name.
+    """A parameter that is dealt to this rank: what the client's optimizer keeps its state by, empty
+    but during a step; its number in its group; its name.
     """
 
     tensor: nn.Parameter
@@ -41,13 +37,9 @@ class _Owned(NamedTuple):
 
 
 class OwnerSteps(WholeParameterOptimizer):
-    """A client's optimizer behind shards; see module.
-
-    Its parameter groups are those of the client's, with shards as parameters, so whoever holds the
+    """A client's optimizer behind shards, which updates each parameter by itself; see module. Its
+    parameter groups are those of the client's, with shards as parameters, so whoever holds the
     client's sets rates there.
-
-    Args:
-        inner: The client's optimizer, which updates each parameter by itself.
     """
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
@@ -58,7 +50,6 @@ class OwnerSteps(WholeParameterOptimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The client's."""
         return self.inner.param_groups
 
     @param_groups.setter
@@ -67,12 +58,10 @@ class OwnerSteps(WholeParameterOptimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]  # as above
-        """The client's, by the parameters that are dealt to this rank."""
         return self.inner.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # as above
-        """The client's."""
         return self.inner.defaults
 
     # Parameters
@@ -81,7 +70,6 @@ class OwnerSteps(WholeParameterOptimizer):
         return [cast(DealtParameters, self._shards[g["params"][0]]) for g in self.param_groups]
 
     def _owned(self) -> list[list[_Owned]]:
-        """By group."""
         if self._made is None:
             self._made = [
                 [
@@ -94,14 +82,14 @@ class OwnerSteps(WholeParameterOptimizer):
         return self._made
 
     def owned(self) -> Iterator[tuple[torch.Tensor, int, ParamIndex, str]]:
-        """What this rank keeps state by: the tensor, its group, number in it, and name."""
+        """Yield what this rank keeps state by: the tensor, its group, number in it, and name."""
         for number, group in enumerate(self._owned()):
             for tensor, param, name in group:
                 yield tensor, number, param, name
 
     @contextmanager
     def _in_groups(self) -> Iterator[None]:
-        """The client's groups have the parameters that are dealt to this rank, not shards."""
+        """Let the client's groups have the parameters that are dealt to this rank, not shards."""
         shards = [group["params"] for group in self.param_groups]
         try:
             for group, own in zip(self.param_groups, self._owned(), strict=True):
@@ -115,7 +103,7 @@ class OwnerSteps(WholeParameterOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]  # no closure gets here
-        """One step of the client's optimizer. All ranks call it; every shard has a gradient."""
+        """Step the client's optimizer once. All ranks call it; every shard has a gradient."""
         shards = [group["params"][0] for group in self.param_groups]
         parameters = self._parameters()
         masters = [
@@ -144,7 +132,7 @@ class OwnerSteps(WholeParameterOptimizer):
     # State
 
     def state_of(self, group: int, param: ParamIndex, key: str) -> torch.Tensor:
-        """State `key` of one parameter on every rank that has shards of it. Collective.
+        """Send state `key` of one parameter to every rank that has shards of it. Collective.
 
         Raises:
             KeyError: The optimizer keeps no such state.
@@ -167,7 +155,7 @@ class OwnerSteps(WholeParameterOptimizer):
                 self.state[one.tensor][key].copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """The client's, by group and there by name; see module."""
+        """Give the client's, by group and there by name; see module."""
         with self._in_groups():
             base = self.inner.state_dict()
         state: dict[int, Any] = {}
@@ -197,11 +185,7 @@ class OwnerSteps(WholeParameterOptimizer):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See base class.
-
-        Raises:
-            ValueError: The state is not that of whole parameters.
-        """
+        """Load such a state; raise ValueError if it is not that of whole parameters."""
         states: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for number, (own, options) in enumerate(

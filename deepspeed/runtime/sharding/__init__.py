@@ -1,11 +1,10 @@
 """Who owns which elements, and the flat buffers that follow from it.
 
-fragments                          the table of who owns what: pure integers
-parameter_cuts                     the same for stage 3, a section per parameter
-group, cut_group                   the tensors of a parameter group, laid out by either
-flattening, cut_rows               copies into the flat buffer, and between whole and cut
-publisher                          how updated shards reach everybody
-dealt_parameters                   whole parameters, for optimizers that need them
-model_ranks, model_slices          which ranks hold which parameters, and which slices
-exchange, loading_in_place         shards in memory and in checkpoints
+fragments                   the table of who owns what, and that of stage 3: pure integers
+group                       the tensors of a parameter group, laid out by either
+flattening, cut_rows        copies into the flat buffer, and between whole and cut
+publisher                   how updated shards reach everybody
+dealt_parameters            whole parameters, for optimizers that need them
+model_ranks, model_slices   which ranks hold which parameters, and which slices
+exchange, loading_in_place  shards in memory and in checkpoints
 """

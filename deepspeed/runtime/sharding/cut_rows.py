@@ -1,5 +1,5 @@
-"""Copies between whole parameters and the rows `[N, s]` in which their cuts lie (`parameter_cuts`):
-grouped, so that their number does not grow with the ranks.
+"""Copies between whole parameters and the rows `[N, s]` in which their cuts lie: grouped, so that
+their number does not grow with the ranks.
 
 Pieces of memory only; nothing here communicates or knows what a parameter is.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
+from deepspeed.runtime.sharding.fragments import ParameterCutTable
 
 # Whole parameters start at multiples of this, as kernels like it.
 ALIGNMENT_BYTES = 128
@@ -27,11 +27,8 @@ class _Filling(NamedTuple):
 
 
 class RowFiller:
-    """Copies whole tensors into rows, padding zeroed.
-
-    Args:
-        table: How they are cut.
-        rows: `[num_shards * shard_numel]`; filled again and again.
+    """Copies whole tensors into rows `[num_shards * shard_numel]`, again and again,
+    padding zeroed.
     """
 
     def __init__(self, table: ParameterCutTable, rows: torch.Tensor) -> None:
@@ -58,7 +55,7 @@ class RowFiller:
 
     @torch.no_grad()
     def fill(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Rows <- `tensors`, one per parameter; None counts as zeros."""
+        """Fill the rows with `tensors`, one per parameter; None counts as zeros."""
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         zeros = list(self._padding)
@@ -81,15 +78,8 @@ class RowFiller:
 
 
 class WholeViews:
-    """Whole parameters in one piece of memory.
-
-    Args:
-        table: How they are cut.
-        shapes: Of each parameter.
-        memory: At least `numel_of(table)` elements.
-
-    Attributes:
-        params: The parameters, in their shapes.
+    """Whole parameters, in their shapes, in one piece of memory of at least `numel_of(table)`
+    elements.
     """
 
     def __init__(
@@ -108,12 +98,11 @@ class WholeViews:
 
     @staticmethod
     def numel_of(table: ParameterCutTable, dtype: torch.dtype) -> int:
-        """Elements of memory that the parameters take."""
         return sum(_aligned(cut * table.num_shards, dtype.itemsize) for cut in table.cuts)
 
     @torch.no_grad()
     def copy_out(self, rows: torch.Tensor) -> None:
-        """Whole parameters <- `rows`, `[num_shards * shard_numel]`."""
+        """Fill the parameters from `rows`, `[num_shards * shard_numel]`."""
         matrix = rows.view(self._num_shards, -1)
         torch.split_with_sizes_copy(matrix, self._cuts, dim=1, out=self._columns)
 

@@ -30,15 +30,10 @@ from deepspeed.utils.tensor_fragment import logical_shape
 def deal(
     costs: Sequence[int], num_shards: int, homes: Sequence[ShardRank] | None = None
 ) -> list[ShardRank]:
-    """The owner of each parameter: the dearest first, each to who has least.
+    """Choose the owner of each parameter: the dearest first, each to who has least.
 
-    No rank has more than 7/5 of what the best deal would leave the busiest.
-
-    Args:
-        costs: Of each parameter.
-        num_shards: How many ranks there are.
-        homes: A rank for each parameter that should get it if that makes the busiest rank hardly
-            busier; None: all are alike.
+    No rank has more than 7/5 of what the best deal would leave the busiest. With `homes`, a rank
+    for each parameter, that rank gets it if this makes the busiest hardly busier.
     """
     balanced = _dealt(costs, num_shards, None)
     if homes is None:
@@ -51,7 +46,7 @@ def deal(
 def _dealt(
     costs: Sequence[int], num_shards: int, homes: Sequence[ShardRank] | None
 ) -> list[ShardRank]:
-    """Everyone's first up to an equal share, then the rest to who has least."""
+    """Fill everyone's home first up to an equal share, then give the rest to who has least."""
     order = sorted(range(len(costs)), key=lambda index: (-costs[index], index))
     loads, owners = [0] * num_shards, [-1] * len(costs)
     for param in order if homes is not None else ():
@@ -76,16 +71,8 @@ def _busiest(costs: Sequence[int], owners: Sequence[ShardRank]) -> int:
 
 
 class DealtTable:
-    """The layout in which each parameter is whole on one rank, as `exchange` reads it.
-
-    Args:
-        numels: Elements of each parameter.
-        owners: The rank of each.
-        num_shards: How many ranks there are.
-
-    Attributes:
-        shard_numel: Elements of the rank that has most.
-        owners: As given.
+    """The layout in which each parameter is whole on one rank, its owner, as `exchange` reads it.
+    Its `shard_numel` is that of the rank that has most.
     """
 
     def __init__(
@@ -101,13 +88,12 @@ class DealtTable:
         self.shard_numel = max(ends)
 
     def of_range(self, param: ParamIndex, start: NumEl, end: NumEl) -> Iterator[Fragment]:
-        """The fragment of elements `start` to `end` of one parameter, if there are any."""
+        """Yield the fragment of elements `start` to `end` of one parameter, if there are any."""
         if start < end:
             at = self._starts[param] + start
             yield Fragment(param, start, self.owners[param], at, end - start)
 
     def of_shard(self, shard: ShardRank) -> Sequence[Fragment]:
-        """The parameters that `shard` has, in its order."""
         return [
             fragment
             for param, owner in enumerate(self.owners)
@@ -129,11 +115,9 @@ class _OfSome:
                 self.shard_numel += part.numel
 
     def of_range(self, param: ParamIndex, start: NumEl, end: NumEl) -> Iterator[Fragment]:
-        """As the layout's; places in other shards are those there."""
         return self._layout.of_range(param, start, end)
 
     def of_shard(self, shard: ShardRank) -> Sequence[Fragment]:
-        """What the rank has of these parameters."""
         return self._parts
 
 
@@ -146,16 +130,12 @@ class _Ways(NamedTuple):
 
 
 class DealtParameters(WholeParameters):
-    """The parameters of one group; see module.
+    """The parameters of one group, dealt to its ranks; see module.
 
     Args:
         group: Whose shards an optimizer updates.
         device: Where ranks communicate, and functions of whole parameters run.
         names: Of the group's parameters, in its order.
-
-    Attributes:
-        names: As given.
-        process_group: The ranks that it is dealt to.
     """
 
     def __init__(
@@ -227,7 +207,6 @@ class DealtParameters(WholeParameters):
         function: Callable[[torch.Tensor], torch.Tensor],
         use: Callable[[Part, torch.Tensor], None],
     ) -> None:
-        """See base class."""
         ways, shards, dealt = self._cut_ways
         cut = [part for part in self.parts if part.param in self._cut]
         whole = [part for part in self.parts if part.param not in self._cut]
@@ -255,18 +234,13 @@ class DealtParameters(WholeParameters):
 
     @property
     def owned(self) -> list[ParamIndex]:
-        """The parameters that are dealt to this rank, in the order of `wholes`; none that is
-        empty.
+        """The parameters that are dealt to this rank, in the order of `wholes`; none that
+        is empty.
         """
         return [fragment.param for fragment in self.table.of_shard(self._group.shard_rank)]
 
     def from_owner(self, param: ParamIndex, value: Any) -> Any:
-        """What the owner of a parameter gives, on every rank. Collective.
-
-        Args:
-            param: The parameter.
-            value: What this rank would give; read on the owner only.
-        """
+        """Send what the owner of a parameter gives, and others need not have, to every rank."""
         if self._group.num_shards == 1:
             return value
         owner = dist.get_global_rank(self.process_group, self.table.owners[param])
@@ -276,28 +250,24 @@ class DealtParameters(WholeParameters):
 
     @torch.no_grad()
     def to_owners(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """The whole parameters of this rank behind one another, from everybody's shard. Collective.
-
-        Args:
-            shard: Like the tensor that is updated; any dtype.
-            device: Where the result is wanted.
+        """Put the whole parameters of this rank behind one another, on `device`, from everybody's
+        shard, like the tensor that is updated. Collective.
         """
         ways = self._all_ways
         return ways.there.move(shard, ways.longest, device)
 
     @torch.no_grad()
     def from_owners(self, dealt: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """The reverse of `to_owners`; zero where no parameter lies. Collective."""
+        """Reverse `to_owners`; zero where no parameter lies. Collective."""
         ways = self._all_ways
         return ways.back.move(dealt, ways.longest, device)
 
     def wholes(self, dealt: torch.Tensor) -> Iterator[tuple[ParamIndex, torch.Tensor]]:
-        """The parameters in what `to_owners` returned, each a view in its shape."""
+        """Yield the parameters in what `to_owners` returned, each a view in its shape."""
         for fragment in self.table.of_shard(self._group.shard_rank):
             yield fragment.param, dealt[fragment.in_shard].view(self.shapes[fragment.param])
 
     def sum_parts(self, values: torch.Tensor) -> torch.Tensor:
-        """See base class."""
         if self._group.num_shards == 1:
             return values
         summed = values.to(self._device)

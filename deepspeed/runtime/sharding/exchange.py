@@ -50,7 +50,7 @@ class Run(NamedTuple):
 
 
 def overlaps(mine: Layout, other: Layout, shard: ShardRank) -> list[Run]:
-    """What `shard` of one layout has of every shard of the other.
+    """Find what `shard` of one layout has of every shard of the other.
 
     Ordered by peer, and for each by parameter and element: read from either side, the runs between
     two shards hold the same elements in the same order, which is that of the message between them.
@@ -86,8 +86,8 @@ class Kept(NamedTuple):
 
 
 def kept(sent: Iterable[Run], received: Iterable[Run]) -> Iterator[Kept]:
-    """What travels from a rank to itself: the same elements in the same order, in runs that each
-    side has cut as its layout does.
+    """Yield what travels from a rank to itself: the same elements in the same order, in runs that
+    each side has cut as its layout does.
     """
     sources = iter(sent)
     source, left = 0, 0
@@ -102,7 +102,9 @@ def kept(sent: Iterable[Run], received: Iterable[Run]) -> Iterator[Kept]:
 
 
 def in_rounds(runs: Iterable[Run], limit: NumEl, count: int) -> list[list[Run]]:
-    """`runs` by the round in which they travel: element `i` of a message in round `i // limit`."""
+    """Sort `runs` by the round in which they travel: element `i` of a message in round `i //
+    limit`.
+    """
     rounds: list[list[Run]] = [[] for _ in range(count)]
     peer, sent = -1, 0
     for run in runs:
@@ -118,7 +120,7 @@ def in_rounds(runs: Iterable[Run], limit: NumEl, count: int) -> list[list[Run]]:
 
 
 class _Arriving(NamedTuple):
-    """A round under way: where its elements go, what is sent, where they arrive, and when."""
+    """A round under way: where its elements go, what is sent, and where they arrive."""
 
     runs: Sequence[Run]
     message: torch.Tensor
@@ -126,20 +128,14 @@ class _Arriving(NamedTuple):
     work: dist.Handle
 
     def wait(self) -> torch.Tensor:
-        """What has arrived."""
         if self.work is not None:
             self.work.wait()
         return self.arrived
 
 
 class LayoutExchange:
-    """Moves this rank's shard of one group from layout `source` to layout `target`.
-
-    Args:
-        group: The group.
-        source: How the shards are laid out.
-        target: How they are wanted.
-        device: Where ranks communicate; None: where the group's parameters are.
+    """Moves this rank's shard of one group from layout `source` to layout `target`. Ranks
+    communicate from `device`; None: where the group's parameters are.
     """
 
     def __init__(
@@ -177,12 +173,11 @@ class LayoutExchange:
 
     @torch.no_grad()
     def move(self, shard: torch.Tensor, longest: NumEl, device: torch.device) -> torch.Tensor:
-        """This rank's shard in the target layout, on `device`; padding is zero.
+        """Return this rank's shard in the target layout, on `device`; padding is zero.
 
         Args:
             shard: In the source layout, 1-D; padding at its end may be missing.
             longest: Elements of the longest message of all ranks.
-            device: Where the result is wanted.
         """
         return self.start(shard, longest, device)()
 
@@ -190,8 +185,8 @@ class LayoutExchange:
     def start(
         self, shard: torch.Tensor, longest: NumEl, device: torch.device
     ) -> Callable[[], torch.Tensor]:
-        """`move` in two parts: what is returned finishes it, and the first round travels meanwhile.
-        Until then nobody writes to `shard`.
+        """Begin `move`, whose first round travels meanwhile; what is returned finishes it. Until
+        then nobody writes to `shard`.
         """
         limit = max(1, ROUND_NUMEL // self._group.num_shards)
         count = -(-longest // limit)
@@ -222,7 +217,6 @@ class LayoutExchange:
     def _begin(
         self, shard: torch.Tensor, sent: Sequence[Run], received: Sequence[Run]
     ) -> _Arriving:
-        """One round, which travels from now on."""
         group = self._group
         pieces = [shard[run.start : run.start + run.numel] for run in sent]
         message = torch.cat([shard[:0], *pieces]).to(self._device)

@@ -28,13 +28,8 @@ Held = TypeVar("Held", bound=torch.Tensor)
 
 @torch.no_grad()
 def flatten(params: Sequence[nn.Parameter], offsets: Sequence[int], numel: int) -> torch.Tensor:
-    """A buffer of `numel` elements in which parameter `i` lies at `offsets[i]`; the parameters are
-    views of it, and padding is zero.
-
-    Args:
-        params: At least one; all of one dtype and device.
-        offsets: Where each starts.
-        numel: Elements of the buffer.
+    """Make a buffer of `numel` elements in which parameter `i` lies at `offsets[i]`; the
+    parameters, all of one dtype and device, become views of it, and padding is zero.
     """
     first = params[0]
     values: Sequence[torch.Tensor] = params
@@ -62,7 +57,7 @@ def _has_room(param: torch.Tensor, nbytes: int) -> bool:
 
 
 def _to_host(param: nn.Parameter) -> torch.Tensor:
-    """The value of a parameter, whose own memory is let go."""
+    """Return the value of a parameter, whose own memory is let go."""
     value = get_accelerator().to_host(param.data)
     param.data = param.data.new_empty(0)
     return value
@@ -70,7 +65,7 @@ def _to_host(param: nn.Parameter) -> torch.Tensor:
 
 @torch.no_grad()
 def joined(shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """1-D tensors behind one another in new memory of the kind that the first is in."""
+    """Put 1-D tensors behind one another in new memory of the kind that the first is in."""
     whole = torch.cat(list(shards))
     accelerator = get_accelerator()
     needs_lock = accelerator.is_pinned(shards[0]) and not accelerator.is_pinned(whole)
@@ -79,7 +74,7 @@ def joined(shards: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @torch.no_grad()
 def make_master(shard: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """`shard` in `dtype` on `device`; itself if it is that already, on the device."""
+    """Convert `shard` to `dtype` on `device`; itself if it is that already, on the device."""
     if shard.device == device and not lies_on_host(shard):
         return shard.detach().to(dtype)
     master = torch.empty(shard.shape, dtype=dtype, device=device)
@@ -89,7 +84,7 @@ def make_master(shard: torch.Tensor, device: torch.device, dtype: torch.dtype) -
 
 @torch.no_grad()
 def write_master(master: torch.Tensor, shard: torch.Tensor) -> None:
-    """`master` <- `shard`, both 1-D, whatever their dtypes and devices."""
+    """Copy `shard` to `master`, both 1-D, whatever their dtypes and devices."""
     if master.device == shard.device:
         master.copy_(shard)
         return
@@ -99,7 +94,7 @@ def write_master(master: torch.Tensor, shard: torch.Tensor) -> None:
 
 
 def in_pieces(tensors: Iterable[Held], numel: int) -> Iterator[list[Held]]:
-    """Neighbours together, so many elements at most, or one tensor that has more."""
+    """Put neighbours together, so many elements at most, or one tensor that has more."""
     piece: list[Held] = []
     held = 0
     for tensor in tensors:

@@ -41,12 +41,10 @@ class Fragment(NamedTuple):
 
     @property
     def in_shard(self) -> slice:
-        """Its elements in the shard."""
         return slice(self.shard_start, self.shard_start + self.numel)
 
     @property
     def in_param(self) -> slice:
-        """Its elements in the parameter, flat."""
         return slice(self.param_start, self.param_start + self.numel)
 
 
@@ -55,8 +53,6 @@ class Section(NamedTuple):
 
     Attributes:
         params: The parameters in it, in flat order; each has elements.
-        start: Where it starts in the flat range.
-        numel: Elements of its parameters.
         shard_start: Where its part starts in each shard.
         part_numel: Elements of each part, padding included.
         padded_numel: Elements of all parts.
@@ -70,7 +66,6 @@ class Section(NamedTuple):
     padded_numel: NumEl
 
     def part_start(self, shard: ShardRank) -> NumEl:
-        """Where the part of `shard` starts in the flat range."""
         return self.start + shard * self.part_numel
 
 
@@ -118,7 +113,7 @@ class FragmentTable:
         alignment: int = 1,
         sections: Sequence[Sequence[ParamIndex]] | None = None,
     ) -> FragmentTable:
-        """The table of parameters with these element counts; None: they are one section."""
+        """Lay out parameters of these element counts; None: they are one section."""
         filled = (
             [param for param in section if numels[param]]
             for section in ([range(len(numels))] if sections is None else sections)
@@ -132,7 +127,6 @@ class FragmentTable:
 
     @cached_property
     def sections(self) -> tuple[Section, ...]:
-        """The sections, in flat order."""
         unit = self.num_shards * self.alignment
         found: list[Section] = []
         start = shard_start = 0
@@ -147,7 +141,7 @@ class FragmentTable:
 
     @cached_property
     def _starts(self) -> tuple[tuple[NumEl, ...], ...]:
-        """Of each section where its parameters start in it."""
+        """The places of parameters in their sections."""
         return tuple(
             (0, *accumulate(self.numels[param] for param in section.params[:-1]))
             for section in self.sections
@@ -155,7 +149,7 @@ class FragmentTable:
 
     @cached_property
     def _places(self) -> dict[ParamIndex, tuple[Section, NumEl]]:
-        """Of each parameter with elements its section, and where it starts in that."""
+        """The section of each parameter with elements, and its place there."""
         return {
             param: (section, start)
             for section, starts in zip(self.sections, self._starts, strict=True)
@@ -163,12 +157,11 @@ class FragmentTable:
         }
 
     def section_of(self, param: ParamIndex) -> Section:
-        """The section that a parameter with elements lies in."""
         return self._places[param][0]
 
     @cached_property
     def offsets(self) -> tuple[NumEl, ...]:
-        """Where each parameter starts in the flat range; 0 for one without elements."""
+        """The place of each parameter in the flat range; 0 for one without elements."""
         offsets = [0] * len(self.numels)
         for param, (section, start) in self._places.items():
             offsets[param] = section.start + start
@@ -176,12 +169,10 @@ class FragmentTable:
 
     @cached_property
     def numel(self) -> NumEl:
-        """Elements that belong to parameters."""
         return sum(self.numels)
 
     @cached_property
     def padded_numel(self) -> NumEl:
-        """Elements of the flat range, padding included."""
         return sum(section.padded_numel for section in self.sections)
 
     @property
@@ -190,8 +181,8 @@ class FragmentTable:
         return self.padded_numel // self.num_shards
 
     def shard_padding(self, shard: ShardRank) -> NumEl:
-        """How many of the shard's elements belong to no parameter: the last of each section's
-        part.
+        """Count the shard's elements that belong to no parameter: the last of each
+        section's part.
         """
         return sum(
             section.part_numel
@@ -208,11 +199,11 @@ class FragmentTable:
         )
 
     def of_param(self, param: ParamIndex) -> tuple[Fragment, ...]:
-        """The fragments of one parameter, in element order; none if it has no elements."""
+        """List the fragments of one parameter, in element order."""
         return tuple(self.of_range(param, 0, self.numels[param]))
 
     def of_range(self, param: ParamIndex, start: NumEl, end: NumEl) -> Iterator[Fragment]:
-        """The fragments of elements `start` to `end` of one parameter, in element order."""
+        """Yield the fragments of elements `start` to `end` of one parameter, in element order."""
         if start >= end:
             return
         section, first = self._places[param]
@@ -223,7 +214,7 @@ class FragmentTable:
             start += numel
 
     def owned(self, param: ParamIndex, shard: ShardRank) -> Fragment | None:
-        """The fragment of `param` that `shard` owns, if there is one."""
+        """Find the fragment of `param` that `shard` owns, if there is one."""
         if not self.numels[param]:
             return None
         section, first = self._places[param]
@@ -233,7 +224,7 @@ class FragmentTable:
         return next(self.of_range(param, start, end), None)
 
     def of_shard(self, shard: ShardRank) -> tuple[Fragment, ...]:
-        """The fragments that `shard` owns, in shard order."""
+        """List the fragments that `shard` owns, in shard order."""
         return tuple(
             fragment
             for section, starts in zip(self.sections, self._starts, strict=True)
@@ -253,9 +244,46 @@ class FragmentTable:
 
 
 def round_robin_order(count: int, num_shards: int) -> list[int]:
-    """Parameter order that deals consecutive parameters to different shards.
+    """Deal consecutive parameters to different shards.
 
     Part of the layout of files (`round_robin_gradients`), where shards are consecutive ranges: with
     this order every shard has parameters from all over the model.
     """
     return [index for first in range(num_shards) for index in range(first, count, num_shards)]
+
+
+@dataclass(frozen=True)
+class ParameterCutTable(FragmentTable):
+    """The layout of stage 3: every parameter is a section of its own.
+
+    Of a parameter with n elements rank r of N owns `[r*c, (r+1)*c)`, c = ceil(n/N); the last cuts
+    end in padding where N does not divide n. A shard holds the cuts of several parameters one
+    behind the other, so the shards of all ranks are the rows of a matrix `[N, shard_numel]` in
+    which each parameter has c columns. A parameter can be cut the moment it is made, whatever
+    others there will be. `cut` makes the table.
+    """
+
+    @classmethod
+    def cut(cls, numels: Sequence[NumEl], num_shards: int) -> ParameterCutTable:
+        sections = tuple((param,) for param, numel in enumerate(numels) if numel)
+        return cls(tuple(numels), num_shards, 1, sections)
+
+    @cached_property
+    def cuts(self) -> tuple[NumEl, ...]:
+        """Elements of each parameter in every shard, padding included."""
+        return tuple(-(-numel // self.num_shards) for numel in self.numels)
+
+    @cached_property
+    def cut_starts(self) -> tuple[NumEl, ...]:
+        """Where each parameter's cut starts in every shard; the last entry is the shard's size."""
+        return (0, *accumulate(self.cuts))
+
+    def fragment(self, param: ParamIndex, shard: ShardRank) -> Fragment:
+        """Find what `shard` owns of a parameter; it may have no elements."""
+        start = shard * self.cuts[param]
+        numel = max(0, min(self.cuts[param], self.numels[param] - start))
+        return Fragment(param, start, shard, self.cut_starts[param], numel)
+
+    def row(self, shard: ShardRank) -> slice:
+        """Slice the flattened rows where those of `shard` are."""
+        return slice(shard * self.shard_numel, (shard + 1) * self.shard_numel)

@@ -9,15 +9,26 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.sharding.flattening import flatten, make_master, write_master
-from deepspeed.runtime.sharding.fragments import Fragment, FragmentTable, NumEl, ShardRank
+from deepspeed.runtime.sharding.flattening import (
+    flatten,
+    joined,
+    lies_on_host,
+    make_master,
+    write_master,
+)
+from deepspeed.runtime.sharding.fragments import (
+    Fragment,
+    FragmentTable,
+    NumEl,
+    ParameterCutTable,
+    ShardRank,
+)
 
 
 def expert_group_of(param: torch.Tensor) -> str | None:
@@ -53,8 +64,10 @@ class ShardedGroup:
         params: Trainable parameters, in the order in which files have them; their `.data` is moved
             into the flat buffer.
         table: Layout of `params`.
-        file_table: Their layout in checkpoint files; None: the same.
         shard: Which shard this rank owns.
+        shards: At stage 3 this rank's cut of each parameter, 1-D; copied. No rank has the whole
+            group then: `flat` is this rank's shard, on the host with `offload_param`.
+        file_table: Their layout in checkpoint files; None: the same.
         master_dtype: Dtype of the master shard.
         grad_dtype: Dtype in which the owned gradient is accumulated.
         device: Device of master and gradient (the model's own, or the host when offloaded).
@@ -67,14 +80,12 @@ class ShardedGroup:
             is the world.
 
     Attributes:
-        num_shards: How many owners there are.
-        shard_rank: Which of them this rank is.
         flat: Model-dtype buffer of all parameters and padding, shape `[padded_numel]`.
         master: fp32 shard that the optimizer updates, shape `[shard_numel]`. It *is* this rank's
             part of `flat` (`aliased`) when the model trains in the master dtype on the same device
             and the shard is one piece of `flat`, so that no second copy exists and nothing needs to
             be written back.
-        grad: Reduced gradient of the shard, shape `[shard_numel]`.
+        masters: What the optimizer has as parameters.
     """
 
     def __init__(
@@ -83,6 +94,7 @@ class ShardedGroup:
         table: FragmentTable,
         shard: ShardRank,
         *,
+        shards: Sequence[torch.Tensor] | None = None,
         file_table: FragmentTable | None = None,
         master_dtype: torch.dtype,
         grad_dtype: torch.dtype,
@@ -91,7 +103,7 @@ class ShardedGroup:
         pin: bool = False,
         offload: bool = False,
         process_group: dist.Group = None,
-        replicas: Any = None,
+        replicas: dist.Group = None,
     ) -> None:
         self.params = list(params)
         self.table = table
@@ -104,27 +116,25 @@ class ShardedGroup:
         self.pin = pin and offload
         self.grad_dtype = grad_dtype
         self.device = device
-        self.flat = self._flatten(model_device or device, master_dtype)
-        self.aliased = (
-            self._shares_memory(offload) and self.flat.dtype == master_dtype and self.is_one_piece
-        )
+        self._is_cut = shards is not None
+        if not params:
+            numel = 0 if self._is_cut else table.padded_numel
+            self.flat = torch.zeros(numel, dtype=master_dtype, device=model_device or device)
+        elif shards is not None:
+            self.flat = joined(shards)
+        else:
+            self.flat = flatten(self.params, table.offsets, table.padded_numel)
+        # Cuts on the host are read by copies under way, masters are written by whoever likes.
+        is_apart = offload or (self._is_cut and lies_on_host(self.flat))
+        self.aliased = not is_apart and self.flat.dtype == master_dtype and self.is_one_piece
         self.master = self._make_master(master_dtype)
-        self.masters = [nn.Parameter(self.master, requires_grad=True)]  # what the optimizer updates
+        self.masters = [nn.Parameter(self.master, requires_grad=True)]
         self._grad: torch.Tensor | None = None
-
-    def _flatten(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        if not self.params:
-            return torch.zeros(self.table.padded_numel, dtype=dtype, device=device)
-        return flatten(self.params, self.table.offsets, self.table.padded_numel)
-
-    def _shares_memory(self, offload: bool) -> bool:
-        """Whether masters may lie in `flat`: what is offloaded is kept apart."""
-        return not offload
 
     @property
     def is_one_piece(self) -> bool:
         """Whether this rank's shard is one piece of `flat`."""
-        return len(self.table.sections) < 2
+        return self._is_cut or len(self.table.sections) < 2
 
     def _make_master(self, dtype: torch.dtype) -> torch.Tensor:
         if self.is_one_piece:
@@ -138,18 +148,19 @@ class ShardedGroup:
         return master
 
     def _write_master(self, master: torch.Tensor) -> None:
-        for section, part in zip(self.table.sections, self.own_parts(self.flat), strict=True):
-            end = section.shard_start + section.part_numel
-            write_master(master[section.shard_start : end], part)
+        start = 0
+        for part in self.own_parts(self.flat):
+            write_master(master[start : start + part.numel()], part)
+            start += part.numel()
 
     def host_or_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, page-locked if this group's buffers are."""
+        """Page-lock a tensor if this group's buffers are."""
         return get_accelerator().pin_memory(tensor) if self.pin else tensor
 
     @property
     def grad(self) -> torch.Tensor:
-        """The owned gradient; allocated and zeroed at first use, so that a group that only
-        evaluates costs nothing.
+        """Reduced gradient of the shard, `[shard_numel]`; allocated and zeroed at first use, so
+        that a group that only evaluates costs nothing.
         """
         if self._grad is None:
             zeros = torch.zeros(self.table.shard_numel, dtype=self.grad_dtype, device=self.device)
@@ -166,34 +177,32 @@ class ShardedGroup:
         self._grad = None
 
     def use_grad(self, grad: torch.Tensor) -> None:
-        """Let the owned gradient be `grad`, a buffer that lives elsewhere (a part of a full
-        accumulator).
-        """
+        """Let the owned gradient be a buffer that lives elsewhere (a part of an accumulator)."""
         self._grad = grad
 
     def grad_for_step(self) -> torch.Tensor:
-        """The owned gradient in the master's dtype, as the optimizer wants it."""
-        return (
-            self.grad if self.grad.dtype == self.master.dtype else self.grad.to(self.master.dtype)
-        )
-
-    def param_view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        """The part of a flat, padded buffer that holds parameter `index`, in its shape."""
-        start = self.table.offsets[index]
-        return flat[start : start + self.table.numels[index]].view(self.params[index].shape)
+        """Give the owned gradient in the master's dtype, as the optimizer wants it."""
+        return self.grad.to(self.master.dtype)
 
     def param_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """`param_view` of every parameter."""
-        return [self.param_view(flat, index) for index in range(len(self.params))]
+        """View a flat, padded buffer as the parameters, in their shapes."""
+        return [
+            flat[start : start + numel].view(param.shape)
+            for param, start, numel in zip(
+                self.params, self.table.offsets, self.table.numels, strict=True
+            )
+        ]
 
     def owned(self, index: int) -> Fragment | None:
-        """The fragment of parameter `index` that this rank owns, if there is one."""
+        """Find the fragment of parameter `index` that this rank owns, if there is one."""
         return self.table.owned(index, self.shard_rank)
 
     def own(self, start: NumEl, end: NumEl) -> torch.Tensor:
-        """The part of `flat` that is elements `start` to `end` of this rank's shard, of which one
+        """Slice `flat` where elements `start` to `end` of this rank's shard are, of which one
         section has all.
         """
+        if self._is_cut:
+            return self.flat[start:end]
         sections = self.table.sections
         after = bisect_right(sections, start, key=lambda section: section.shard_start)
         section = sections[after - 1]
@@ -201,7 +210,9 @@ class ShardedGroup:
         return self.flat[first : first + end - start]
 
     def own_parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of a flat, padded buffer that are this rank's shard, in its order."""
+        """Slice a buffer like `flat` where this rank's shard is, in its order."""
+        if self._is_cut:
+            return [flat]
         starts = [
             (section.part_start(self.shard_rank), section.part_numel)
             for section in self.table.sections
@@ -209,24 +220,23 @@ class ShardedGroup:
         return [flat[start : start + numel] for start, numel in starts]
 
     def only_part(self, flat: torch.Tensor) -> torch.Tensor:
-        """The part of a flat, padded buffer that is this rank's shard, where that is one piece."""
+        """Slice the same, where it is one piece."""
         parts = self.own_parts(flat)
         assert len(parts) < 2, f"the shard is {len(parts)} parts of the flat buffer"
         return parts[0] if parts else flat[:0]
 
-    def named_memory(self, index: int, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names of the buffers, for `deepspeed.utils.memory_names`: first by parameter, then
-        (padding) by buffer.
+    def cut_of(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
+        """Slice a buffer like the shard where the cut of parameter `index` is (stage 3)."""
+        assert isinstance(self.table, ParameterCutTable), "only stage 3 cuts each parameter"
+        return buffer[self.table.cut_starts[index] :][: self.table.cuts[index]]
 
-        Args:
-            index: Which group this is.
-            names: Name of each parameter.
+    def named_memory(self, index: int, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name the buffers of group `index`, for `deepspeed.utils.memory_names`: first by
+        parameter, then (padding) by buffer.
         """
-        buffers = (
-            [("flat parameters", self.flat)]
-            if self.aliased
-            else [("flat parameters", self.flat), ("master shard", self.master)]
-        )
+        buffers = [("flat parameters", self.flat)]
+        if not self.aliased:
+            buffers.append(("master shard", self.master))
         if self._grad is not None:
             buffers.append(("gradient shard", self._grad))
         for what, buffer in buffers:
@@ -237,13 +247,10 @@ class ShardedGroup:
             )
             yield f"{label} (padding)", buffer
 
-    def _pieces_of(self, buffer: torch.Tensor) -> list[tuple[int, int, int]]:
+    def _pieces_of(self, buffer: torch.Tensor) -> Iterable[tuple[int, int, int]]:
         """Parameter, start and size of what lies in `flat`, or in a buffer like `shard`."""
-        if buffer is self.flat:
-            return [
-                (param, start, self.table.numels[param])
-                for param, start in enumerate(self.table.offsets)
-            ]
+        if buffer is self.flat and not self._is_cut:
+            return zip(range(len(self.params)), self.table.offsets, self.table.numels, strict=True)
         return [
             (part.param, part.shard_start, part.numel)
             for part in self.table.of_shard(self.shard_rank)
@@ -251,16 +258,16 @@ class ShardedGroup:
 
     @torch.no_grad()
     def refresh_master(self) -> None:
-        """Master shard <- model-precision shard (after weights were loaded or edited)."""
+        """Fill the master shard from the model's (after weights were loaded or edited)."""
         if not self.aliased:
             self._write_master(self.master)
 
+    @torch.no_grad()
     def release(self) -> None:
         """Give the parameters storage of their own again, so that the model outlives the
         optimizer.
         """
-        with torch.no_grad():
-            for param in self.params:
-                param.data = param.data.clone()
-                param.grad = None
         self._grad = None
+        for param in () if self._is_cut else self.params:
+            param.data = param.data.clone()
+            param.grad = None

@@ -34,7 +34,7 @@ def is_model_parallel_parameter(p: torch.Tensor) -> bool:
 
 
 def norm_selection(tensor_rank: int) -> Callable[[torch.Tensor], bool]:
-    """Which dense parameters this tensor-parallel rank counts in the norm; see [Note: who
+    """Say which dense parameters this tensor-parallel rank counts in the norm; see [Note: who
     counts].
     """
 
@@ -51,7 +51,6 @@ class ModelRanks:
     """See module.
 
     Attributes:
-        parallel_map: Which ranks share what, whatever the model.
         replicas: Ranks that hold the same dense parameters, over which their gradients are
             averaged: data times sequence parallel.
         num_replicas: How many these are; N of the reduce rule.
@@ -71,7 +70,7 @@ class ModelRanks:
 
     @classmethod
     def of(cls, model: nn.Module, parallel_map: ParallelMap) -> ModelRanks:
-        """The ranks of this model's parameters. Experts' groups must have been made."""
+        """Find the ranks of this model's parameters. Experts' groups must have been made."""
         names = {expert_group_of(param) for param in model.parameters()} - {None}
         experts = {name: parallel_map.experts(name) for name in sorted(filter(None, names))}
         tensor = parallel_map.tensor
@@ -86,7 +85,6 @@ class ModelRanks:
         )
 
     def holders(self, param: torch.Tensor) -> dist.Group:
-        """The ranks that hold this parameter and average its gradient."""
         name = expert_group_of(param)
         return self.replicas if name is None else self.experts[name]
 
@@ -111,15 +109,11 @@ class ModelRanks:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a rank of the data-parallel group holds all parameters there are, so that nothing
-        is left to be summed.
-        """
+        """Whether a rank of the data-parallel group holds all parameters there are."""
         return not self.has_parts and not self.experts
 
     def counts_replica(self, param: torch.Tensor) -> bool:
-        """Whether this rank counts a parameter that all its holders have whole: the first of them
-        does.
-        """
+        """Whether this rank, the first of its holders, counts a parameter that they have whole."""
         return self._counts(param) and dist.get_rank(group=self.holders(param)) == 0
 
     def _counts(self, param: torch.Tensor) -> bool:
@@ -135,14 +129,12 @@ class ModelRanks:
         device: torch.device,
         problem: str | None = None,
     ) -> int:
-        """Length of the norm's tensor: the number of parameter groups of the rank that has most.
-
-        Only ranks that hold other parts of the model can differ; without any nothing is
+        """Agree on the length of the norm's tensor: the number of parameter groups of the rank that
+        has most. Only ranks that hold other parts of the model can differ; without any nothing is
         communicated. All ranks call it.
 
         Args:
             optimizer: This rank's, if it has one.
-            device: Where to communicate from.
             problem: Why this rank's optimizer cannot train; None: it can.
 
         Raises:

@@ -25,12 +25,8 @@ class ModelSlices:
 
     Args:
         mpu: Who shares layers.
-        group: The ranks that share this one's.
         info: How parameters are sliced, as checkpoints say it (`universal_checkpoint_info`).
         settings: What the model was cut by.
-
-    Attributes:
-        mpu, group, info: As given.
     """
 
     def __init__(
@@ -41,18 +37,15 @@ class ModelSlices:
         self.patterns = SlicePatterns(info)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelSlices:
-        """Itself: the copy of a model is cut in the same way."""
+        """Return itself: the copy of a model is cut in the same way."""
         return self
 
     def put_on(self, module: nn.Module) -> None:
-        """Let `slices_of` find it."""
         setattr(module, _ATTRIBUTE, self)
 
     def check_same(self, settings: Mapping[str, Any]) -> None:
-        """Refuse to cut a model again in another way.
-
-        Raises:
-            DeepSpeedConfigError: Naming the key.
+        """Raise DeepSpeedConfigError, naming the key, if a model is to be cut again in
+        another way.
         """
         for name, value in settings.items():
             if value != self._settings[name]:
@@ -65,12 +58,8 @@ class ModelSlices:
     def whole(
         self, module: nn.Module, state: Mapping[str, Any]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The slices in a state dict, put together one by one. All ranks that share layers go
-        through all of them.
-
-        Args:
-            module: The model.
-            state: Its state dict, the same names on these ranks.
+        """Put the slices in a state dict of `module` together one by one. All ranks that share
+        layers go through all of them, under the same names.
         """
         for name, param in module.named_parameters(remove_duplicate=False):
             if name in state and is_model_parallel_parameter(param):
@@ -78,24 +67,25 @@ class ModelSlices:
 
     @torch.no_grad()
     def put_together(self, name: str, own: torch.Tensor) -> torch.Tensor:
-        """One parameter, of which this rank has a slice. All ranks that share layers call it."""
+        """Gather one parameter, of which this rank has a slice. All ranks that share layers call
+        it.
+        """
         slices = gather_shapes(own.detach(), self._shapes(name, own.shape), self.group)
         whole: torch.Tensor = self.patterns.merged(name, slices)[keys.PARAM]
         return whole
 
     def whole_shape(self, name: str, shape: torch.Size) -> torch.Size:
-        """Of a parameter of which a rank's slice has this shape."""
         whole: torch.Tensor = self._outline(name, shape)[keys.PARAM]
         return whole.shape
 
     def own_slice(self, name: str, whole: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """This rank's slice, of this shape, of a whole parameter; a view where that is possible."""
+        """Cut this rank's slice, of this shape, out of a whole parameter; a view where possible."""
         entry = {**self._outline(name, shape), keys.PARAM: whole}
         rank, size = dist.get_rank(group=self.group), dist.get_world_size(group=self.group)
         return slice_of_rank(name, entry, shape, rank, size)
 
     def _outline(self, name: str, shape: torch.Size) -> dict[str, Any]:
-        """What is known of a parameter and its slices, without elements."""
+        """Describe a parameter and its slices, without elements."""
         slices = [torch.empty(each, device="meta") for each in self._shapes(name, shape)]
         return self.patterns.merged(name, slices)
 
@@ -105,6 +95,6 @@ class ModelSlices:
 
 
 def slices_of(module: nn.Module) -> ModelSlices | None:
-    """Of a model that was cut; None of others."""
+    """Return what is known of a model that was cut; None of others."""
     found: ModelSlices | None = getattr(module, _ATTRIBUTE, None)
     return found

@@ -47,7 +47,6 @@ class Publisher:
     """Sends one group's shard, in the order of `pieces`.
 
     Args:
-        group: Whose shard.
         allgather_bucket_size: Most elements that one gather by pieces fills on a rank. A section
             that is gathered in place needs no memory, and is not cut.
         by_broadcast: One broadcast per owner instead of an all-gather.
@@ -82,8 +81,8 @@ class Publisher:
         self._gathers: deque[PendingShards] = deque()
 
     def _plan(self, bucket_size: int) -> Iterator[Gather]:
-        """The gathers, in order. Slices that go from shard to shard need no buffer: short ones cost
-        nothing, and leave early.
+        """Yield the gathers, in order. Slices that go from shard to shard need no buffer: short
+        ones cost nothing, and leave early.
         """
         short = max(1, min(UPDATE_NUMEL, bucket_size // self._group.num_shards))
         for section in self._group.table.sections:
@@ -94,18 +93,17 @@ class Publisher:
 
     @property
     def grad(self) -> torch.Tensor:
-        """The owned gradient, in the dtype in which it was accumulated."""
         return self._group.grad
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """First and last+1 element in the shard of each piece."""
+        """Yield first and last+1 element in the shard of each piece."""
         for gather in self._planned.values():
             for start in range(gather.start, gather.end, UPDATE_NUMEL):
                 yield start, min(start + UPDATE_NUMEL, gather.end)
 
     def low_precision_out(self, start: int, end: int) -> torch.Tensor | None:
-        """Where an optimizer on the host may round the piece at hand to; None: `updated` reads the
-        masters.
+        """Return where an optimizer on the host may round the piece at hand to; None: `updated`
+        reads the masters.
         """
         group = self._group
         if group.flat.dtype not in HALF_DTYPES:
@@ -119,8 +117,8 @@ class Publisher:
 
     @torch.no_grad()
     def updated(self, start: int, end: int) -> None:
-        """The masters of the piece at hand are final, and so is its `low_precision_out` if that was
-        asked for.
+        """Send the piece at hand: its masters are final, and so is its `low_precision_out` if that
+        was asked for.
         """
         group = self._group
         if self._staged is not None:
@@ -163,7 +161,7 @@ class Publisher:
             self._arrivals.begin(start, [group.params[index] for index in section.params])
 
     def publish(self) -> None:
-        """All pieces, of masters that are final; `finish` completes it."""
+        """Send all pieces, of masters that are final; `finish` completes it."""
         # Pieces are for a host's caches and its buffers: on the device one kernel rounds a section.
         whole = runs_ahead(self._group.master)
         for start, end in self._sections() if whole else self.pieces():

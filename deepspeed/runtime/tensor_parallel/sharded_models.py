@@ -18,7 +18,7 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.engine_parts.model_setup import broadcast_tensors
 from deepspeed.runtime.sharding.flattening import lies_on_host
 from deepspeed.runtime.zero.gathering.gathered_parameters import hold_whole, let_go
-from deepspeed.runtime.zero.parameters.shard_memory import ShardMemory
+from deepspeed.runtime.zero.parameters.shards import ShardMemory
 from deepspeed.runtime.zero.parameters.zero_parameter import (
     become_plain,
     cut_parameters,

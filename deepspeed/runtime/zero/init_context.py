@@ -40,7 +40,7 @@ from deepspeed.runtime.zero.gathering.gathered_parameters import hold_whole, let
 from deepspeed.runtime.zero.parameters.agreement import agree_on_parameters, described
 from deepspeed.runtime.zero.parameters.ordinary_copies import ordinary_copies
 from deepspeed.runtime.zero.parameters.own_draws import KEPT_NUMEL, OwnDraws, fingerprint
-from deepspeed.runtime.zero.parameters.shard_memory import ShardMemory
+from deepspeed.runtime.zero.parameters.shards import ShardMemory
 from deepspeed.runtime.zero.parameters.zero_parameter import (
     cut_parameters,
     is_zero_param,

@@ -19,13 +19,12 @@ from deepspeed.runtime.config_models.zero import DeepSpeedZeroConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.sharding.flattening import in_pieces
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
-from deepspeed.runtime.zero.gathering.gather_settings import GatherSettings
 from deepspeed.runtime.zero.gathering.gathered_parameters import hold_whole
-from deepspeed.runtime.zero.gathering.units import fine_grained
+from deepspeed.runtime.zero.gathering.units import GatherSettings, fine_grained
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.parameters.agreement import agree_on_parameters, described
-from deepspeed.runtime.zero.parameters.shard_memory import ON_DEVICE, ShardMemory
+from deepspeed.runtime.zero.parameters.shards import ON_DEVICE, ShardMemory
 from deepspeed.runtime.zero.parameters.zero_parameter import (
     become_plain,
     cut_parameters,

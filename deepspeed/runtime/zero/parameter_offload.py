@@ -41,11 +41,11 @@ from deepspeed.runtime.zero.gathering.coordinator import (
     PartitionedParameterCoordinator,
     in_backward,
 )
-from deepspeed.runtime.zero.gathering.gather_settings import GatherSettings
-from deepspeed.runtime.zero.gathering.gather_unit import GatherResources, GatherUnit
-from deepspeed.runtime.zero.gathering.gradient_shapes import GradientShapes
-from deepspeed.runtime.zero.gathering.saved_tensors import SavedTensors
+from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
+from deepspeed.runtime.zero.gathering.memory_pool import GatherResources
+from deepspeed.runtime.zero.gathering.saved_tensors import GradientShapes, SavedTensors
 from deepspeed.runtime.zero.gathering.units import (
+    GatherSettings,
     UnitPlan,
     choose_persistent,
     fuse,
@@ -54,7 +54,7 @@ from deepspeed.runtime.zero.gathering.units import (
     plan_units,
 )
 from deepspeed.runtime.zero.parameters.agreement import agree_on_parameters, described
-from deepspeed.runtime.zero.parameters.sharded_value import ShardedValue
+from deepspeed.runtime.zero.parameters.shards import ShardedValue
 from deepspeed.runtime.zero.parameters.zero_parameter import (
     ZeroParamStatus,
     become_plain,

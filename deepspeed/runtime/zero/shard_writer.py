@@ -7,15 +7,15 @@ from collections.abc import Iterator
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.sharding.cut_group import CutGroup
 from deepspeed.runtime.sharding.flattening import lies_on_host
+from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.runtime.sharding.publisher import Gather, Publisher
 
 
 class ShardWriter(Publisher):
     """Rounds updated masters into this rank's shard of a group, and gathers nothing."""
 
-    def __init__(self, group: CutGroup) -> None:
+    def __init__(self, group: ShardedGroup) -> None:
         super().__init__(group, group.table.padded_numel, by_broadcast=True)
 
     def _plan(self, bucket_size: int) -> Iterator[Gather]:

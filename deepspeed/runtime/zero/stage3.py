@@ -1,7 +1,7 @@
 """ZeRO stage 3: parameters sharded too.
 
 What is whole when is `parameter_offload`'s; here is the optimizer. It is stage 2 with another
-layout: every parameter is cut by itself (`sharding.parameter_cuts`), so a bucket is a unit, whose
+layout: every parameter is cut by itself (`ParameterCutTable`), so a bucket is a unit, whose
 gradients are copied together into rows `[N, s]` and reduced by one even reduce-scatter, of which a
 rank gets its row. When the masters are updated they are rounded into this rank's shards, and nobody
 gathers anything but what persists: that is done by the next forward.
@@ -36,10 +36,10 @@ from deepspeed.comm.shard_ops import PendingShards, reduce_to_owners
 from deepspeed.runtime.gradients.readiness import UnitReadiness
 from deepspeed.runtime.optimizers.state_layout import StateLayout
 from deepspeed.runtime.optimizers.step_outcome import GradientScaling
-from deepspeed.runtime.sharding.cut_group import CutGroup
 from deepspeed.runtime.sharding.cut_rows import RowFiller
+from deepspeed.runtime.sharding.fragments import ParameterCutTable
+from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.runtime.sharding.loading_in_place import load_in_place
-from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
 from deepspeed.runtime.sharding.publisher import Publisher
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
@@ -84,7 +84,6 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         kwargs: See `DeepSpeedZeroOptimizer`.
     """
 
-    groups: list[CutGroup]  # type: ignore[assignment]  # of this stage
     readiness: UnitReadiness
 
     def __init__(
@@ -133,9 +132,9 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedZeroOptimizer):  # upstream's name
         table = ParameterCutTable.cut([record_of(param).numel for param in params], num_shards)
         return table, table
 
-    def _group_of(self, params: Sequence[nn.Parameter], **layout: Any) -> CutGroup:
+    def _group_of(self, params: Sequence[nn.Parameter], **layout: Any) -> ShardedGroup:
         """See base class."""
-        return CutGroup(params, [record_of(param).shard for param in params], **layout)
+        return ShardedGroup(params, shards=[record_of(param).shard for param in params], **layout)
 
     def _place_shard(self, unit: GatherUnit) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Let a unit's shard be a view of a group's; otherwise the pieces (to, from) by which it

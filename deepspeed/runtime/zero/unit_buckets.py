@@ -15,12 +15,12 @@ from torch import nn
 
 from deepspeed.runtime.gradients.buckets import Segment
 from deepspeed.runtime.gradients.sequence_parts import has_parts
-from deepspeed.runtime.sharding.cut_group import CutGroup
-from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
+from deepspeed.runtime.sharding.fragments import ParameterCutTable
+from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
 from deepspeed.runtime.zero.parameters.zero_parameter import record_of
 
-Groups = Sequence[CutGroup]
+Groups = Sequence[ShardedGroup]
 
 
 class ShardPart(NamedTuple):

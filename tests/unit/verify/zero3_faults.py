@@ -124,7 +124,7 @@ ZERO3 = (
     ),
     Mutation(
         "an edit is shown and not kept",
-        "publish: _keep(param) -> pass",
+        "publish: record_of(param).write(param.data) -> pass",
         "oracle: stage 3",
         r"stage 3: after step \d are off: blocks\.0\.up\.weight",
     ),

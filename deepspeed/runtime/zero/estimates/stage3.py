@@ -12,8 +12,12 @@ from torch import nn
 
 from deepspeed.runtime.sharding.publisher import UPDATE_NUMEL
 from deepspeed.runtime.zero.estimates.stages_1_and_2 import ADAM_MOMENTS, FP32_BYTES, print_needs
-from deepspeed.runtime.zero.gathering.gather_settings import GatherSettings
-from deepspeed.runtime.zero.gathering.units import choose_persistent, fuse, plan_units
+from deepspeed.runtime.zero.gathering.units import (
+    GatherSettings,
+    choose_persistent,
+    fuse,
+    plan_units,
+)
 from deepspeed.utils.tensor_fragment import logical_shape
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
 

@@ -46,11 +46,9 @@ _next_node = torch.autograd._get_sequence_nr
 
 
 class Use:
-    """A forward of one module, as backward sees it.
+    """A forward of one module, as backward sees it: the places `begin` and the one where it ends.
 
     Attributes:
-        begin: Its first place.
-        has_graph: Whether it ran with gradients.
         units: What it used.
         gathered: Those of them that backward reads.
         is_open: Whether backward is inside it.
@@ -67,11 +65,9 @@ class Use:
 
 
 class Forward:
-    """An outermost forward.
+    """An outermost forward; later ones have higher numbers.
 
     Attributes:
-        number: Later ones have higher ones.
-        is_recomputed: Whether it ran inside a backward.
         places: Uses, each where it begins and once more where it ends.
         nodes: For each place, the number of the first node that autograd makes behind it.
         reached: Backward has gone through the places from this one on.
@@ -95,7 +91,7 @@ Place = tuple[Forward, int]
 
 
 class BackwardOrder:
-    """See module.
+    """The places of forwards, and how far their backward is.
 
     Attributes:
         coordinator: Gathers units and lets them go; set before the first forward.
@@ -122,7 +118,7 @@ class BackwardOrder:
         return None if self.current is None else (self.current, len(self.current.places))
 
     def begin(self, recomputes: bool) -> None:
-        """An outermost forward begins; `recomputes`: inside a backward."""
+        """Begin an outermost forward; `recomputes`: inside a backward."""
         self.current = None
         if not recomputes:
             for forward in self._forwards:
@@ -139,11 +135,10 @@ class BackwardOrder:
             self._has_forgotten = True
 
     def end(self) -> None:
-        """It is over."""
         self.current = None
 
     def enter(self) -> Use | None:
-        """A module's forward begins; None if no backward will come."""
+        """Note that a module's forward begins; None if no backward will come."""
         if self.current is None:
             return None
         use = Use(len(self.current.places))
@@ -152,7 +147,7 @@ class BackwardOrder:
         return use
 
     def leave(self, use: Use, units: Iterable[GatherUnit], gathered: Iterable[GatherUnit]) -> None:
-        """It is over, and has used `units`, of which backward reads `gathered`."""
+        """Note that it is over, and has used `units`, of which backward reads `gathered`."""
         forward = self.current
         if forward is None:
             return
@@ -176,7 +171,7 @@ class BackwardOrder:
     # Backward
 
     def come_to(self, place: Place) -> None:
-        """The running backward is at `place`: go through what is behind it."""
+        """Go through what is behind `place`, where the running backward is."""
         forward, index = place
         task = torch._C._current_graph_task_id()
         if task == -1 or (
@@ -198,7 +193,7 @@ class BackwardOrder:
                 self._go_to(forward, 0)
 
     def _come_to_recomputation(self) -> bool:
-        """The node that runs recomputes: go to its place. Returns whether a backward of its own
+        """Go to the place of the node that recomputes; return whether a backward of its own
         follows. See [Note: recomputation].
         """
         task = torch._C._current_graph_task_id()
@@ -279,7 +274,7 @@ class BackwardOrder:
         )
 
     def finish(self) -> None:
-        """The backward is over: go through what is left of its forwards."""
+        """Go through what is left of the forwards of a backward that is over."""
         begun = [forward for forward in self._forwards if forward.task != _NOT_BEGUN]
         if not begun and self._forwards:
             # It has shown in nothing here, but may have on other ranks.

@@ -20,12 +20,12 @@ all ranks, so all ranks issue the same gathers in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import accumulate
 
 import torch
 
 from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
-from deepspeed.runtime.zero.gathering.use_order import UseOrder
 
 
 def in_backward() -> bool:
@@ -34,10 +34,10 @@ def in_backward() -> bool:
 
 
 class PartitionedParameterCoordinator:
-    """See module.
+    """Lets units be whole while somebody needs them; sets their `index`.
 
     Args:
-        units: All units that do not persist; their `index` is set here.
+        units: All units that do not persist.
         prefetch_numel: Elements gathered ahead.
         max_live_numel: Elements whole at a time that nobody needs at the moment.
         max_reuse_numel: How soon a unit must be used again to stay.
@@ -68,12 +68,11 @@ class PartitionedParameterCoordinator:
     # Forward
 
     def begin_pass(self) -> None:
-        """An outermost forward begins. What one left whose backward never came goes."""
+        """Begin an outermost forward. What one left whose backward never came goes."""
         self.release_all()
         self._order.begin(torch.is_grad_enabled())
 
     def enter(self, units: Iterable[GatherUnit]) -> None:
-        """A forward that uses `units` begins."""
         for unit in units:
             unit.holds += 1
             if in_backward():
@@ -84,20 +83,18 @@ class PartitionedParameterCoordinator:
                 self._use(unit)
 
     def leave(self, units: Iterable[GatherUnit]) -> None:
-        """It is over."""
         for unit in units:
             unit.holds -= 1
             self._retire(unit)
 
     def end_forward(self) -> None:
-        """The outermost forward is over."""
         self._end_fused()
 
     # Backward
 
     def use_in_backward(self, unit: GatherUnit, from_memory: bool = False) -> None:
-        """The running backward is about to read the parameters of `unit`; `from_memory`: where a
-        gather puts them, though they may be whole elsewhere too.
+        """Have `unit` whole for the running backward; `from_memory`: where a gather puts its
+        parameters, though they may be whole elsewhere too.
         """
         if unit.is_kept_for_backward and unit.is_whole:
             unit.fetch()  # it may be another stream that reads now
@@ -107,7 +104,7 @@ class PartitionedParameterCoordinator:
         self._use(unit, from_memory)
 
     def use_in_recomputation(self, unit: GatherUnit) -> None:
-        """The same, by what a recomputation runs."""
+        """Do the same for what a recomputation runs."""
         self._recomputed.add(unit)
         if unit in self._last_fused:
             unit.fetch()  # it may be another stream that reads now
@@ -121,7 +118,6 @@ class PartitionedParameterCoordinator:
         return unit in self._recomputed
 
     def done_in_backward(self, units: Iterable[GatherUnit]) -> None:
-        """The backward of a forward that used `units` is over."""
         for unit in units:
             self._recomputed.discard(unit)
             if unit.is_kept_for_backward and unit not in self._last_fused:
@@ -130,7 +126,6 @@ class PartitionedParameterCoordinator:
                 self._retire(unit)
 
     def end_backward(self) -> None:
-        """The whole backward is over."""
         self._end_fused()
         self.done_in_backward(list(self._kept))
         self._recomputed.clear()
@@ -157,7 +152,6 @@ class PartitionedParameterCoordinator:
             self._prefetch()
 
     def _end_fused(self) -> None:
-        """What is used from now on is not the unit that was used last."""
         units, self._last_fused = self._last_fused, []
         self.done_in_backward([unit for unit in units if unit not in self._recomputed])
         for unit in units:
@@ -205,12 +199,12 @@ class PartitionedParameterCoordinator:
             self._release(unit)
 
     def drop_ahead(self, unit: GatherUnit) -> None:
-        """A shard of `unit` has changed since its gather was begun, if it was."""
+        """Let go of a gather that was begun before a shard of `unit` changed."""
         if unit in self._ahead:
             self._release(unit)
 
     def release_all(self) -> None:
-        """Shards are about to change: nothing is whole but what a running forward holds."""
+        """Let nothing be whole but what a running forward holds: shards are about to change."""
         self._end_fused()
         self.done_in_backward(list(self._kept))
         self._release_idle()
@@ -220,9 +214,85 @@ class PartitionedParameterCoordinator:
     # Clients
 
     def is_invalid_trace(self) -> bool:
-        """Whether the order seen last time gives no hint now."""
         return not self._order.is_expected
 
     def _invalidate_trace(self) -> None:
-        """Expect no order."""
         self._order.forget()
+
+
+class UseOrder:
+    """The last pass of each kind, over units of `numels` elements: a hint, never a condition. A
+    pass is a forward and what follows it; passes of one kind are expected to be alike. Where one is
+    not, there is no hint for the rest of it, and the next one is compared with it.
+    """
+
+    def __init__(self, numels: Sequence[int]) -> None:
+        self._numels = list(numels)
+        self._last: dict[Hashable, list[int]] = {}
+        self._sums: dict[Hashable, list[int]] = {}
+        self._kind: Hashable = None
+        self._uses: list[int] = []
+        self._is_expected = False
+        self._named = 0  # uses of this pass that `ahead` has named, or that are over
+
+    def begin(self, kind: Hashable) -> None:
+        self._remember()
+        self._kind, self._uses, self._named = kind, [], 0
+        self._is_expected = kind in self._last
+
+    def _remember(self) -> None:
+        if self._kind is not None:
+            self._last[self._kind] = self._uses
+            self._sums[self._kind] = [0, *accumulate(self._numels[unit] for unit in self._uses)]
+
+    def visit(self, unit: int) -> None:
+        position = len(self._uses)
+        self._uses.append(unit)
+        expected = self._last.get(self._kind, ())
+        if position >= len(expected) or expected[position] != unit:
+            self._is_expected = False
+
+    def ahead(self, numel: int) -> Iterator[int]:
+        """Name the units that come within the next `numel` elements, as far as is known. Every use
+        is named once, so that going on costs nothing for what was named before; the one at which
+        the caller stops is named again.
+        """
+        if not self._is_expected:
+            return
+        last, sums, now = self._last[self._kind], self._sums[self._kind], len(self._uses)
+        self._named = max(self._named, now)
+        while self._named < len(last) and sums[self._named + 1] - sums[now] <= numel:
+            yield last[self._named]
+            self._named += 1
+
+    def name_again(self, unit: int) -> None:
+        """Let `ahead` name the next use of `unit`, which was whole and is so no longer."""
+        position = self._next_use(unit)
+        if position is not None:
+            self._named = min(self._named, position)
+
+    def distance(self, unit: int) -> int | None:
+        """Count the elements used before `unit` is again; None if that is not known, or not in this
+        pass.
+        """
+        position = self._next_use(unit)
+        if position is None:
+            return None
+        sums = self._sums[self._kind]
+        return sums[position] - sums[len(self._uses)]
+
+    def _next_use(self, unit: int) -> int | None:
+        if not self._is_expected:
+            return None
+        try:
+            return self._last[self._kind].index(unit, len(self._uses))
+        except ValueError:
+            return None
+
+    @property
+    def is_expected(self) -> bool:
+        return self._is_expected
+
+    def forget(self) -> None:
+        self._last, self._sums, self._is_expected = {}, {}, False
+        self._kind = None

@@ -7,7 +7,7 @@ issued ahead of time:
              gather stream   shards of all ranks -> rows `[N, s]`     (one all-gather)
     finish   current stream  rows -> whole parameters                 (one grouped copy)
 
-With `secondary_shards` the gather stream keeps some rows, from which later gathers fill them.
+With `SecondaryShards` the gather stream keeps some rows, from which later gathers fill them.
 
 [Note: edges of a gather]
 1. shard updated -> gathered: the gather stream (or the load stream) waits for the event after the
@@ -29,8 +29,7 @@ Who needs a unit, and when it goes, is the coordinator's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,11 +42,8 @@ from deepspeed.comm.watch import lone_waits
 from deepspeed.comm.watch.observation import announce
 from deepspeed.runtime.sharding.cut_rows import WholeViews
 from deepspeed.runtime.sharding.flattening import joined
-from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
-from deepspeed.runtime.streams import SideStream
-from deepspeed.runtime.zero.gathering.gather_settings import GatherSettings
-from deepspeed.runtime.zero.gathering.memory_pool import MemoryPool, PoolBuffer, poison
-from deepspeed.runtime.zero.gathering.secondary_shards import SecondaryShards
+from deepspeed.runtime.sharding.fragments import ParameterCutTable
+from deepspeed.runtime.zero.gathering.memory_pool import GatherResources, PoolBuffer, poison
 from deepspeed.runtime.zero.parameters.zero_parameter import (
     ShardRecord,
     ZeroParamStatus,
@@ -62,118 +58,6 @@ from deepspeed.runtime.zero.parameters.zero_parameter import (
 _FIRST_TAG = 1 << 16
 
 
-class GatherResources:
-    """What all units of a model share.
-
-    Args:
-        settings: How parameters are gathered.
-        owner: Who has the model.
-        gather: The gather stream, if there is one already.
-
-    Attributes:
-        by_broadcast: One broadcast per rank instead of an all-gather.
-        secondary_group: Ranks that keep copies of gathered rows; None: nobody does.
-        gather: The gather stream.
-        load: The stream that shards are loaded on; the gather stream if they need not be.
-        rows: Pool of what all-gathers fill.
-        whole: Pool of whole parameters.
-        shards_updated: Event after which shards may be read; None: they may be.
-        num_updates: How often the optimizer has updated the shards.
-        last_gather: Event behind the newest gather of the shards, on the gather stream.
-        are_away: The shards are kept off the device (`offload_states`).
-    """
-
-    def __init__(
-        self,
-        settings: GatherSettings,
-        owner: Any = None,
-        gather: SideStream | None = None,
-    ) -> None:
-        self.owner = owner
-        self.by_broadcast = settings.by_broadcast
-        self.secondary_group = settings.secondary_group
-        self.gather = gather or SideStream(settings.overlap, "gather stream")
-        self.load = (
-            SideStream(settings.overlap, "parameter load stream")
-            if settings.loads and self.gather.has_streams
-            else self.gather
-        )
-        self._last_load: Any = None  # event behind it
-        self.last_gather: Any = None
-        self.rows = MemoryPool(self.gather.has_streams)
-        self.whole = MemoryPool(self.gather.has_streams)
-        self.shards_updated: Any = None
-        self.num_updates = 0
-        self.are_away = False
-
-    def mark_updated(self) -> None:
-        """Shards were written by what has been issued on the current stream."""
-        if self.gather.has_streams:
-            self.shards_updated = get_accelerator().Event()
-            self.shards_updated.record(get_accelerator().current_stream())
-
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Issue what fills this rank's row; the gather stream waits for it."""
-        stream = self.load.stream
-        if stream is not None and self.shards_updated is not None:
-            stream.wait_event(self.shards_updated)
-        with self.load.issue():
-            yield
-        if stream is not None and self.load is not self.gather:
-            self._last_load = stream.record_event()
-            self.gather.stream.wait_event(self._last_load)  # type: ignore[union-attr]  # both have one
-
-    @property
-    def is_poisoned(self) -> bool:
-        """Whether memory of parameters is overwritten by NaN when it is let go."""
-        return self.whole.is_poisoned
-
-    def poison_what_goes(self) -> None:
-        """Do so from now on: whole parameters, rows of gathers, copies of shards."""
-        self.whole.is_poisoned = self.rows.is_poisoned = True
-
-    def before_write(self) -> None:
-        """The host is about to write to shards, where they are there: wait until nothing loads them
-        any more. Where they are on the device, what writes to them is on the current stream.
-        """
-        if self.load is self.gather:
-            self.before_update()
-        elif self._last_load is not None:
-            self._last_load.synchronize()
-            self._last_load = None
-
-    def before_update(self) -> None:
-        """Let what is issued on the current stream from now on write to shards."""
-        if self.last_gather is not None:  # which comes behind its load
-            get_accelerator().current_stream().wait_event(self.last_gather)
-
-    def let_go(self) -> None:
-        """Let go of all memory behind what has been issued on the current stream: what the gather
-        stream gets of it afterwards is written after that.
-        """
-        for side in {self.gather, self.load}:
-            side.wait_for([get_accelerator().current_stream()])
-        self.rows.clear()
-        self.whole.clear()
-
-    def drop_free(self) -> None:
-        """Let go of the memory that nobody has. The host waits for the device, so that nothing
-        reads it any more, whichever stream it is of.
-        """
-        if self.gather.has_streams:
-            get_accelerator().synchronize()
-        self.rows.drop_free()
-        self.whole.drop_free()
-
-    def destroy(self) -> None:
-        """Wait for outstanding work and let go of all memory."""
-        self.load.destroy()
-        self.gather.destroy()
-        self.rows.clear()
-        self.whole.clear()
-
-
 def _refuse_lost(names: Sequence[str]) -> None:
     if names:
         raise RuntimeError(
@@ -184,12 +68,9 @@ def _refuse_lost(names: Sequence[str]) -> None:
 
 
 class GatherUnit:
-    """See module.
+    """Parameters of one dtype, device and group, and their gathers.
 
     Args:
-        name: For reports.
-        params: Sharded parameters of one dtype, device and group.
-        resources: What units share.
         persists: Whole between steps, in memory of its own.
         takes_shards: The parameters' shards lie in the unit's buffer from now on.
         is_fused: Several modules share it; see [Note: units of several modules].
@@ -198,9 +79,7 @@ class GatherUnit:
         index: Its place among the units of a model.
         coordinator: Who knows who needs it; None for what persists, or is read by hand.
         device: Where the parameters are while they are whole.
-        table: How the parameters are cut.
         shard: This rank's shards, `[shard_numel]`.
-        numel: Elements of the parameters.
         holds: How many running forwards need it.
         is_kept_for_backward: The running backward needs it.
         num_read_apart: How many of its parameters somebody has whole in memory of its own.
@@ -253,7 +132,6 @@ class GatherUnit:
             self.use_shard(self.shard)
 
     def use_shard(self, shard: torch.Tensor) -> None:
-        """Let the shards lie in `shard`, which has their values."""
         self.shard = shard
         self._is_locked = get_accelerator().is_pinned(shard)
         self.resources.mark_updated()
@@ -264,14 +142,12 @@ class GatherUnit:
 
     @property
     def label(self) -> str:
-        """How reports call its gather."""
         return f"the gather of {self.name or 'parameters of the model itself'}"
 
     # State
 
     @property
     def is_whole(self) -> bool:
-        """Whether its memory holds the parameters."""
         return self._memory is not None
 
     @property
@@ -286,26 +162,22 @@ class GatherUnit:
 
     @property
     def whole_bytes(self) -> int:
-        """Of the memory that it takes when whole."""
         return self._whole_numel * self.shard.element_size()
 
     @property
     def memory(self) -> torch.Tensor:
-        """What holds the parameters while they are whole, 1-D."""
         assert self._memory is not None, f"unit {self.name} is not whole"
         return self._memory.tensor
 
     @property
     def whole_params(self) -> list[torch.Tensor]:
-        """The parameters, while they are whole."""
         assert self._memory is not None, f"unit {self.name} is not whole"
         whole: WholeViews = self._memory.views[self]
         return whole.params
 
     def hand_out(self) -> list[torch.Tensor]:
-        """The whole parameters, whose memory lives as long as they do: the unit lets go of it. It
-        would keep itself alive by it otherwise, and the memory until the interpreter looks for
-        circles.
+        """Return the whole parameters and let go of their memory, which lives as long as they do:
+        the unit would keep itself alive by it, until the interpreter looks for circles.
         """
         whole = self.whole_params
         self._memory = None
@@ -356,8 +228,8 @@ class GatherUnit:
         self._pending = pending
 
     def _source(self) -> tuple[dist.Group, slice, torch.Tensor, int]:
-        """Over which ranks to gather, what of the rows this one has, where it lies, and after how
-        many updates of the shards that was made.
+        """Say over which ranks to gather, what of the rows this one has, where it lies, and after
+        how many updates of the shards that was made.
         """
         near, num_updates = self._secondary, self.resources.num_updates
         if near is not None and near.shard is not None:
@@ -371,7 +243,7 @@ class GatherUnit:
             self._secondary.keep(rows)
 
     def forget_secondary(self) -> None:
-        """The next gather is from all ranks: a copy of the shards is older than they may be."""
+        """Gather from all ranks next: a copy of the shards is older than they may be."""
         if self._secondary is None:
             return
         self._secondary.forget()
@@ -381,7 +253,6 @@ class GatherUnit:
                 self._secondary.poison()
 
     def before_write(self) -> None:
-        """The host is about to write to the shard of one of the parameters."""
         self.forget_secondary()
         self.resources.before_write()
 
@@ -451,8 +322,8 @@ class GatherUnit:
         self.fetch()
 
     def release(self) -> None:
-        """Nobody needs the parameters whole any more: give the memory back. Idempotent, and nothing
-        for what persists.
+        """Give the memory back, when nobody needs the parameters whole any more. Idempotent, and
+        nothing for what persists.
 
         Raises:
             RuntimeError: Something has written to them, which is lost now.
@@ -470,10 +341,8 @@ class GatherUnit:
         _refuse_lost(written)
 
     def refuse_lost_writes(self) -> None:
-        """The values of what persists are about to be replaced.
-
-        Raises:
-            RuntimeError: Something has written to them, which would be lost.
+        """Raise RuntimeError if something has written to what persists: it is about to be
+        replaced.
         """
         if self.is_whole:
             shown = zip(self.params, self.records, strict=True)
@@ -498,14 +367,12 @@ class GatherUnit:
                 hide(param)
 
     def forget(self) -> None:
-        """Give the memory back; nobody shows what is in it."""
         if self._memory is not None and not self.persists:
             self.resources.whole.give_back(self._memory, self._readers)
         self._memory = None
         self._readers = set()
 
     def _abandon(self) -> None:
-        """Let go of a gather that was started and that nobody came for."""
         if self._rows is None or self._pending is None:
             return
         # The host waits where there are no streams; on others who fills the rows next waits.
@@ -535,19 +402,83 @@ class GatherUnit:
 
     @torch.no_grad()
     def follow(self, param: nn.Parameter) -> None:
-        """Who has `param` in memory of its own has changed it: so it is in that of the unit."""
+        """Copy what a script has changed of `param`, in memory of its own, to that of the unit."""
         if self.is_whole and record_of(param).readers:
             self._view_of(param).copy_(param.data)
 
     @torch.no_grad()
     def restore(self, param: nn.Parameter, values: torch.Tensor) -> None:
-        """Of a unit that is whole `param` has these values again, in the unit's memory."""
+        """Write values that `param` had to the unit's memory, which is whole."""
         self._view_of(param).copy_(values)
         self.show_again(param)
 
     def show_again(self, param: nn.Parameter) -> None:
-        """Who had `param` in memory of its own has let go of it: it is seen in that of the unit, if
-        the unit is whole.
+        """Show `param` in the memory of the unit, if that is whole: who had it elsewhere lets it
+        go.
         """
         if self.is_whole:
             show(param, self._view_of(param))
+
+
+class SecondaryShards:
+    """A unit's shards a second time, cut among the ranks of a node (hpZ,
+    `zero_hpz_partition_size`).
+
+    Of the rows `[N, s]` of a gather, the shards of all N ranks, each of the h ranks of a node keeps
+    N / h, which are neighbours. So together they have all, and the unit's next gather need not
+    leave the node; what it fills are the same rows.
+
+    [Note: how long a copy is right]
+    The first gather of a pass makes it. It is forgotten when shards change (an update, loading, a
+    script's edit) and when the next outermost forward begins: what a rank writes to its own shard
+    between two passes (`safe_set_local_*`) is then seen as without a copy, though no other rank
+    hears of it. Whether there is a copy decides over which ranks the next gather goes, so whatever
+    makes one or forgets it happens on all ranks alike.
+
+    Attributes:
+        own: The elements of the flattened rows that this rank keeps.
+        update: After how many updates of the shards the copy was made.
+    """
+
+    def __init__(self, group: dist.Group, table: ParameterCutTable) -> None:
+        self.group = group
+        numel = table.padded_numel // dist.get_world_size(group=group)
+        start = dist.get_rank(group=group) * numel
+        self.own = slice(start, start + numel)
+        self.update = -1
+        self._is_wanted = False
+        self._is_right = False
+        self._memory: torch.Tensor | None = None
+
+    @property
+    def shard(self) -> torch.Tensor | None:
+        """The copy, 1-D; None if there is none that is right."""
+        return self._memory if self._is_right else None
+
+    def expect(self, update: int) -> None:
+        """Note that a gather from all ranks begins, after `update` updates."""
+        self._is_wanted, self.update = True, update
+
+    @torch.no_grad()
+    def keep(self, rows: torch.Tensor) -> None:
+        """Take the copy out of gathered rows, by the current stream; nothing if the shards were
+        written since `expect`.
+        """
+        if not self._is_wanted:
+            return
+        if self._memory is None:
+            self._memory = torch.empty_like(rows[self.own])
+        self._memory.copy_(rows[self.own])
+        self._is_wanted, self._is_right = False, True
+
+    def forget(self) -> None:
+        self._is_wanted = self._is_right = False
+
+    def poison(self) -> None:
+        if self._memory is not None:
+            poison(self._memory)
+
+    def drop(self) -> None:
+        """Forget it and its memory, which is that of the stream that gathers."""
+        self.forget()
+        self._memory = None

@@ -30,13 +30,14 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sharding.flattening import lies_on_host
 from deepspeed.runtime.sharding.group import expert_group_of
 from deepspeed.runtime.streams import SideStream
-from deepspeed.runtime.zero.gathering.gather_settings import GatherSettings
-from deepspeed.runtime.zero.gathering.gather_unit import GatherResources, GatherUnit
-from deepspeed.runtime.zero.gathering.memory_pool import poison
+from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
+from deepspeed.runtime.zero.gathering.memory_pool import GatherResources, poison
 from deepspeed.runtime.zero.gathering.undone_edits import is_undone
+from deepspeed.runtime.zero.gathering.units import GatherSettings
 from deepspeed.runtime.zero.parameters.agreement import agree, said_by_all
 from deepspeed.runtime.zero.parameters.ordinary_copies import ordinary_copies
 from deepspeed.runtime.zero.parameters.zero_parameter import (
+    ReadsByHand,
     ZeroParamStatus,
     hide,
     install_reads,
@@ -49,7 +50,7 @@ from deepspeed.runtime.zero.parameters.zero_parameter import (
 
 
 def _kinds(params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters that one collective can carry, in an order that is the same on all ranks."""
+    """Sort by what one collective can carry, in an order that is the same on all ranks."""
     kinds: dict[Any, list[nn.Parameter]] = {}
     for param in params:
         shard = record_of(param).shard
@@ -110,7 +111,7 @@ def hold_whole(params: Iterable[nn.Parameter]) -> None:
 
 
 def _gather(params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    """Whole parameters of one kind, in memory that lives as long as they do."""
+    """Gather whole parameters of one kind, in memory that lives as long as they do."""
     resources = GatherResources(GatherSettings(), gather=_gather_stream())
     unit = GatherUnit("read by hand", params, resources, takes_shards=False)
     unit.fetch()
@@ -120,11 +121,11 @@ def _gather(params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def let_go(params: Iterable[nn.Parameter], has_been_updated: bool = False) -> None:
-    """The end of `hold_whole`; with `has_been_updated` each rank writes what it owns back."""
+    """End `hold_whole`; with `has_been_updated` each rank writes what it owns back."""
     chosen = _zero_params(params)
     if has_been_updated:
         for param in chosen:
-            _keep(param)
+            record_of(param).write(param.data)
         _tell_units(chosen)
     for param in chosen:
         record = record_of(param)
@@ -137,21 +138,18 @@ def let_go(params: Iterable[nn.Parameter], has_been_updated: bool = False) -> No
         elif record.readers:
             record.readers -= 1
             if record.readers == 0:
-                if record.unit is not None and record.unit.resources.is_poisoned:
+                if record.unit is None:
+                    hide(param)
+                    continue
+                if record.unit.resources.is_poisoned:
                     poison(param.data)
                 hide(param)
-                if record.unit is not None:
-                    record.unit.num_read_apart -= 1
-                    record.unit.show_again(param)
-
-
-def _keep(param: nn.Parameter) -> None:
-    """Shard <- this rank's part of the whole parameter."""
-    record_of(param).write(param.data)
+                record.unit.num_read_apart -= 1
+                record.unit.show_again(param)
 
 
 def _tell_units(params: Sequence[nn.Parameter]) -> None:
-    """Shards of these parameters were edited: what has copies of them follows."""
+    """Let what has copies of the shards of these parameters follow an edit."""
     for param in params:
         record = record_of(param)
         if record.on_edit is not None:
@@ -164,7 +162,7 @@ def publish(
     source: int | None = None,
     keep: Callable[[Iterable[nn.Parameter]], None] | None = None,
 ) -> None:
-    """Everybody's values of whole parameters <- those of one rank, and shards too.
+    """Give everybody one rank's values of whole parameters, and of shards.
 
     Args:
         params: Parameters; of experts each rank has its own.
@@ -183,32 +181,19 @@ def publish(
             if keep is not None and not torch.equal(_as_bytes(param.data), _as_bytes(piece)):
                 keep([param])
             param.data.copy_(piece.view(param.shape))
-            _keep(param)
+            record_of(param).write(param.data)
     _tell_units(params)
 
 
 def _lost(names: Iterable[str]) -> str:
-    first = list(dict.fromkeys(names))[:4]
     return (
-        f"GatheredParameters: {', '.join(first)} changed inside the block, and the change would be "
-        "lost: give modifier_rank=0 (or the rank whose values count; of experts one that holds "
-        "them), or discard=True if it is to be thrown away"
+        f"GatheredParameters: {', '.join(list(dict.fromkeys(names))[:4])} changed inside the "
+        "block, and the change would be lost: give modifier_rank=0 (or the rank whose values "
+        "count; of experts one that holds them), or discard=True if it is to be thrown away"
     )
 
 
-class _Reads:
-    """`all_gather()` and `partition()` of a parameter."""
-
-    def hold(self, params: Iterable[nn.Parameter]) -> None:
-        """See `hold_whole`."""
-        hold_whole(params)
-
-    def let_go(self, params: Iterable[nn.Parameter], has_been_updated: bool = False) -> None:
-        """See `let_go`."""
-        let_go(params, has_been_updated)
-
-
-install_reads(_Reads())
+install_reads(ReadsByHand(hold_whole, let_go))
 
 
 class GatheredParameters:
@@ -281,15 +266,13 @@ class GatheredParameters:
             publish(modified, self.src_rank)
             if self._discards:
                 for param in filter(_stays_whole, self.params):
-                    _restore(param, _gather([param])[0])
+                    record_of(param).unit.restore(param, _gather([param])[0])
             elif kind is None:
                 self._refuse_lost_edits(set(modified))
         finally:
             let_go(self.params)
 
     def _agree(self, group: dist.Group) -> None:
-        """Ranks with other parameters would gather shards of different ones, or wait for ever."""
-
         def names(params: Sequence[tuple[int, str]]) -> str:
             more = f" and {len(params) - 4} more" if len(params) > 4 else ""
             return (", ".join(label for _, label in params[:4]) or "none") + more
@@ -310,7 +293,7 @@ class GatheredParameters:
         )
 
     def _modified(self) -> list[nn.Parameter]:
-        """The parameters that the modifier rank has: of experts each rank has its own."""
+        """List the parameters that the modifier rank has: of experts each rank has its own."""
         if self.src_rank is None:
             return []
         sharers = {param: record_of(param).instances.everyone for param in self.params}
@@ -321,8 +304,8 @@ class GatheredParameters:
         return [param for param, group in sharers.items() if has[group]]
 
     def _refuse_foreign_modifier(self) -> None:
-        """Of slices of a layer (tensor parallelism) other ranks have others, and copies of what
-        they have alike would part. Of experts each rank has its own, which stay as they are.
+        """Refuse a rank that has other slices of a layer (tensor parallelism): copies of what ranks
+        have alike would part. Of experts each rank has its own, which stay as they are.
         """
         if self.src_rank is None:
             return
@@ -339,7 +322,7 @@ class GatheredParameters:
                 )
 
     def _refuse_outer_block(self, held: Container[nn.Parameter]) -> None:
-        """Nobody knows whether what an outer block shows is what was before it."""
+        """Refuse `discard` there: nobody knows whether it shows what was before it."""
         theirs = [record_of(param).label for param in self.params if param in held]
         if self._discards and theirs:
             raise RuntimeError(
@@ -349,7 +332,7 @@ class GatheredParameters:
 
     @torch.no_grad()
     def _refuse_lost_edits(self, modified: Container[nn.Parameter]) -> None:
-        """Raises on all ranks if one of them has changed what nobody writes."""
+        """Raise on all ranks if one of them has changed what nobody writes."""
         if not self._may_lose(modified):
             return
         lost, doubtful = [], []
@@ -376,7 +359,7 @@ class GatheredParameters:
                 if not is_undone(original, after):
                     lost.append(index)
                 if _stays_whole(param):
-                    _restore(param, original)
+                    record_of(param).unit.restore(param, original)
             told = self._said_by_all((lost, doubtful))
         names = [record_of(self.params[index]).label for found, _ in told for index in found]
         if names:
@@ -396,7 +379,7 @@ class GatheredParameters:
 
     @staticmethod
     def _own_part(param: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor]:
-        """What this rank owns of it, as its shard has it and as it is now; 1-D."""
+        """Slice what this rank owns of it, as its shard has it and as it is now; 1-D."""
         record = record_of(param)
         own = record.own_part(param.data)
         shard = record.shard[: own.numel()]
@@ -408,10 +391,6 @@ def _stays_whole(param: nn.Parameter) -> bool:
     running forward has gathered.
     """
     return not record_of(param).readers
-
-
-def _restore(param: nn.Parameter, original: torch.Tensor) -> None:
-    record_of(param).unit.restore(param, original)
 
 
 def _as_bytes(values: torch.Tensor) -> torch.Tensor:

@@ -8,21 +8,20 @@ nothing, and the number of buffers is that of the units that are whole at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from deepspeed.accelerator import Stream, get_accelerator
+from deepspeed.runtime.streams import SideStream
+from deepspeed.runtime.zero.gathering.units import GatherSettings
 
 
 class PoolBuffer:
-    """A piece of the pool's memory.
-
-    Attributes:
-        tensor: 1-D.
-        owner: Who has it now, for whoever finds a tensor in it.
-        views: What owners made of it; making views takes longer than copying small parameters.
+    """A piece of the pool's memory, 1-D, and who has it now. Its `views` are what owners made of
+    it, which takes longer than copying small parameters.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -32,7 +31,7 @@ class PoolBuffer:
         self._last_reads: list[Any] = []
 
     def read_on(self, streams: Iterable[Stream]) -> None:
-        """Its content was read by what has been issued on `streams`."""
+        """Note that what was issued on `streams` read its content."""
         for stream in streams:
             event = get_accelerator().Event()
             event.record(stream)
@@ -47,7 +46,7 @@ class PoolBuffer:
 
 @torch.no_grad()
 def poison(tensor: torch.Tensor) -> None:
-    """All elements become NaN, or the largest number of an integer dtype."""
+    """Fill with NaN, or the largest number of an integer dtype."""
     is_float = tensor.is_floating_point() or tensor.is_complex()
     # Under another version counter: who still has it is to see NaN and not an error of autograd.
     tensor.data.fill_(math.nan if is_float else _largest(tensor.dtype))
@@ -59,9 +58,6 @@ def _largest(dtype: torch.dtype) -> int:
 
 class MemoryPool:
     """Buffers of one kind.
-
-    Args:
-        has_streams: Whether the device orders work by streams.
 
     Attributes:
         by_pointer: Every buffer, by the address of its storage.
@@ -78,8 +74,8 @@ class MemoryPool:
         self.is_poisoned = False
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device, owner: Any) -> PoolBuffer:
-        """A buffer of at least `numel` elements that what is issued now on the current stream may
-        write to.
+        """Find or make a buffer of at least `numel` elements that what is issued now on the current
+        stream may write to.
         """
         sizes = self._free.get((dtype, device), {})
         size = min((size for size, same in sizes.items() if same and size >= numel), default=None)
@@ -101,7 +97,7 @@ class MemoryPool:
         return buffer
 
     def give_back(self, buffer: PoolBuffer, streams: Iterable[Stream] = ()) -> None:
-        """Nothing reads `buffer` after what has been issued on `streams`."""
+        """Take a buffer back that nothing reads after what has been issued on `streams`."""
         if self.is_poisoned:
             current = get_accelerator().current_stream()
             for stream in streams:
@@ -124,7 +120,6 @@ class MemoryPool:
 
     @property
     def num_bytes(self) -> int:
-        """Of all buffers."""
         return sum(buffer.tensor.untyped_storage().nbytes() for buffer in self.by_pointer.values())
 
     def drop_free(self) -> None:
@@ -134,6 +129,109 @@ class MemoryPool:
         self._last_of = {who: one for who, one in self._last_of.items() if one.owner is not None}
 
     def clear(self) -> None:
-        """Let go of all buffers."""
         self._free, self._last_of = {}, {}
         self.by_pointer = {}
+
+
+class GatherResources:
+    """Streams, memory and events that all units of a model share.
+
+    Attributes:
+        owner: Who has the model.
+        secondary_group: Ranks that keep copies of gathered rows; None: nobody does.
+        load: The stream that shards are loaded on; the gather stream if they need not be.
+        rows: Pool of what all-gathers fill.
+        whole: Pool of whole parameters.
+        shards_updated: Event after which shards may be read; None: they may be.
+        num_updates: How often the optimizer has updated the shards.
+        last_gather: Event behind the newest gather of the shards, on the gather stream.
+        are_away: The shards are kept off the device (`offload_states`).
+    """
+
+    def __init__(
+        self,
+        settings: GatherSettings,
+        owner: Any = None,
+        gather: SideStream | None = None,
+    ) -> None:
+        self.owner = owner
+        self.by_broadcast = settings.by_broadcast
+        self.secondary_group = settings.secondary_group
+        self.gather = gather or SideStream(settings.overlap, "gather stream")
+        self.load = (
+            SideStream(settings.overlap, "parameter load stream")
+            if settings.loads and self.gather.has_streams
+            else self.gather
+        )
+        self._last_load: Any = None  # event behind it
+        self.last_gather: Any = None
+        self.rows = MemoryPool(self.gather.has_streams)
+        self.whole = MemoryPool(self.gather.has_streams)
+        self.shards_updated: Any = None
+        self.num_updates = 0
+        self.are_away = False
+
+    def mark_updated(self) -> None:
+        """Note that what was issued on the current stream wrote to shards."""
+        if self.gather.has_streams:
+            self.shards_updated = get_accelerator().Event()
+            self.shards_updated.record(get_accelerator().current_stream())
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Issue what fills this rank's row; the gather stream waits for it."""
+        stream = self.load.stream
+        if stream is not None and self.shards_updated is not None:
+            stream.wait_event(self.shards_updated)
+        with self.load.issue():
+            yield
+        if stream is not None and self.load is not self.gather:
+            self._last_load = stream.record_event()
+            self.gather.stream.wait_event(self._last_load)  # type: ignore[union-attr]  # both have one
+
+    @property
+    def is_poisoned(self) -> bool:
+        return self.whole.is_poisoned
+
+    def poison_what_goes(self) -> None:
+        """Overwrite whole parameters, rows and copies of shards by NaN when they are let go."""
+        self.whole.is_poisoned = self.rows.is_poisoned = True
+
+    def before_write(self) -> None:
+        """Wait until nothing loads shards from the host any more, which is about to write to them.
+        Where they are on the device, what writes to them is on the current stream.
+        """
+        if self.load is self.gather:
+            self.before_update()
+        elif self._last_load is not None:
+            self._last_load.synchronize()
+            self._last_load = None
+
+    def before_update(self) -> None:
+        """Let what is issued on the current stream from now on write to shards."""
+        if self.last_gather is not None:  # which comes behind its load
+            get_accelerator().current_stream().wait_event(self.last_gather)
+
+    def let_go(self) -> None:
+        """Let go of all memory behind what has been issued on the current stream: what the gather
+        stream gets of it afterwards is written after that.
+        """
+        for side in {self.gather, self.load}:
+            side.wait_for([get_accelerator().current_stream()])
+        self.rows.clear()
+        self.whole.clear()
+
+    def drop_free(self) -> None:
+        """Let go of the memory that nobody has. The host waits for the device, so that nothing
+        reads it any more, whichever stream it is of.
+        """
+        if self.gather.has_streams:
+            get_accelerator().synchronize()
+        self.rows.drop_free()
+        self.whole.drop_free()
+
+    def destroy(self) -> None:
+        self.load.destroy()
+        self.gather.destroy()
+        self.rows.clear()
+        self.whole.clear()

@@ -1,15 +1,21 @@
-"""What autograd saves while a forward runs."""
+"""What autograd saves of gathered parameters, and asks of those that have gone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from deepspeed.runtime.zero.gathering.backward_order import BackwardOrder, Place
 from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
 from deepspeed.runtime.zero.gathering.memory_pool import MemoryPool, PoolBuffer
+from deepspeed.runtime.zero.parameters.zero_parameter import (
+    ShardedParameter,
+    placeholder,
+    record_of,
+)
 
 
 class SavedPlace(NamedTuple):
@@ -23,13 +29,9 @@ class SavedPlace(NamedTuple):
 
 
 class SavedTensors:
-    """Of a gathered parameter, or a view of one, autograd gets no tensor but a place in the memory
-    of its unit: the memory may be another unit's until backward asks for it.
-
-    Args:
-        memory: Where parameters are while they are whole.
-        order: Where the forward is, and how far backward.
-        on_place: Called when the running module has saved such a place.
+    """Gives autograd, of a gathered parameter or a view of one, no tensor but a place in the memory
+    of its unit: that may be another unit's until backward asks for it. Calls `on_place` when the
+    running module has saved such a place.
     """
 
     def __init__(
@@ -41,7 +43,6 @@ class SavedTensors:
         self._hooks: Any = None
 
     def buffer_of(self, tensor: torch.Tensor) -> PoolBuffer | None:
-        """The gathered memory that a tensor lies in."""
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # inside vmap
             tensor = torch._C._functorch.get_unwrapped(tensor)
         if tensor.layout is not torch.strided:
@@ -50,13 +51,11 @@ class SavedTensors:
         return None if buffer is None or buffer.owner is None else buffer
 
     def start(self) -> None:
-        """An outermost forward begins."""
         if torch.is_grad_enabled():
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             self._hooks.__enter__()
 
     def end(self) -> None:
-        """It is over."""
         if self._hooks is not None:
             self._hooks.__exit__(None, None, None)
             self._hooks = None
@@ -89,3 +88,46 @@ class SavedTensors:
             self._order.come_to(saved.when)
         self._order.coordinator.use_in_backward(saved.unit, from_memory=True)
         return saved.unit.memory.as_strided(saved.size, saved.stride, saved.offset)
+
+
+class GradientShapes:
+    """Shapes of sharded parameters while their gradients come: autograd asks for them then, when
+    the unit may be gone (an embedding reads nothing in backward).
+    """
+
+    def __init__(self) -> None:
+        self._shaped: list[nn.Parameter] = []
+
+    def handles(self, units: Iterable[GatherUnit]) -> list[Any]:
+        """Register hooks that give trained parameters a shape when their gradients come."""
+
+        def shape_of(param: nn.Parameter) -> Any:
+            def on_gradient(grad: torch.Tensor) -> None:
+                self.give(param)
+
+            return on_gradient
+
+        return [
+            param.register_hook(shape_of(param))
+            for unit in units
+            for param in unit.params
+            if param.requires_grad
+        ]
+
+    def give(self, param: nn.Parameter) -> None:
+        """Let a parameter have its logical shape until backward ends, so that it can have a
+        gradient; its values are zeros without memory.
+        """
+        if type(param) is ShardedParameter:
+            self._shaped.append(param)
+            record = record_of(param)
+            zero = torch.zeros((), dtype=record.shard.dtype, device=record.device)
+            with torch._C.DisableTorchFunctionSubclass():
+                param.data = zero.expand(record.shape)
+
+    def drop(self) -> None:
+        for param in self._shaped:
+            if type(param) is ShardedParameter:
+                with torch._C.DisableTorchFunctionSubclass():
+                    param.data = placeholder(param.dtype, record_of(param).device)
+        self._shaped = []

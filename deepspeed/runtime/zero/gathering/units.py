@@ -26,18 +26,45 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from deepspeed import comm as dist
+
+
+@dataclass(frozen=True)
+class GatherSettings:
+    """The keys of stage 3 that say what is whole when; in elements.
+
+    Attributes:
+        param_persistence: Parameters up to this size stay whole between steps,
+        model_persistence: until they are so many together.
+        prefetch: Gathered ahead.
+        max_live: Whole at a time, but for what is in use.
+        max_reuse: Kept whole if used again within this distance.
+        by_broadcast: Gather by one broadcast per rank.
+        overlap: Gather beside the model's work.
+        loads: Shards are on the host (`offload_param`).
+        fusion: Small units are gathered together up to so many.
+        secondary_group: Ranks that keep copies of gathered shards among them (hpZ); None: nobody.
+    """
+
+    param_persistence: int = 100_000
+    model_persistence: int = 1 << 62
+    prefetch: int = 50_000_000
+    max_live: int = 1_000_000_000
+    max_reuse: int = 1_000_000_000
+    by_broadcast: bool = False
+    overlap: bool = True
+    loads: bool = False
+    fusion: int = 800_000
+    secondary_group: dist.Group = None
+
+
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @dataclass(eq=False)
 class UnitPlan:
-    """One unit.
-
-    Attributes:
-        name: Of its module.
-        module: Whose forward needs it.
-        params: What that forward uses.
-        own: Those that belong to the unit.
+    """One unit: the module whose forward needs it, what that uses (`params`), and what of that
+    belongs to the unit (`own`).
     """
 
     name: str
@@ -52,12 +79,8 @@ def is_called(module: nn.Module) -> bool:
 
 
 def plan_units(model: nn.Module, is_leaf: Callable[[nn.Module], bool]) -> list[UnitPlan]:
-    """The units of a model, in the order in which modules are registered. The first is that of the
-    model itself, which may use nothing.
-
-    Args:
-        model: The whole model.
-        is_leaf: Whether a module is one unit with all that is below it.
+    """Find the units of a model, in the order in which modules are registered. The first is that of
+    the model itself, which may use nothing. `is_leaf`: a module is one unit with all below it.
     """
 
     def is_one(module: nn.Module) -> bool:
@@ -121,7 +144,7 @@ def _has_any(module: nn.Module) -> bool:
 def repeated_types(
     container: nn.Module, counts: Callable[[nn.Module], bool]
 ) -> set[type[nn.Module]]:
-    """Types of which a list, a dict or a sequence has several children that count."""
+    """Find the types of which a list, a dict or a sequence has several children that count."""
     if not isinstance(container, _CONTAINERS):
         return set()
     found = Counter(type(child) for child in container.children() if counts(child))
@@ -143,14 +166,10 @@ def runs_experts(module: nn.Module) -> bool:
 def fuse(
     plans: Sequence[UnitPlan], numel_of: Callable[[UnitPlan], int], limit: int
 ) -> list[list[UnitPlan]]:
-    """Which plans are gathered together, in their order: neighbours of up to an eighth of `limit`
-    elements each, until they are `limit`. A plan goes together with others only if all that is
-    below its module does, which would otherwise keep them whole while it runs.
-
-    Args:
-        plans: As `plan_units` gives them.
-        numel_of: Elements that are gathered for a plan; one without any is left out.
-        limit: In elements; 0: every plan by itself.
+    """Say which plans are gathered together, in their order: neighbours of up to an eighth of
+    `limit` elements each, until they are `limit` (0: every plan by itself). A plan goes together
+    with others only if all that is below its module does, which would otherwise keep them whole
+    while it runs.
     """
     fused: list[list[UnitPlan]] = []
     room = 0
@@ -183,9 +202,9 @@ def is_below(name: str, above: str) -> bool:
 def fine_grained(
     model: nn.Module, numel_of: Callable[[nn.Parameter], int], threshold: int
 ) -> list[nn.Module]:
-    """Modules that upstream's `stage3_module_granularity_threshold` makes one unit each: the
-    topmost with a forward that have at most `threshold` elements per module, counting themselves
-    and all that are below.
+    """Find the modules that upstream's `stage3_module_granularity_threshold` makes one unit each:
+    the topmost with a forward that have at most `threshold` elements per module, counting
+    themselves and all that are below.
     """
     found: list[nn.Module] = []
     waiting = [model]
@@ -207,8 +226,8 @@ def choose_persistent(
     param_threshold: int,
     model_threshold: int,
 ) -> set[nn.Parameter]:
-    """Parameters that stay whole between steps: those of at most `param_threshold` elements, until
-    they are `model_threshold` elements together.
+    """Choose the parameters that stay whole between steps: those of at most `param_threshold`
+    elements, until they are `model_threshold` elements together.
     """
     chosen: set[nn.Parameter] = set()
     total = 0

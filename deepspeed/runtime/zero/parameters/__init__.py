@@ -1,9 +1,7 @@
 """What a parameter of stage 3 is, and how it is cut. Nothing here makes one whole.
 
 zero_parameter   the interface that clients use, and what is known of a parameter
-own_shard        the shard as scripts get it
-sharded_value    what a state dict has of a sharded one, and who is told that it is saved
-shard_memory     where shards lie
+shards           the shard: where it lies, as scripts get it, and what a state dict has of it
 agreement        whether all ranks describe the same parameters
 own_draws        what a rank drew itself, which its experts are copies of
 ordinary_copies  what is copied of a parameter

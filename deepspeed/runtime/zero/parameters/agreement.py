@@ -27,12 +27,10 @@ def agree(
 
     Args:
         said: Anything whose `repr` is the same where it is the same.
-        group: Who compares.
         what: What this rank waits for while others do not come, in words.
         difference: The error's text, from what all ranks have said, in their order.
         beside: A number, 0-dim int64, that ranks may have otherwise.
-        told_too: Ranks of several such groups, all of which call it and raise together; None: those
-            of `group` alone.
+        told_too: Ranks of several such groups, all of which call it and raise together.
 
     Returns:
         Whether all ranks of `group` have the same number `beside`.
@@ -70,8 +68,8 @@ def _compared(
 
 
 def said_by_all(said: Any, group: dist.Group, what: Callable[[], str]) -> list[Any]:
-    """What the ranks of `group` say, in their order; once if all say the same. All of them call it,
-    as `agree`.
+    """Collect what the ranks of `group` say, in their order; once if all say the same. All of them
+    call it.
     """
     return _told(said, group, what, None)[0]
 
@@ -103,18 +101,13 @@ def agree_on_parameters(
     beside: torch.Tensor | None = None,
     told_too: dist.Group = None,
 ) -> bool:
-    """Ranks that put together parameters which differ would get nonsense, or wait for ever. All
-    ranks of `group` call it.
+    """Compare names and properties of parameters, by `agree`: ranks that put together what differs
+    would get nonsense, or wait for ever.
 
     Args:
         described: Name and properties of each.
-        group: Who has them.
         what: What this rank waits for while others do not come.
         difference: How the error begins.
-        beside, told_too: See `agree`.
-
-    Returns:
-        As `agree`.
 
     Raises:
         RuntimeError: On all ranks, naming the first parameter that differs.
@@ -137,6 +130,6 @@ def agree_on_parameters(
 
 
 def described(param: nn.Parameter) -> str:
-    """What ranks have to have in common of a parameter."""
+    """Describe what ranks have to have in common of a parameter."""
     shape = record_of(param).shape if is_zero_param(param) else param.shape
     return f"{'' if param.requires_grad else 'frozen '}{tuple(shape)} of {param.dtype}"

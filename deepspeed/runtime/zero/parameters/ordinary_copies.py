@@ -15,8 +15,8 @@ from deepspeed.runtime.zero.parameters.zero_parameter import (
 
 class _OrdinaryCopies:
     """Between `begin` and `end`, `nn.Parameter(parameter)` makes an ordinary parameter of one of
-    stage 3 that is whole, as of any other; torch itself refuses subclasses (torch's `weight_norm`
-    and other parametrizations make such copies). May be nested.
+    stage 3 that is whole, as of any other; torch itself refuses subclasses (`weight_norm` and other
+    parametrizations make such copies). May be nested.
     """
 
     def __init__(self) -> None:
@@ -24,14 +24,12 @@ class _OrdinaryCopies:
         self._original: Any = None
 
     def begin(self) -> None:
-        """Let copies be made."""
         if self._depth == 0:
             self._original = nn.Parameter.__dict__["__new__"]
             nn.Parameter.__new__ = staticmethod(self._new)  # type: ignore[method-assign]  # until `end`
         self._depth += 1
 
     def end(self) -> None:
-        """The end of `begin`."""
         self._depth -= 1
         if self._depth == 0:
             nn.Parameter.__new__ = self._original  # type: ignore[method-assign]  # what it was

@@ -21,7 +21,7 @@ _MASK = (1 << 62) - 1
 
 
 def fingerprint(params: Iterable[torch.Tensor]) -> torch.Tensor:
-    """One number, 0-dim int64, that is the same where the elements of all of them are, bit for
+    """Make one number, 0-dim int64, that is the same where the elements of all of them are, bit for
     bit, in their order; 0 where there are none (on the meta device).
     """
     total: torch.Tensor | None = None
@@ -44,7 +44,7 @@ def fingerprint(params: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 class OwnDraws:
-    """See module. Knows this rank alone."""
+    """This rank's own values, where they are others than the first rank's."""
 
     def __init__(self) -> None:
         self._values: dict[nn.Parameter, torch.Tensor] = {}
@@ -52,7 +52,6 @@ class OwnDraws:
         self._numel = 0
 
     def keep(self, param: nn.Parameter, values: torch.Tensor) -> None:
-        """This rank's values of a parameter are others than the first rank's."""
         self.forget(param)
         self._values[param] = values.detach().to("cpu", copy=True)
         self._numel += values.numel()
@@ -62,13 +61,12 @@ class OwnDraws:
             self._lost.add(oldest)
 
     def forget(self, param: nn.Parameter) -> None:
-        """Its values are those of the first rank now."""
         values = self._values.pop(param, None)
         if values is not None:
             self._numel -= values.numel()
 
     def follow(self, param: nn.Parameter, copied: nn.Parameter) -> None:
-        """`copied` has the first rank's values of `param`, and the same is known of it."""
+        """Know of `copied` what is known of `param`, whose first rank's values it has."""
         values = self.of(param)
         if values is not None:
             self.keep(copied, values)
@@ -76,7 +74,7 @@ class OwnDraws:
             self._lost.add(copied)
 
     def of(self, param: nn.Parameter) -> torch.Tensor | None:
-        """This rank's values, on the host; None if they are the first rank's."""
+        """Give this rank's values, on the host; None if they are the first rank's."""
         return self._values.get(param)
 
     def has_lost(self, param: nn.Parameter) -> bool:
@@ -86,7 +84,6 @@ class OwnDraws:
         return param in self._lost
 
     def clear(self) -> None:
-        """Nothing is made any more."""
         self._values.clear()
         self._lost.clear()
         self._numel = 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,11 +24,14 @@ from deepspeed.comm.parallel_map import OptimizerInstances
 from deepspeed.comm.shard_ops import scatter_from_first
 from deepspeed.runtime.module_hooks.parameter_reads import flat_values, plain_copy
 from deepspeed.runtime.sharding.cut_rows import RowFiller
-from deepspeed.runtime.sharding.fragments import Fragment
-from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
-from deepspeed.runtime.zero.parameters.own_shard import OwnShard
-from deepspeed.runtime.zero.parameters.shard_memory import ON_DEVICE, ShardMemory
-from deepspeed.runtime.zero.parameters.sharded_value import ShardedValue, tell_saved
+from deepspeed.runtime.sharding.fragments import Fragment, ParameterCutTable
+from deepspeed.runtime.zero.parameters.shards import (
+    ON_DEVICE,
+    OwnShard,
+    ShardedValue,
+    ShardMemory,
+    tell_saved,
+)
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor of C's
 _ids = itertools.count()
@@ -64,17 +67,14 @@ class ZeroParamType(Enum):
     REMOTE = 3
 
 
-class ReadsByHand(Protocol):
-    """Makes parameters whole for scripts."""
+class ReadsByHand(NamedTuple):
+    """What makes parameters whole for scripts, and ends that."""
 
-    def hold(self, params: Iterable[nn.Parameter]) -> None:
-        """Have parameters whole until as many `let_go`."""
-
-    def let_go(self, params: Iterable[nn.Parameter], has_been_updated: bool = False) -> None:
-        """The end of `hold`."""
+    hold: Callable[[Iterable[nn.Parameter]], None]
+    let_go: Callable[[Iterable[nn.Parameter], bool], None]
 
 
-_installed: list[ReadsByHand] = []
+_installed: list[ReadsByHand] = []  # whoever cuts parameters has imported it
 # The groups that parameters were cut for since the process group was made, and what tells that.
 _groups: dict[dist.Group, None] = {}
 _world: list[Any] = []
@@ -101,12 +101,6 @@ def install_reads(reads: ReadsByHand) -> None:
     _installed[:] = [reads]
 
 
-def reads_by_hand() -> ReadsByHand:
-    """What was installed; whoever cuts parameters has imported it."""
-    assert _installed, "deepspeed.runtime.zero.gathering.gathered_parameters has not been imported"
-    return _installed[0]
-
-
 class ShardRecord:
     """What is known of one parameter of stage 3.
 
@@ -119,11 +113,8 @@ class ShardRecord:
 
     Attributes:
         id: The same on all ranks, which cut parameters in the same order.
-        name: For reports; None until a model says it.
-        status: Where it is.
         unit: With whom it is gathered in training; None before an engine has it.
         readers: How many `all_gather()` and `GatheredParameters` have it whole in their memory.
-        persists: It is whole between steps too.
         num_lent: How many scripts read what a unit has gathered.
         on_edit: Called when a script has changed the shard.
         on_read: Called when a module's attribute is read while it is sharded.
@@ -162,44 +153,40 @@ class ShardRecord:
 
     @property
     def label(self) -> str:
-        """How reports call it."""
         return self.name or f"parameter {self.id} of shape {tuple(self.shape)}"
 
     @property
     def group(self) -> dist.Group:
-        """The ranks that share it, of which each has a cut."""
         return self.instances.inside
 
     @property
     def table(self) -> ParameterCutTable:
-        """How it is cut."""
         return ParameterCutTable.cut((self.numel,), dist.get_world_size(group=self.group))
 
     @property
     def own(self) -> Fragment:
-        """What this rank owns of it."""
         return self.table.fragment(0, dist.get_rank(group=self.group))
 
     def own_part(self, whole: torch.Tensor) -> torch.Tensor:
-        """What this rank owns of a whole parameter, 1-D without padding."""
+        """Slice what this rank owns of a whole parameter, 1-D without padding."""
         own = self.own
         return whole.reshape(-1)[own.param_start : own.param_start + own.numel]
 
     def before_write(self) -> None:
-        """The host is about to write to the shard: nothing may be copying it to the device, and
+        """Prepare for the host to write to the shard: nothing may be copying it to the device, and
         what was made of it is old.
         """
         if self.unit is not None:
             self.unit.before_write()
 
     def write(self, whole: torch.Tensor) -> None:
-        """Shard <- this rank's part of a whole parameter."""
+        """Keep this rank's part of a whole parameter."""
         self.before_write()
         own = self.own_part(whole)
         self.shard[: own.numel()].copy_(own)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Pickled as None: a saved parameter is an ordinary one."""
+        """Pickle as None: a saved parameter is an ordinary one."""
         return type(None), ()
 
 
@@ -300,7 +287,7 @@ class ZeroParameter(nn.Parameter):
         hierarchy: int = 0,
     ) -> None:
         """Make it (or those of `param_list`) whole until `partition()`. All ranks call it."""
-        reads_by_hand().hold([self] if param_list is None else param_list)
+        _installed[0].hold([self] if param_list is None else param_list)
 
     def partition(
         self,
@@ -312,7 +299,7 @@ class ZeroParameter(nn.Parameter):
         is whole now.
         """
         chosen = [self] if param_list is None else param_list
-        reads_by_hand().let_go(chosen, has_been_updated)
+        _installed[0].let_go(chosen, has_been_updated)
 
     def ds_summary(self, slice_shape: bool = False, use_debug_name: bool = False) -> dict[str, Any]:
         """What reports show."""
@@ -330,7 +317,7 @@ class ZeroParameter(nn.Parameter):
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Of one that is whole an ordinary parameter with a copy of the value; of one that is
+        """Make of one that is whole an ordinary parameter with a copy of the value; of one that is
         sharded a copy of the shard.
 
         Raises:
@@ -350,7 +337,7 @@ class ZeroParameter(nn.Parameter):
 
 
 def refusal(record: ShardRecord, what: str) -> str:
-    """What is told to who computes with a sharded parameter."""
+    """Say what who computes with a sharded parameter is told."""
     return (
         f"{what}: {record.label} is sharded (ZeRO stage 3), so its elements are not here. Read or "
         "change it inside `with deepspeed.zero.GatheredParameters(param, modifier_rank=...)`; a "
@@ -359,8 +346,8 @@ def refusal(record: ShardRecord, what: str) -> str:
 
 
 def _converted(record: ShardRecord, dtype: torch.dtype) -> bool:
-    """What `nn.Module.to` and its kin ask before they replace a parameter's data by converted data:
-    the shard takes the new dtype. Returns True: the parameter stays the object that it is.
+    """Let the shard take a new dtype. `nn.Module.to` and its kin ask before they replace a
+    parameter's data by converted data; True: the parameter stays the object that it is.
 
     Raises:
         RuntimeError: If an engine has it, whose buffers have a dtype already.
@@ -385,10 +372,8 @@ class ShardedParameter(ZeroParameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Raises for everything that would compute with the placeholder, or write to it.
-
-        Raises:
-            RuntimeError: Naming the parameter.
+        """Raise for everything that would compute with the placeholder, or write to it, naming the
+        parameter.
         """
         name = getattr(func, "__name__", str(func))
         if name == "_has_compatible_shallow_copy_type" and isinstance(args[0], ShardedParameter):
@@ -410,18 +395,17 @@ class ShardedParameter(ZeroParameter):
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As any parameter's, which loses its elements."""
         if self._zero3.numel:
             tell_saved()
         return super().__reduce_ex__(protocol)
 
     def ds_was_read(self) -> None:
-        """A module's attribute is read: whoever runs modules may make it whole."""
+        """Let whoever runs modules make it whole: a module's attribute is read."""
         if self._zero3.on_read is not None:
             self._zero3.on_read(self)
 
     def ds_was_listed(self) -> None:
-        """Parameters are gone over, which reads them where a constructor does it."""
+        """Do the same where a constructor goes over parameters."""
         if self._zero3.is_read_by_iteration:
             self.ds_was_read()
 
@@ -432,13 +416,13 @@ def is_zero_param(parameter: Any) -> bool:
 
 
 def record_of(param: torch.Tensor) -> ShardRecord:
-    """What is known of a parameter of stage 3; callers have asked `is_zero_param`, or cut it."""
+    """Return what is known of a parameter; callers have asked `is_zero_param`, or cut it."""
     record: ShardRecord = param._zero3  # type: ignore[attr-defined]  # set by cut_parameters
     return record
 
 
 def placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What a sharded parameter shows: no elements."""
+    """Make what a sharded parameter shows: no elements."""
     key = (dtype, device)
     if key not in _placeholders:
         with torch.inference_mode(False):
@@ -455,7 +439,7 @@ def show(param: nn.Parameter, whole: torch.Tensor) -> None:
 
 
 def note_value(param: nn.Parameter) -> None:
-    """What a whole parameter shows now is what its shards say, or is let go on purpose."""
+    """Remember what a whole parameter shows: its shards say so, or it is let go on purpose."""
     record_of(param).seen = (param._version, param.data_ptr())
 
 
@@ -490,7 +474,7 @@ def _sharded_copy(param: ZeroParameter) -> nn.Parameter:
 
 
 def become_plain(param: nn.Parameter, whole: torch.Tensor) -> None:
-    """Undo `cut_parameters`: an ordinary parameter with these elements."""
+    """Undo `cut_parameters`: make it an ordinary parameter with these elements."""
     param.__class__ = ZeroParameter
     param.data = whole
     del param._zero3  # type: ignore[attr-defined]  # set by cut_parameters

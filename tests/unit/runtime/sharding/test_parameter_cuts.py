@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepspeed.runtime.sharding.cut_rows import RowFiller, WholeViews
-from deepspeed.runtime.sharding.parameter_cuts import ParameterCutTable
+from deepspeed.runtime.sharding.fragments import ParameterCutTable
 
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 3, 4), (16,)]
 WORLDS = (1, 2, 3, 5, 20)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepspeed.runtime.zero.gathering.use_order import UseOrder
+from deepspeed.runtime.zero.gathering.coordinator import UseOrder
 
 
 def test_a_second_pass_is_foreseen() -> None:

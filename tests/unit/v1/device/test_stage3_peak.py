@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.estimates.stage3 import ModelShape, plan_sharded_parameters
-from deepspeed.runtime.zero.gathering.gather_settings import GatherSettings
+from deepspeed.runtime.zero.gathering.units import GatherSettings
 from unit.common import DistributedTest
 from unit.v1.device.test_peak_memory import LAYERS, TOLERANCE, WIDTH, peak_of
 from unit.wide_model import Wide

@@ -19,7 +19,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.runtime.zero.parameters.shard_memory import ShardMemory
+from deepspeed.runtime.zero.parameters.shards import ShardMemory
 from deepspeed.utils import safe_set_full_fp32_param
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest

@@ -1,0 +1,108 @@
+"""Shards of parameters: where they live, and what scripts and state dicts have of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils.logging import warn_once
+
+
+class ShardMemory(NamedTuple):
+    """Where shards live between uses: on the device, or in host memory (`offload_param`),
+    page-locked so that copies go on beside everything else.
+    """
+
+    on_host: bool = False
+    pinned: bool = False
+
+    @torch.no_grad()
+    def place(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Bring a 1-D shard into this memory; itself if it lies there. `device` is where whole
+        parameters are, and shards that are not offloaded.
+        """
+        accelerator = get_accelerator()
+        if accelerator.is_synchronized_device():
+            return shard.to(device)
+        if not self.on_host:
+            if accelerator.on_accelerator(shard):
+                return shard.to(device)
+            moved = torch.empty(shard.shape, dtype=shard.dtype, device=device)
+            return moved.copy_(shard)
+        host = accelerator.to_host(shard) if accelerator.on_accelerator(shard) else shard
+        needs_lock = self.pinned and not accelerator.is_pinned(host)
+        return accelerator.pin_memory(host) if needs_lock else host
+
+
+ON_DEVICE = ShardMemory()
+
+
+class OwnShard(torch.Tensor):
+    """`ds_tensor` as scripts get it: an alias of a shard. Gathers and masters would not know that a
+    script has let it be somewhere else, so `shard.data = values` writes the values instead. What is
+    computed with it is an ordinary tensor, and so is what is copied or saved.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own way, as of nn.Parameter
+    _replace: Callable[[torch.Tensor], None]
+
+    @classmethod
+    def of(cls, shard: torch.Tensor, replace: Callable[[torch.Tensor], None]) -> OwnShard:
+        """Make the alias; `replace` is called with what it is to hold."""
+        alias: OwnShard = shard.detach().as_subclass(cls)
+        alias._replace = replace
+        return alias
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        self._replace(values)
+
+    def set_(self, values: Any, *place: Any) -> OwnShard:
+        self._replace(values)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)
+
+
+def tell_saved() -> None:
+    """Warn once that a sharded parameter is being saved."""
+    warn_once(
+        "saving parameters that are sharded (ZeRO stage 3): what is written has shape (0,) and no "
+        "weights. Save whole ones by engine.save_16bit_model(folder), take them from "
+        "engine._zero3_consolidated_16bit_state_dict(), or call state_dict() inside `with "
+        "deepspeed.zero.GatheredParameters(list(module.parameters()))`, on all ranks; zero_to_fp32 "
+        "makes them of what engine.save_checkpoint(folder) has saved"
+    )
+
+
+class ShardedValue(torch.Tensor):
+    """`param.detach()` of a sharded parameter: no elements, as the parameter has none. To ask for a
+    state dict is no mistake, and clients do it who save otherwise; to save it is, and is told.
+    Copies are told of too.
+    """
+
+    def data_ptr(self) -> int:
+        """Say so where safetensors asks for the memory, and saves."""
+        tell_saved()
+        return super().data_ptr()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not self.numel():  # a sum over it has one
+            tell_saved()
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Copy it; torch's way asks for the memory."""
+        return self.clone()
