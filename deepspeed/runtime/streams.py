@@ -48,9 +48,7 @@ class _Kept(NamedTuple):
 
 
 def runs_ahead(tensor: torch.Tensor) -> bool:
-    """Whether the host issues work on the device of `tensor` long before it is done, so that
-    reading a value waits.
-    """
+    """Whether the host issues work on `tensor`'s device ahead, so that reading a value waits."""
     accelerator = get_accelerator()
     return not accelerator.resolves_data_dependency() and accelerator.on_accelerator(tensor)
 
@@ -60,15 +58,7 @@ class SideStream:
 
     One stream that owns the buffers keeps reductions right with and without overlap, though
     gradients come from several streams and buffers are used again: without it the current stream
-    waits after every reduction.
-
-    Args:
-        overlap: Communicate beside backward.
-        name: What reports call the stream.
-
-    Attributes:
-        has_streams: Whether the device orders work by streams at all.
-        stream: The stream; None on devices without.
+    waits after every reduction. `stream` is None on devices without; reports call it `name`.
     """
 
     def __init__(self, overlap: bool, name: str = "reduction stream") -> None:
@@ -81,9 +71,7 @@ class SideStream:
         self._kept: deque[_Kept] = deque()
 
     def current_stream(self) -> Stream:
-        """The stream current here and now; inside a hook, the one that its gradient was produced
-        on.
-        """
+        """The stream current here and now; in a hook, that of its gradient."""
         return get_accelerator().current_stream()
 
     def wait_for(self, producers: Iterable[Stream]) -> None:
@@ -93,7 +81,6 @@ class SideStream:
                 self.stream.wait_stream(stream)
 
     def issue(self) -> AbstractContextManager[None]:
-        """Issue the work of a `with` block on this stream, if the device has streams."""
         if self.stream is None:
             return nullcontext()
         return get_accelerator().stream(self.stream)
@@ -108,11 +95,9 @@ class SideStream:
                 stream.wait_event(done)
 
     def keep_alive(self, tensors: list[torch.Tensor], producers: Collection[Stream]) -> None:
-        """Hold `tensors`, memory of `producers`, for the work issued so far on this stream.
-
-        At most `MAX_KEPT` are held: the producers wait for the oldest use before one more. So
-        memory is bounded however far the host runs ahead, and the producers' work still goes on
-        beside the use.
+        """Hold `tensors`, memory of `producers`, for the work issued so far on this stream. At most
+        `MAX_KEPT` are held, then producers wait for the oldest use: so memory is bounded however
+        far the host runs ahead, and their work still goes on beside the use.
         """
         if self.stream is None:
             return
@@ -127,13 +112,12 @@ class SideStream:
             stream.wait_event(oldest.event)
 
     def join_unless_overlapped(self) -> None:
-        """Let the current stream wait for what was issued, without overlap."""
         if self.stream is not None and not self.overlap:
             get_accelerator().current_stream().wait_stream(self.stream)
 
     def join(self) -> None:
-        """Let the current stream wait for this one, and the producers for what was kept alive,
-        which is dropped.
+        """Let the current stream wait for this one, and producers for what is kept, which is
+        dropped.
         """
         if self.stream is not None:
             get_accelerator().current_stream().wait_stream(self.stream)
@@ -141,18 +125,14 @@ class SideStream:
                 self._let_go()
 
     def destroy(self) -> None:
-        """Wait for outstanding work and let go of everything."""
         if self.stream is not None:
             self.stream.synchronize()
         self._kept.clear()
 
 
 class LateNumber:
-    """One number, or a list of them, on its way from a device to the host, in page-locked memory
-    that is used again and again.
-
-    Reading it waits for its copy alone: what was issued after `post` keeps the device busy
-    meanwhile.
+    """One number, or a list, on its way from a device to page-locked host memory that is used
+    again. Reading waits for its copy alone: what was issued after `post` keeps the device busy.
     """
 
     def __init__(self) -> None:
@@ -160,8 +140,8 @@ class LateNumber:
         self._copied: Event | None = None
 
     def post(self, number: torch.Tensor) -> None:
-        """Copy a tensor, of the same shape and dtype each time, behind the work issued so far on
-        the current stream. What was posted before is lost unless it has been read.
+        """Copy a tensor, always of one shape and dtype, behind the current stream's work so far.
+        What was posted before is lost unless it has been read.
         """
         accelerator = get_accelerator()
         if self._host is None:
@@ -172,19 +152,14 @@ class LateNumber:
         self._copied.record(accelerator.current_stream())
 
     def is_there(self) -> bool:
-        """Whether reading it waits for nothing."""
         return self._copied is None or bool(self._copied.query())
 
     def read(self) -> float:
-        """Wait for what was posted last, and return it.
-
-        Raises:
-            RuntimeError: Nothing was posted.
-        """
+        """Wait for what was posted last, and return it; RuntimeError if nothing was."""
         return float(self._arrived().item())
 
     def read_list(self) -> list[float]:
-        """The same for a 1-d tensor, without asking to wait where it is there."""
+        """Read a 1-d tensor, without asking to wait where it is there."""
         numbers: list[float] = self._arrived(look_first=True).tolist()
         return numbers
 
@@ -198,13 +173,8 @@ class LateNumber:
 
 
 class StagingBuffers:
-    """Page-locked host memory between the host and a device, used again and again: locking pages
-    takes longer than copying them.
-
-    Args:
-        count: How many buffers that are still being copied there may be before `take` waits for the
-            oldest.
-        pin: Whether to lock the pages; otherwise copies are synchronous, and need no events.
+    """Page-locked (if `pin`) host memory on its way to or from a device, used again: locking pages
+    takes longer than copying them. With `count` buffers under way, `take` waits for the oldest.
     """
 
     def __init__(self, count: int, pin: bool = True) -> None:
@@ -213,9 +183,7 @@ class StagingBuffers:
         self._free: deque[tuple[torch.Tensor, Event | None]] = deque()
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor of at least `numel` elements that no copy uses any more; its content is
-        undefined.
-        """
+        """Return a flat tensor of at least `numel` elements, undefined, that no copy uses."""
         if self._free and (self._free[0][1] is None or len(self._free) >= self._count):
             memory, event = self._free.popleft()
             if event is not None:
@@ -226,5 +194,5 @@ class StagingBuffers:
         return get_accelerator().pin_memory(memory) if self._pin else memory
 
     def give_back(self, buffer: torch.Tensor, event: Event | None = None) -> None:
-        """A tensor from `take` may be used again, after `event` if there is one."""
+        """Let a tensor from `take` be used again, after `event` if there is one."""
         self._free.append((buffer, event))

@@ -36,7 +36,7 @@ class fragment_address:  # upstream's name; its import path is part of the check
     start: int
 
     def __deepcopy__(self, memo: dict[int, object]) -> fragment_address:
-        """Itself: it cannot change, and a state dict has one for each parameter."""
+        """Return itself: it cannot change, and a state dict has one for each parameter."""
         return self
 
 
@@ -97,7 +97,7 @@ def logical_shape(param: torch.Tensor) -> torch.Size:
 
 
 def own_shard(param: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a parameter: its shard (stage 3), or all of it."""
+    """Return what this rank has of a parameter: its shard (stage 3), or all of it."""
     own: torch.Tensor = getattr(param, "ds_tensor", param)
     return own.detach()
 
@@ -107,9 +107,7 @@ def _link(param: nn.Parameter) -> tuple[_Masters, int, int] | None:
 
 
 def _replicated_factor(param: nn.Parameter) -> float:
-    """What the step multiplies `param.grad` by where there are no masters: a plain backward leaves
-    a division to it.
-    """
+    """Find what a step without masters multiplies `param.grad` by: plain backward leaves it."""
     link = getattr(param, "_ds_replicated_by", None)
     return 1.0 if link is None else float(link.optimizer.read_factor)
 
@@ -131,8 +129,8 @@ def _require_link(param: nn.Parameter, what: str) -> tuple[_Masters, int, int]:
 def _shards(
     param_optimizer: _Masters, key: str | None, params: Sequence[nn.Parameter] = ()
 ) -> list[torch.Tensor]:
-    """This rank's shard of every group: the masters, or optimizer state `key` of the groups of
-    `params`, which others may lack (masters stand in their place).
+    """List this rank's shards: the masters, or state `key` of the groups of `params`; others may
+    lack it, and masters stand in their place.
     """
     groups = param_optimizer.groups
     asked = {_require_link(param, "optimizer state")[1] for param in params}
@@ -165,7 +163,7 @@ def _state_shard(optimizer: _Masters, group_index: int, key: str) -> torch.Tenso
 
 
 def owned_gradients(optimizer: _Masters) -> list[torch.Tensor] | None:
-    """The owned gradient of each group, padding included; None if there is none now."""
+    """List the owned gradient of each group, padding included; None if there is none now."""
     optimizer.finish_gradients()
     if not optimizer.has_reduced_gradients:
         return None
@@ -212,9 +210,7 @@ def _assign(param: nn.Parameter, shards: list[torch.Tensor], value: torch.Tensor
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The fp32 value of `param`, on every rank; None if it has no master (the parameter itself is
-    the value then).
-    """
+    """Return the fp32 value, on every rank; None without a master: the parameter is the value."""
     if _link(param) is None:
         return (
             param.detach().float() if param.requires_grad and param.dtype == torch.float32 else None
@@ -224,11 +220,8 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Optimizer state `optim_state_key` ("exp_avg", ...) of `param`, fp32 in its shape, on every
-    rank; of an optimizer that keeps state of whole parameters as it has it (Adafactor's rows).
-
-    Raises:
-        KeyError: If the optimizer keeps no such state.
+    """Return state `optim_state_key` ("exp_avg", ...), fp32 in the parameter's shape, on every
+    rank; of state of whole parameters as it is (Adafactor's rows). KeyError if there is none.
     """
     if _link(param) is None:
         return None
@@ -236,9 +229,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The averaged gradient of `param`, fp32 in its shape, on every rank; None if there is none
-    now.
-    """
+    """Return the averaged gradient, fp32 in shape, on every rank; None if there is none now."""
     if _link(param) is None:
         factor = _replicated_factor(param)
         return param.grad if factor == 1.0 or param.grad is None else param.grad * factor
@@ -247,20 +238,20 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_grads(params: Sequence[nn.Parameter]) -> list[torch.Tensor] | None:
-    """`safe_get_full_grad` of many parameters of one engine with one collective."""
+    """Call `safe_get_full_grad` for many parameters of one engine, with one collective."""
     return _full(params, owned_gradients)
 
 
 def safe_get_full_fp32_params(params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    """`safe_get_full_fp32_param` of many parameters of one engine with one collective."""
+    """Call `safe_get_full_fp32_param` for many parameters of one engine, with one collective."""
     return _full(params, lambda optimizer: _shards(optimizer, None)) or []
 
 
 def safe_get_full_optimizer_states(
     params: Sequence[nn.Parameter], optim_state_key: str
 ) -> list[torch.Tensor]:
-    """`safe_get_full_optimizer_state` of many parameters of one engine with one collective, or one
-    for each where the optimizer keeps state of whole parameters.
+    """Call `safe_get_full_optimizer_state` for many parameters of one engine, with one collective,
+    or one each where state is of whole parameters.
     """
     links = [_require_link(param, "safe_get") for param in params]
     steps = links[0][0].owner_steps if links else None
@@ -318,9 +309,7 @@ def safe_update_full_grad_vectorized(
     param_list: list[nn.Parameter],
     update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor],
 ) -> None:
-    """Replace each gradient by `update_func(grad, param)`, gathering all of them with one
-    collective.
-    """
+    """Replace each gradient by `update_func(grad, param)`, gathering all with one collective."""
     grads = safe_get_full_grads(param_list)
     if grads is None:
         return
@@ -332,9 +321,7 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The owned fragment of the fp32 value, 1-D and writable; None if this rank owns nothing of
-    it, or it is frozen.
-    """
+    """Return the owned fragment of the fp32 value, 1-D, writable; None if there is none."""
     if _is_frozen(param):
         return None
     optimizer, _, _ = _require_link(param, "safe_get_local_fp32_param")
@@ -344,7 +331,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 def safe_get_local_optimizer_state(
     param: nn.Parameter, optim_state_key: str
 ) -> torch.Tensor | None:
-    """The owned fragment of an optimizer state; None as for `safe_get_local_fp32_param`."""
+    """Return that of an optimizer state; None as for `safe_get_local_fp32_param`."""
     if _is_frozen(param):
         return None
     optimizer, _, _ = _require_link(param, "safe_get_local_optimizer_state")
@@ -352,7 +339,7 @@ def safe_get_local_optimizer_state(
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The owned fragment of the averaged gradient; None if there is none now."""
+    """Return that of the averaged gradient; None if there is none now."""
     if _is_frozen(param):
         return None
     optimizer, _, _ = _require_link(param, "safe_get_local_grad")

@@ -17,9 +17,7 @@ from deepspeed.runtime.module_hooks.parameter_reads import hears_reads
 
 
 class _Registrations:
-    """Counts the modules and parameters that modules of this process are given, while somebody has
-    asked for it.
-    """
+    """Counts what modules of this process are given, while somebody has asked for it."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -27,7 +25,6 @@ class _Registrations:
         self._handles: list[Any] = []
 
     def listen(self) -> None:
-        """Count until as many `leave`."""
         if self._listeners == 0:
             self._handles = [
                 hooks.register_module_module_registration_hook(self._on_registration),
@@ -79,9 +76,7 @@ class LateParameters:
 
 
 def refuse_untrained(late: Iterable[tuple[nn.Parameter, str]]) -> None:
-    """Raise RuntimeError if some of these are to be trained: the optimizer was made
-    without them.
-    """
+    """Raise RuntimeError if some of these are trained: the optimizer was made without them."""
     names = [name for param, name in late if param.requires_grad]
     if names:
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""

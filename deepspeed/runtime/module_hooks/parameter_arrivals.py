@@ -66,10 +66,8 @@ class Arrival:
         self._waited: set[Stream] = set()
 
     def wait(self) -> None:
-        """Let the current stream wait, if it has not.
-
-        Raises:
-            RuntimeError: While torch.compile traces the reader: what it compiles would not wait.
+        """Let the current stream wait, if it has not; RuntimeError while torch.compile traces the
+        reader: what it compiles would not wait.
         """
         if torch.compiler.is_compiling():
             raise RuntimeError(
@@ -132,10 +130,9 @@ class ParameterArrivals:
         self._pending.append((Arrival(stream.record_event()), params))
 
     def hand_over(self) -> None:
-        """Let readers wait from now on: all gathers of this update were issued.
-
-        Where a read would not be heard, the current stream waits at once: for everything if a part
-        of the model is compiled or scripted, and for parameters of classes of their own.
+        """Let readers wait from now on: all gathers of this update were issued. Where a read would
+        not be heard, the current stream waits at once: for all if a part of the model is compiled
+        or scripted, and for parameters of classes of their own.
         """
         if not self._hears():
             self.settle()

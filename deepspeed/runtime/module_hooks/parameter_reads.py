@@ -77,15 +77,13 @@ def watch_reads(module: nn.Module) -> None:
 
 
 def unwatch_reads(module: nn.Module) -> None:
-    """The end of `watch_reads`."""
+    """End `watch_reads`."""
     if hears_reads(module):
         module.__dict__["_parameters"] = dict(dict.items(module._parameters))
 
 
 def flat_values(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield what `values`, and lists and tuples among them, hold: the arguments of an operator,
-    say.
-    """
+    """Yield what `values`, and lists and tuples among them, hold."""
     for value in values:
         if isinstance(value, (list, tuple)):
             yield from flat_values(value)
@@ -94,9 +92,7 @@ def flat_values(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def plain_copy(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    """Make a deep copy of a whole parameter of a class of ours: an ordinary one. `memo` is that of
-    `copy.deepcopy`.
-    """
+    """Make a deep copy, an ordinary one, of a whole parameter of a class of ours."""
     if id(param) not in memo:
         memo[id(param)] = nn.Parameter(param.data.clone(), param.requires_grad)
     copied: nn.Parameter = memo[id(param)]

@@ -27,9 +27,7 @@ class _Filling(NamedTuple):
 
 
 class RowFiller:
-    """Copies whole tensors into rows `[num_shards * shard_numel]`, again and again,
-    padding zeroed.
-    """
+    """Copies whole tensors into rows `[num_shards * shard_numel]`, padding zeroed."""
 
     def __init__(self, table: ParameterCutTable, rows: torch.Tensor) -> None:
         self._fillings: list[_Filling] = []
@@ -78,9 +76,7 @@ class RowFiller:
 
 
 class WholeViews:
-    """Whole parameters, in their shapes, in one piece of memory of at least `numel_of(table)`
-    elements.
-    """
+    """Whole parameters, in their shapes, in memory of at least `numel_of(table)` elements."""
 
     def __init__(
         self, table: ParameterCutTable, shapes: Sequence[torch.Size], memory: torch.Tensor

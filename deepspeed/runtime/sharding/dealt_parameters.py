@@ -30,10 +30,8 @@ from deepspeed.utils.tensor_fragment import logical_shape
 def deal(
     costs: Sequence[int], num_shards: int, homes: Sequence[ShardRank] | None = None
 ) -> list[ShardRank]:
-    """Choose the owner of each parameter: the dearest first, each to who has least.
-
-    No rank has more than 7/5 of what the best deal would leave the busiest. With `homes`, a rank
-    for each parameter, that rank gets it if this makes the busiest hardly busier.
+    """Choose the owner of each parameter, the dearest first to who has least: no rank has more than
+    7/5 of what the best deal leaves the busiest. `homes` get theirs if that is hardly busier.
     """
     balanced = _dealt(costs, num_shards, None)
     if homes is None:
@@ -71,8 +69,8 @@ def _busiest(costs: Sequence[int], owners: Sequence[ShardRank]) -> int:
 
 
 class DealtTable:
-    """The layout in which each parameter is whole on one rank, its owner, as `exchange` reads it.
-    Its `shard_numel` is that of the rank that has most.
+    """The layout in which each parameter is whole on one rank. `shard_numel` is the largest
+    shard's.
     """
 
     def __init__(
@@ -88,7 +86,6 @@ class DealtTable:
         self.shard_numel = max(ends)
 
     def of_range(self, param: ParamIndex, start: NumEl, end: NumEl) -> Iterator[Fragment]:
-        """Yield the fragment of elements `start` to `end` of one parameter, if there are any."""
         if start < end:
             at = self._starts[param] + start
             yield Fragment(param, start, self.owners[param], at, end - start)
@@ -130,12 +127,8 @@ class _Ways(NamedTuple):
 
 
 class DealtParameters(WholeParameters):
-    """The parameters of one group, dealt to its ranks; see module.
-
-    Args:
-        group: Whose shards an optimizer updates.
-        device: Where ranks communicate, and functions of whole parameters run.
-        names: Of the group's parameters, in its order.
+    """The parameters of one group, dealt to its ranks; see module. On `device` ranks communicate,
+    and functions of whole parameters run.
     """
 
     def __init__(
@@ -234,9 +227,7 @@ class DealtParameters(WholeParameters):
 
     @property
     def owned(self) -> list[ParamIndex]:
-        """The parameters that are dealt to this rank, in the order of `wholes`; none that
-        is empty.
-        """
+        """The non-empty parameters that are dealt to this rank, in the order of `wholes`."""
         return [fragment.param for fragment in self.table.of_shard(self._group.shard_rank)]
 
     def from_owner(self, param: ParamIndex, value: Any) -> Any:
@@ -250,8 +241,8 @@ class DealtParameters(WholeParameters):
 
     @torch.no_grad()
     def to_owners(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Put the whole parameters of this rank behind one another, on `device`, from everybody's
-        shard, like the tensor that is updated. Collective.
+        """Put this rank's whole parameters behind one another, on `device`, from all shards.
+        Collective.
         """
         ways = self._all_ways
         return ways.there.move(shard, ways.longest, device)
@@ -263,7 +254,7 @@ class DealtParameters(WholeParameters):
         return ways.back.move(dealt, ways.longest, device)
 
     def wholes(self, dealt: torch.Tensor) -> Iterator[tuple[ParamIndex, torch.Tensor]]:
-        """Yield the parameters in what `to_owners` returned, each a view in its shape."""
+        """Yield views of what `to_owners` returned, in shape."""
         for fragment in self.table.of_shard(self._group.shard_rank):
             yield fragment.param, dealt[fragment.in_shard].view(self.shapes[fragment.param])
 

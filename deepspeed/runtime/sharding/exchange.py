@@ -31,14 +31,11 @@ class Layout(Protocol):
     """What of a fragment table says who owns what."""
 
     @property
-    def shard_numel(self) -> NumEl:
-        """Elements of a shard, padding included; of the largest if they differ."""
+    def shard_numel(self) -> NumEl: ...
 
-    def of_shard(self, shard: ShardRank) -> Sequence[Fragment]:
-        """The fragments that `shard` owns, in shard order."""
+    def of_shard(self, shard: ShardRank) -> Sequence[Fragment]: ...
 
-    def of_range(self, param: ParamIndex, start: NumEl, end: NumEl) -> Iterator[Fragment]:
-        """The fragments of elements `start` to `end` of one parameter, in element order."""
+    def of_range(self, param: ParamIndex, start: NumEl, end: NumEl) -> Iterator[Fragment]: ...
 
 
 class Run(NamedTuple):
@@ -86,9 +83,7 @@ class Kept(NamedTuple):
 
 
 def kept(sent: Iterable[Run], received: Iterable[Run]) -> Iterator[Kept]:
-    """Yield what travels from a rank to itself: the same elements in the same order, in runs that
-    each side has cut as its layout does.
-    """
+    """Yield what goes from a rank to itself, in runs that each side has cut as its layout does."""
     sources = iter(sent)
     source, left = 0, 0
     for run in received:
@@ -102,9 +97,7 @@ def kept(sent: Iterable[Run], received: Iterable[Run]) -> Iterator[Kept]:
 
 
 def in_rounds(runs: Iterable[Run], limit: NumEl, count: int) -> list[list[Run]]:
-    """Sort `runs` by the round in which they travel: element `i` of a message in round `i //
-    limit`.
-    """
+    """Sort `runs` by the round in which they travel: element `i` of a message in `i // limit`."""
     rounds: list[list[Run]] = [[] for _ in range(count)]
     peer, sent = -1, 0
     for run in runs:
@@ -120,7 +113,7 @@ def in_rounds(runs: Iterable[Run], limit: NumEl, count: int) -> list[list[Run]]:
 
 
 class _Arriving(NamedTuple):
-    """A round under way: where its elements go, what is sent, and where they arrive."""
+    """A round under way: where elements go, what is sent, where they arrive."""
 
     runs: Sequence[Run]
     message: torch.Tensor
@@ -134,8 +127,8 @@ class _Arriving(NamedTuple):
 
 
 class LayoutExchange:
-    """Moves this rank's shard of one group from layout `source` to layout `target`. Ranks
-    communicate from `device`; None: where the group's parameters are.
+    """Moves this rank's shard of one group from layout `source` to `target`, communicating from
+    `device`; None: where the parameters are.
     """
 
     def __init__(
@@ -173,11 +166,9 @@ class LayoutExchange:
 
     @torch.no_grad()
     def move(self, shard: torch.Tensor, longest: NumEl, device: torch.device) -> torch.Tensor:
-        """Return this rank's shard in the target layout, on `device`; padding is zero.
-
-        Args:
-            shard: In the source layout, 1-D; padding at its end may be missing.
-            longest: Elements of the longest message of all ranks.
+        """Return this rank's shard, of which padding at the end may be missing, in the target
+        layout, on `device`; padding is zero. `longest`: elements of the longest message of all
+        ranks.
         """
         return self.start(shard, longest, device)()
 
@@ -185,9 +176,7 @@ class LayoutExchange:
     def start(
         self, shard: torch.Tensor, longest: NumEl, device: torch.device
     ) -> Callable[[], torch.Tensor]:
-        """Begin `move`, whose first round travels meanwhile; what is returned finishes it. Until
-        then nobody writes to `shard`.
-        """
+        """Begin `move`; what is returned finishes it. Until then nobody writes to `shard`."""
         limit = max(1, ROUND_NUMEL // self._group.num_shards)
         count = -(-longest // limit)
         rounds = zip(

@@ -28,8 +28,8 @@ Held = TypeVar("Held", bound=torch.Tensor)
 
 @torch.no_grad()
 def flatten(params: Sequence[nn.Parameter], offsets: Sequence[int], numel: int) -> torch.Tensor:
-    """Make a buffer of `numel` elements in which parameter `i` lies at `offsets[i]`; the
-    parameters, all of one dtype and device, become views of it, and padding is zero.
+    """Make a buffer in which parameter `i` lies at `offsets[i]`, padding zero; parameters, all of
+    one dtype and device, become views of it.
     """
     first = params[0]
     values: Sequence[torch.Tensor] = params
@@ -57,7 +57,6 @@ def _has_room(param: torch.Tensor, nbytes: int) -> bool:
 
 
 def _to_host(param: nn.Parameter) -> torch.Tensor:
-    """Return the value of a parameter, whose own memory is let go."""
     value = get_accelerator().to_host(param.data)
     param.data = param.data.new_empty(0)
     return value

@@ -29,9 +29,7 @@ ShardRank = int
 
 
 class Fragment(NamedTuple):
-    """`numel` elements of parameter `param`, from `param_start`, lying at `shard_start` of shard
-    `shard`.
-    """
+    """`numel` elements of `param`, from `param_start`, that lie at `shard_start` of `shard`."""
 
     param: ParamIndex
     param_start: NumEl
@@ -71,18 +69,9 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True)
 class FragmentTable:
-    """Layout of one parameter group.
-
-    Args:
-        numels: Number of elements of each parameter. Zero is allowed.
-        num_shards: Number of owners; 1 means that every rank holds everything.
-        alignment: Every part holds a multiple of this many elements.
-        section_params: The parameters of each section, in flat order. One without elements may be
-            left out: it lies nowhere.
-
-    Raises:
-        ValueError: If a size is negative, a count is below one, or a parameter with elements is not
-            in one section.
+    """Layout of one parameter group: elements of each parameter (may be 0), parts per section, of
+    which each is a multiple of `alignment`, and the parameters of each section, in flat order; one
+    without elements may lie nowhere. Raises ValueError for what is no such layout.
     """
 
     numels: tuple[NumEl, ...]
@@ -141,7 +130,6 @@ class FragmentTable:
 
     @cached_property
     def _starts(self) -> tuple[tuple[NumEl, ...], ...]:
-        """The places of parameters in their sections."""
         return tuple(
             (0, *accumulate(self.numels[param] for param in section.params[:-1]))
             for section in self.sections
@@ -149,7 +137,6 @@ class FragmentTable:
 
     @cached_property
     def _places(self) -> dict[ParamIndex, tuple[Section, NumEl]]:
-        """The section of each parameter with elements, and its place there."""
         return {
             param: (section, start)
             for section, starts in zip(self.sections, self._starts, strict=True)
@@ -181,9 +168,7 @@ class FragmentTable:
         return self.padded_numel // self.num_shards
 
     def shard_padding(self, shard: ShardRank) -> NumEl:
-        """Count the shard's elements that belong to no parameter: the last of each
-        section's part.
-        """
+        """Count the shard's elements that belong to no parameter."""
         return sum(
             section.part_numel
             - min(max(section.numel - shard * section.part_numel, 0), section.part_numel)
@@ -199,11 +184,10 @@ class FragmentTable:
         )
 
     def of_param(self, param: ParamIndex) -> tuple[Fragment, ...]:
-        """List the fragments of one parameter, in element order."""
         return tuple(self.of_range(param, 0, self.numels[param]))
 
     def of_range(self, param: ParamIndex, start: NumEl, end: NumEl) -> Iterator[Fragment]:
-        """Yield the fragments of elements `start` to `end` of one parameter, in element order."""
+        """Yield fragments of elements `start` to `end` of one parameter, in element order."""
         if start >= end:
             return
         section, first = self._places[param]
@@ -214,7 +198,6 @@ class FragmentTable:
             start += numel
 
     def owned(self, param: ParamIndex, shard: ShardRank) -> Fragment | None:
-        """Find the fragment of `param` that `shard` owns, if there is one."""
         if not self.numels[param]:
             return None
         section, first = self._places[param]
@@ -224,7 +207,6 @@ class FragmentTable:
         return next(self.of_range(param, start, end), None)
 
     def of_shard(self, shard: ShardRank) -> tuple[Fragment, ...]:
-        """List the fragments that `shard` owns, in shard order."""
         return tuple(
             fragment
             for section, starts in zip(self.sections, self._starts, strict=True)
@@ -244,10 +226,9 @@ class FragmentTable:
 
 
 def round_robin_order(count: int, num_shards: int) -> list[int]:
-    """Deal consecutive parameters to different shards.
-
-    Part of the layout of files (`round_robin_gradients`), where shards are consecutive ranges: with
-    this order every shard has parameters from all over the model.
+    """Deal consecutive parameters to different shards: the layout of files
+    (`round_robin_gradients`), where shards are consecutive ranges, which so have parameters from
+    all over.
     """
     return [index for first in range(num_shards) for index in range(first, count, num_shards)]
 

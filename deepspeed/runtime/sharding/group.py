@@ -32,18 +32,12 @@ from deepspeed.runtime.sharding.fragments import (
 
 
 def expert_group_of(param: torch.Tensor) -> str | None:
-    """The group name of an expert, whose replicas are the expert-data-parallel ranks; None for a
-    dense parameter.
-    """
+    """The group name of an expert; None for a dense parameter."""
     return None if getattr(param, "allreduce", True) else param.group_name  # type: ignore[attr-defined]  # deepspeed.moe sets it
 
 
 def expert_group_of_all(params: Iterable[torch.Tensor]) -> str | None:
-    """`expert_group_of` of one optimizer group's parameters, which share buffers and so must agree.
-
-    Raises:
-        ValueError: If they don't.
-    """
+    """Return `expert_group_of` of an optimizer group's parameters; ValueError unless they agree."""
     names = {expert_group_of(param) for param in params}
     if len(names) > 1:
         found = ", ".join(
@@ -154,14 +148,11 @@ class ShardedGroup:
             start += part.numel()
 
     def host_or_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Page-lock a tensor if this group's buffers are."""
         return get_accelerator().pin_memory(tensor) if self.pin else tensor
 
     @property
     def grad(self) -> torch.Tensor:
-        """Reduced gradient of the shard, `[shard_numel]`; allocated and zeroed at first use, so
-        that a group that only evaluates costs nothing.
-        """
+        """Reduced gradient of the shard; made at first use: a group that evaluates needs none."""
         if self._grad is None:
             zeros = torch.zeros(self.table.shard_numel, dtype=self.grad_dtype, device=self.device)
             self._grad = self.host_or_device(zeros)
@@ -169,11 +160,9 @@ class ShardedGroup:
 
     @property
     def has_grad(self) -> bool:
-        """Whether the owned gradient has been allocated."""
         return self._grad is not None
 
     def drop_grad(self) -> None:
-        """Let go of the owned gradient, which nobody needs any more."""
         self._grad = None
 
     def use_grad(self, grad: torch.Tensor) -> None:
@@ -181,7 +170,6 @@ class ShardedGroup:
         self._grad = grad
 
     def grad_for_step(self) -> torch.Tensor:
-        """Give the owned gradient in the master's dtype, as the optimizer wants it."""
         return self.grad.to(self.master.dtype)
 
     def param_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -194,13 +182,10 @@ class ShardedGroup:
         ]
 
     def owned(self, index: int) -> Fragment | None:
-        """Find the fragment of parameter `index` that this rank owns, if there is one."""
         return self.table.owned(index, self.shard_rank)
 
     def own(self, start: NumEl, end: NumEl) -> torch.Tensor:
-        """Slice `flat` where elements `start` to `end` of this rank's shard are, of which one
-        section has all.
-        """
+        """Slice elements `start` to `end` of this rank's shard in `flat`; one section has all."""
         if self._is_cut:
             return self.flat[start:end]
         sections = self.table.sections
@@ -231,8 +216,8 @@ class ShardedGroup:
         return buffer[self.table.cut_starts[index] :][: self.table.cuts[index]]
 
     def named_memory(self, index: int, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name the buffers of group `index`, for `deepspeed.utils.memory_names`: first by
-        parameter, then (padding) by buffer.
+        """Name the buffers of group `index` for reports: first by parameter, then (padding) by
+        buffer.
         """
         buffers = [("flat parameters", self.flat)]
         if not self.aliased:
@@ -264,9 +249,7 @@ class ShardedGroup:
 
     @torch.no_grad()
     def release(self) -> None:
-        """Give the parameters storage of their own again, so that the model outlives the
-        optimizer.
-        """
+        """Give the parameters storage of their own again: the model outlives the optimizer."""
         self._grad = None
         for param in () if self._is_cut else self.params:
             param.data = param.data.clone()

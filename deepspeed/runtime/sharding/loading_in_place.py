@@ -11,11 +11,8 @@ Memory = tuple[torch.device, int]
 
 
 def load_in_place(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """`load_apart` that keeps the dictionaries of the optimizer's groups.
-
-    torch makes new ones. A schedule over another optimizer that shares these groups (a client
-    replaced its optimizer by one of ours for offload) would from then on set the learning rate
-    where nobody reads it.
+    """Call `load_apart`, keeping the dictionaries of groups, of which torch makes new ones: a
+    schedule over another optimizer that shares these would set rates where nobody reads them.
     """
     groups = list(optimizer.param_groups)
     load_apart(optimizer, state)
@@ -27,8 +24,7 @@ def load_in_place(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> No
 
 
 def load_apart(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """`optimizer.load_state_dict(state)` after which nobody else has the memory of a parameter's
-    state.
+    """Load, after which nobody else has the memory of a parameter's state.
 
     torch takes tensors as they are given where device and dtype fit. A step count that stands in
     `state` for two parameters would be counted on twice in every step, and whoever gave `state`
@@ -41,11 +37,7 @@ def load_apart(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
 
 
 def check_apart(optimizer: Any) -> None:
-    """Make sure, after loading, that no two parameters' state shares memory.
-
-    Raises:
-        AssertionError: Two do, so a step would be counted twice.
-    """
+    """Raise AssertionError if two parameters' state shares memory: steps would count twice."""
     for own, key in _in_common(_states(optimizer)):
         raise AssertionError(
             f"optimizer state {key!r} of shape {tuple(own[key].shape)} was loaded into memory that "
@@ -54,7 +46,6 @@ def check_apart(optimizer: Any) -> None:
 
 
 def _states(optimizer: Any) -> Iterable[Any]:
-    """Of each parameter; nothing of a client's optimizer that shows none."""
     return getattr(optimizer, "state", {}).values()
 
 
@@ -70,9 +61,7 @@ def _in_common(
 
 
 def _memory(state: Any) -> dict[str, Memory]:
-    """By key, the storage of the tensors in one parameter's state; those of subclasses, which may
-    have none, and those without elements are left out.
-    """
+    """By key, the storage of a parameter's state; none of subclasses, or without elements."""
     entries = state.items() if isinstance(state, dict) else ()
     return {
         key: (value.device, value.untyped_storage().data_ptr())

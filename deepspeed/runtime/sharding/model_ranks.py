@@ -34,9 +34,7 @@ def is_model_parallel_parameter(p: torch.Tensor) -> bool:
 
 
 def norm_selection(tensor_rank: int) -> Callable[[torch.Tensor], bool]:
-    """Say which dense parameters this tensor-parallel rank counts in the norm; see [Note: who
-    counts].
-    """
+    """Say which dense parameters this tensor-parallel rank counts; see [Note: who counts]."""
 
     def counts(param: torch.Tensor) -> bool:
         if getattr(param, "ds_pipe_replicated", False):
@@ -95,16 +93,12 @@ class ModelRanks:
 
     @property
     def norm_group(self) -> dist.Group:
-        """The ranks over which squared sums are added up when each counts its shard; None if that
-        is this one alone.
-        """
+        """The ranks over which squared sums are added up; None if that is this one alone."""
         return self.everyone if dist.get_world_size(group=self.everyone) > 1 else None
 
     @property
     def counts_shard(self) -> Callable[[torch.Tensor], bool] | None:
-        """Whether this rank counts what it owns of a parameter whose state is sharded; None:
-        always.
-        """
+        """Whether this rank counts its shard of a parameter; None: always."""
         return self._counts if self.has_parts else None
 
     @property
@@ -131,15 +125,8 @@ class ModelRanks:
     ) -> int:
         """Agree on the length of the norm's tensor: the number of parameter groups of the rank that
         has most. Only ranks that hold other parts of the model can differ; without any nothing is
-        communicated. All ranks call it.
-
-        Args:
-            optimizer: This rank's, if it has one.
-            problem: Why this rank's optimizer cannot train; None: it can.
-
-        Raises:
-            DeepSpeedConfigError: On all ranks, if that of some cannot, or if some ranks have an
-                optimizer and others have none: the first would wait for the others' norm.
+        communicated. All raise DeepSpeedConfigError if one's optimizer cannot train (`problem`), or
+        only some have one: the others would wait for their norm.
         """
         own = 0 if optimizer is None else len(optimizer.param_groups)
         most, some_have_none, some_fail = own, False, problem is not None

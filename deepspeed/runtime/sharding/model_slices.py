@@ -21,12 +21,8 @@ _ATTRIBUTE = "_ds_model_slices"
 
 
 class ModelSlices:
-    """See module.
-
-    Args:
-        mpu: Who shares layers.
-        info: How parameters are sliced, as checkpoints say it (`universal_checkpoint_info`).
-        settings: What the model was cut by.
+    """The slices of a model: ranks that share layers (`mpu`), how parameters are sliced, as
+    checkpoints say it (`universal_checkpoint_info`), and what it was cut by (`settings`).
     """
 
     def __init__(
@@ -44,9 +40,7 @@ class ModelSlices:
         setattr(module, _ATTRIBUTE, self)
 
     def check_same(self, settings: Mapping[str, Any]) -> None:
-        """Raise DeepSpeedConfigError, naming the key, if a model is to be cut again in
-        another way.
-        """
+        """Raise DeepSpeedConfigError, naming the key, if a model is to be cut in another way."""
         for name, value in settings.items():
             if value != self._settings[name]:
                 raise DeepSpeedConfigError(
@@ -58,8 +52,8 @@ class ModelSlices:
     def whole(
         self, module: nn.Module, state: Mapping[str, Any]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Put the slices in a state dict of `module` together one by one. All ranks that share
-        layers go through all of them, under the same names.
+        """Put the slices in a state dict together one by one. All ranks that share layers go
+        through all.
         """
         for name, param in module.named_parameters(remove_duplicate=False):
             if name in state and is_model_parallel_parameter(param):
@@ -67,9 +61,7 @@ class ModelSlices:
 
     @torch.no_grad()
     def put_together(self, name: str, own: torch.Tensor) -> torch.Tensor:
-        """Gather one parameter, of which this rank has a slice. All ranks that share layers call
-        it.
-        """
+        """Gather one sliced parameter. All ranks that share layers call it."""
         slices = gather_shapes(own.detach(), self._shapes(name, own.shape), self.group)
         whole: torch.Tensor = self.patterns.merged(name, slices)[keys.PARAM]
         return whole

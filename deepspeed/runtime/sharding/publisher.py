@@ -81,9 +81,7 @@ class Publisher:
         self._gathers: deque[PendingShards] = deque()
 
     def _plan(self, bucket_size: int) -> Iterator[Gather]:
-        """Yield the gathers, in order. Slices that go from shard to shard need no buffer: short
-        ones cost nothing, and leave early.
-        """
+        """Yield the gathers, in order. Slices that need no buffer are short, and leave early."""
         short = max(1, min(UPDATE_NUMEL, bucket_size // self._group.num_shards))
         for section in self._group.table.sections:
             size = short if self._pairwise else section.part_numel
@@ -102,9 +100,7 @@ class Publisher:
                 yield start, min(start + UPDATE_NUMEL, gather.end)
 
     def low_precision_out(self, start: int, end: int) -> torch.Tensor | None:
-        """Return where an optimizer on the host may round the piece at hand to; None: `updated`
-        reads the masters.
-        """
+        """Return where the host may round the piece to; None: `updated` reads the masters."""
         group = self._group
         if group.flat.dtype not in HALF_DTYPES:
             return None
@@ -117,9 +113,7 @@ class Publisher:
 
     @torch.no_grad()
     def updated(self, start: int, end: int) -> None:
-        """Send the piece at hand: its masters are final, and so is its `low_precision_out` if that
-        was asked for.
-        """
+        """Send the piece at hand: its masters, and `low_precision_out` if asked for, are final."""
         group = self._group
         if self._staged is not None:
             self._send(self._staged[: end - start], start)
@@ -172,10 +166,8 @@ class Publisher:
             yield gather.start, gather.end
 
     def finish(self) -> None:
-        """Wait for the gathers that nobody else waits for (on the current stream, for backends with
-        streams), and until no copy reads host memory any more.
-
-        After it whoever likes may write to the masters: a checkpoint that is loaded, say.
+        """Wait for gathers (on the current stream, where there are streams), and until no copy
+        reads host memory: whoever likes may write to the masters then.
         """
         while self._gathers:
             with lone_waits.watch.waiting(lambda: "updated parameters"):

@@ -59,8 +59,7 @@ class _Construction:
         read: What each of them, or a function that `Module.apply` calls, has had gathered.
         contexts: The `Init`s that are entered, innermost last.
         draws: What this rank has drawn otherwise than the first.
-        copies: Deep copies of parameters that have been cut, which are not yet: whether what this
-            rank had drawn for them is lost.
+        copies: Deep copies of cut parameters, to be cut: whether what was drawn for them is lost.
     """
 
     def __init__(self) -> None:
@@ -71,7 +70,7 @@ class _Construction:
         self.copies: dict[nn.Parameter, bool] = {}
 
     def on_read(self, param: nn.Parameter) -> None:
-        """A parameter that has been cut is read as an attribute."""
+        """Make a parameter whole that has been cut, and is read as an attribute."""
         if self.read:
             hold_whole([param])
             # Constructors fill what they know: numbers drawn in half precision are others.
@@ -82,13 +81,13 @@ class _Construction:
             self.read[-1].append(param)
 
     def keep_drawn(self, params: Iterable[nn.Parameter]) -> None:
-        """Of these parameters, whole, this rank may have other values than the first."""
+        """Keep values that are others than the first rank's, of whole parameters."""
         for param in params if self.contexts and dist.get_rank() > 0 else ():
             if expert_group_of(param) is None:
                 self.draws.keep(param, param.data)
 
     def on_copy(self, param: nn.Parameter, copied: nn.Parameter) -> None:
-        """A deep copy was made: a shard too, or whole, and who runs now is to have it cut."""
+        """Follow a deep copy: a shard too, or whole, and who runs now is to have it cut."""
         if is_zero_param(copied):
             self.draws.follow(param, copied)
         elif self.running:
@@ -96,7 +95,7 @@ class _Construction:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """What is read inside is whole until the end, and changes to it count."""
+        """Let what is read inside be whole until the end, and changes to it count."""
         self.read.append([])
         try:
             yield
@@ -111,7 +110,6 @@ class _Construction:
     def construct(
         self, module: nn.Module, init: Callable[..., None], args: Any, kwargs: Any
     ) -> None:
-        """Run a constructor and cut what it made."""
         self.running.append(module)
         try:
             with self.reading():
@@ -141,7 +139,7 @@ def _with_end(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
-    """`Module.apply`, module by module: what `fn` reads of one is cut again before the next."""
+    """Stand for `Module.apply`: what `fn` reads of one module is cut again before the next."""
     for child in self.children():
         child.apply(fn)
     with _construction.reading():
@@ -150,8 +148,8 @@ def _apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
 
 
 def _to_empty(self: nn.Module, **kwargs: Any) -> nn.Module:
-    """`Module.to_empty`: what a constructor has left on the meta device (`skip_init`) has memory
-    now, and is cut. It is zero: whatever lies in it, all ranks have to have the same.
+    """Stand for `Module.to_empty`: what a constructor left on the meta device has memory now, and
+    is cut. It is zero: all ranks have to have the same.
     """
     _patches.to_empty(self, **kwargs)
     for below in self.modules():
@@ -163,9 +161,7 @@ def _to_empty(self: nn.Module, **kwargs: Any) -> nn.Module:
 
 
 class _Patches:
-    """Constructors of all module classes, those defined meanwhile too, `Module.apply` and
-    `Module.to_empty`.
-    """
+    """Constructors of all module classes, defined meanwhile too, `Module.apply` and `to_empty`."""
 
     def __init__(self) -> None:
         self._inits: list[tuple[type[nn.Module], Any]] = []
@@ -173,7 +169,6 @@ class _Patches:
         self.to_empty: Any = None
 
     def put(self) -> None:
-        """Put them in force."""
         for cls in _subclasses(nn.Module):
             self._patch(cls)
 
@@ -193,7 +188,6 @@ class _Patches:
             cls.__init__ = _with_end(init)  # type: ignore[method-assign]  # until `remove`
 
     def remove(self) -> None:
-        """Everything as before."""
         ordinary_copies.end()
         for cls, init in self._inits:
             cls.__init__ = init  # type: ignore[method-assign]  # what it was
@@ -224,7 +218,7 @@ def shutdown_init_context() -> None:
 
 
 def restore_init_context() -> None:
-    """The end of `shutdown_init_context`."""
+    """End `shutdown_init_context`."""
     if _construction.contexts:
         _patches.put()
 
@@ -332,28 +326,22 @@ class Init:
 
     @property
     def group(self) -> dist.Group:
-        """The ranks that share parameters."""
         return self.instances.inside
 
     @property
     def num_partitions(self) -> int:
-        """Ranks that share parameters."""
         return dist.get_world_size(group=self.group)
 
     def get_dp_process_group(self) -> dist.Group:
-        """Their process group."""
         return self.group
 
     def get_partition_dp_group(self, param: nn.Parameter) -> dist.Group:
-        """The group of one parameter; all have the same."""
         return self.group
 
     def get_partition_rank(self) -> int:
-        """This process's place among them."""
         return dist.get_rank(group=self.group)
 
     def cut_own(self, module: nn.Module) -> None:
-        """Cut the parameters that are a module's own."""
         own = {
             param: name
             for name, param in dict.items(module._parameters)
@@ -384,7 +372,7 @@ class Init:
 
     @staticmethod
     def _lost_of(param: nn.Parameter) -> str:
-        """What ranks tell each other of an expert whose own weights are not here any more."""
+        """Tell other ranks of an expert whose own weights are not here any more."""
         if expert_group_of(param) is None or not _construction.copies.get(param, False):
             return ""
         return (
@@ -393,11 +381,8 @@ class Init:
         )
 
     def _sharers(self, param: nn.Parameter) -> OptimizerInstances:
-        """The ranks that share a parameter: experts those that hold the same ones, whose groups are
+        """Find who shares a parameter: an expert those that hold the same ones, whose groups are
         made if they are not there. Collective over the world then.
-
-        Raises:
-            DeepSpeedConfigError: The ranks that hold experts cannot be known.
         """
         name = expert_group_of(param)
         if name is None:
@@ -427,9 +412,7 @@ def _refuse(name: str, value: Any) -> None:
 
 
 def _instances(group: dist.Group, source: Any) -> OptimizerInstances:
-    """The ranks of `group` as the configuration divides them. Collective over the world when first
-    asked.
-    """
+    """Divide `group` as the configuration says. Collective over the world when first asked."""
     count = _number(source, "num_optimizer_instances", 1)
     size = configured_shard_size(source)
     ranks = dist.get_world_size(group=group)
@@ -437,16 +420,12 @@ def _instances(group: dist.Group, source: Any) -> OptimizerInstances:
 
 
 def configured_shard_size(source: Any) -> int:
-    """`mics_shard_size` of a configuration, of which the rest may still be "auto"; not above 0: it
-    has none.
-    """
+    """Read `mics_shard_size` of a configuration whose rest may be "auto"; 0 or less: none."""
     return _number(source, "mics_shard_size", -1)
 
 
 def _number(source: Any, key: str, otherwise: int) -> int:
-    """A whole number of the block `zero_optimization`; `otherwise` for "auto" and what is not
-    there.
-    """
+    """Read a number of `zero_optimization`; `otherwise` for "auto" and what is not there."""
     # startup: configuration models load pydantic.
     from deepspeed.runtime.config_models.base import plain_number
 
@@ -460,7 +439,6 @@ def _zero_block(source: Any) -> Mapping[str, Any]:
 
 
 def _shard_memory(remote_device: str | None, pin_memory: bool, source: Any) -> ShardMemory:
-    """Where shards live, by the arguments or else by the configuration."""
     block = _zero_block(source).get("offload_param")
     offload = block if isinstance(block, Mapping) else {}
     device = remote_device or offload.get("device")
@@ -470,7 +448,7 @@ def _shard_memory(remote_device: str | None, pin_memory: bool, source: Any) -> S
 
 
 def _is_on(value: Any) -> bool:
-    """Whether a configuration's value means true; "auto" and what is not there do not."""
+    """Whether a value means true; "auto" and what is not there do not."""
     # startup: configuration models load pydantic.
     from deepspeed.runtime.config_models.base import read_boolean
 
@@ -492,9 +470,7 @@ def _shards_parameters(source: Any) -> bool:
 
 
 def _configured_dtype(source: Any) -> torch.dtype | None:
-    """The precision that a configuration trains in. Nothing else is read: the rest may still be
-    "auto".
-    """
+    """Find the precision that a configuration, of which the rest may be "auto", trains in."""
     if source is None:
         return None
     config = _mapping(source)

@@ -18,15 +18,8 @@ from deepspeed.runtime.zero.init_context import Init, configured_shard_size
 
 
 class MiCS_Init(Init):  # upstream's name
-    """`zero.Init` of a configuration with `zero_optimization.mics_shard_size`, with which `Init`
-    does the same.
-
-    Args:
-        module, data_parallel_group, sequence_data_parallel_group, mem_efficient_linear,
-            remote_device, pin_memory, config_dict_or_path, config, enabled, dtype, mpu: See `Init`.
-
-    Raises:
-        DeepSpeedConfigError: The configuration has no such key.
+    """`zero.Init`, of whose arguments these are some, of a configuration that has to have
+    `zero_optimization.mics_shard_size`.
     """
 
     def __init__(
@@ -88,16 +81,8 @@ class MiCS_CommGroups:  # upstream's name
 def create_mics_comm_groups(
     shard_size: int, dp_group: dist.Group, hierarchical_allgather: bool = False, mpu: Any = None
 ) -> MiCS_CommGroups:
-    """Split data-parallel ranks into groups of `shard_size` consecutive ones. All ranks call it.
-
-    Args:
-        shard_size: Ranks that share shards; divides the data-parallel ranks.
-        dp_group: The data-parallel ranks; None is the mpu's, or all.
-        hierarchical_allgather: Not supported.
-        mpu: Knows the data-parallel group if `dp_group` is None.
-
-    Raises:
-        ValueError: The ranks cannot be split evenly, or for `hierarchical_allgather`.
+    """Split `dp_group` (None: the mpu's, or all) into groups of `shard_size` consecutive ranks;
+    ValueError unless that is even, and for `hierarchical_allgather`. All ranks call it.
     """
     if hierarchical_allgather:
         raise ValueError(

@@ -57,15 +57,9 @@ def shard_model(
 
     Args:
         model: The module; parameters may be cut already (`zero.Init`).
-        zero: The configuration's block.
-        ranks: Which ranks hold what.
-        dtype: The model's precision.
         buffers: What floating-point buffers are cast to; None: each keeps its dtype.
         device: Where whole parameters and buffers go; None: they stay where they are. Shards are
             there too, or on the host.
-
-    Raises:
-        DeepSpeedConfigError: For a model whose parts are on other ranks.
     """
     # As below stage 3: without a precision block parameters keep the dtype that they come with, of
     # which `cast_model` has looked at those that are trained.
@@ -127,16 +121,9 @@ def shard_model(
 
 @contextmanager
 def cut_anew(params: Sequence[nn.Parameter], sharers: OptimizerInstances) -> Iterator[None]:
-    """Ordinary, whole parameters inside, of which those that `zero.Init` has cut are cut for other
-    ranks afterwards, with the elements that they have then. All ranks that they are cut for enter
-    it.
-
-    Args:
-        params: Parameters; those that are whole are left alone.
-        sharers: Who shares them afterwards.
-
-    Raises:
-        DeepSpeedConfigError: An engine has them.
+    """Have parameters ordinary and whole inside, of which those that `zero.Init` has cut are cut
+    for other ranks afterwards, with the elements that they have then. All ranks they are cut for
+    enter it.
     """
     cut = [param for param in params if is_zero_param(param)]
     for param in cut:
@@ -153,8 +140,8 @@ def cut_anew(params: Sequence[nn.Parameter], sharers: OptimizerInstances) -> Ite
 
 
 def settings_of(zero: DeepSpeedZeroConfig, group: dist.Group) -> GatherSettings:
-    """What the configuration says of when the parameters that `group` holds are whole, and where
-    copies of gathered shards are kept. Collective over the world when first asked.
+    """Read when parameters are whole, and who keeps copies. Collective over the world when first
+    asked.
     """
     return replace(_sizes_of(zero), secondary_group=_secondary_group(zero, group))
 
@@ -214,9 +201,7 @@ def _refuse_stages(ranks: ModelRanks) -> None:
 
 
 def _refuse_beside_slices(zero: DeepSpeedZeroConfig, ranks: ModelRanks) -> None:
-    """What slices of the model's layers exclude: each divides the ranks that hold the same slices
-    once more.
-    """
+    """Refuse what would divide the ranks that hold the same slices once more."""
     if ranks.tensor_group is None:
         return
     size = ranks.parallel_map.tensor.size
@@ -238,7 +223,7 @@ def _refuse_beside_slices(zero: DeepSpeedZeroConfig, ranks: ModelRanks) -> None:
 
 
 def _refuse_experts(zero: DeepSpeedZeroConfig, ranks: ModelRanks) -> None:
-    """Experts are on fewer ranks than the rest, which would have to be grouped anew."""
+    """Refuse what groups anew: experts are on fewer ranks than the rest."""
     grouped = {
         "zero_hpz_partition_size": zero.zero_hpz_partition_size,
         "mics_shard_size or num_optimizer_instances, instances": zero.num_optimizer_instances,
@@ -263,11 +248,8 @@ def _refuse_scripted(model: nn.Module) -> None:
 
 
 def _refuse_other_cut(param: nn.Parameter, shared_by: OptimizerInstances) -> None:
-    """Look at who shares a parameter that has been cut.
-
-    Raises:
-        DeepSpeedConfigError: It was cut for other ranks: `zero.Init` was given another
-            configuration, or has cut experts, before it was known which ranks share them.
+    """Refuse a parameter that was cut for other ranks: `zero.Init` had another configuration, or
+    has cut experts before it was known which ranks share them.
     """
     cut_for = record_of(param).instances
     if cut_for != shared_by and _ranks_of(cut_for) != _ranks_of(shared_by):
@@ -279,7 +261,7 @@ def _refuse_other_cut(param: nn.Parameter, shared_by: OptimizerInstances) -> Non
 
 
 def _ranks_of(instances: OptimizerInstances) -> tuple[list[int], list[int]]:
-    """Who shares a parameter, and who has other copies too."""
+    """List who shares a parameter, and who has other copies too."""
     inside, everyone = (
         dist.get_all_ranks_from_group(group) for group in (instances.inside, instances.everyone)
     )
@@ -287,7 +269,7 @@ def _ranks_of(instances: OptimizerInstances) -> tuple[list[int], list[int]]:
 
 
 def _take_from_other_engines(model: nn.Module) -> None:
-    """An engine that has the model lets go of it; training goes on in the new one alone."""
+    """Let an engine that has the model let go of it: training goes on in the new one alone."""
     units = (record_of(param).unit for param in model.parameters() if is_zero_param(param))
     for owner in {unit.resources.owner for unit in units if unit is not None}:
         if owner.give_up is None and owner.resources.are_away:
@@ -308,8 +290,8 @@ def _move_shard(
     device: torch.device | None,
     memory: ShardMemory,
 ) -> None:
-    """Shard -> the model's precision (None: its own) and memory, where `zero.Init` has left it
-    elsewhere.
+    """Bring a shard that `zero.Init` has left elsewhere to the model's precision, if any, and
+    memory.
     """
     record = record_of(param)
     kind = dtype if record.shard.is_floating_point() else None

@@ -70,7 +70,6 @@ class Frame:
     """A forward that runs.
 
     Attributes:
-        module: Whose.
         use: Its place in the whole forward; None if no backward will come.
         carries: Whether gradients may flow through it on some rank; see [Note: frozen modules].
         units: What it needs whole.
@@ -90,7 +89,6 @@ class DeepSpeedZeRoOffload:
     Args:
         module: The model; its parameters have been cut.
         instances: Ranks that share them, and those that have other copies.
-        settings: When parameters are whole.
         param_names: Name of each parameter.
         cut: Cuts parameters that come later. All ranks call it with the same ones.
 
@@ -99,8 +97,6 @@ class DeepSpeedZeRoOffload:
         was_taken: Another engine has the model.
         units: All units that do not persist, by the order of their modules.
         persistent_units: Those that do, one for each kind of parameter.
-        param_coordinator: Who needs which unit.
-        backward_order: Which unit backward needs when, and when it is done with it.
         forward_hooks, backward_hooks: Handles, which clients remove and empty around generation.
     """
 
@@ -161,8 +157,8 @@ class DeepSpeedZeRoOffload:
         self.gather_persistent()
 
     def _modules_beside_small(self, plans: Sequence[UnitPlan]) -> Iterator[nn.Module]:
-        """Modules with units that run beside something that is trained and has no hooks: those in
-        the innermost module around it that has any. See [Note: frozen modules].
+        """Find modules with units beside something trained without hooks: those in the innermost
+        module around it that has any. See [Note: frozen modules].
         """
         hooked = [plan for plan in plans if self._uses[plan.module]]
         around = {
@@ -180,7 +176,6 @@ class DeepSpeedZeRoOffload:
             }
 
     def _has(self, param: nn.Parameter) -> bool:
-        """Whether a parameter is in one of the units."""
         unit = record_of(param).unit if is_zero_param(param) else None
         return unit is not None and unit.resources is self.resources
 
@@ -224,11 +219,7 @@ class DeepSpeedZeRoOffload:
                 record.on_edit = on_edit
 
     def _take_in_late(self) -> None:
-        """Take in what the model was given since it was looked at.
-
-        Raises:
-            RuntimeError: An optimizer does not know what is to be trained of it.
-        """
+        """Take in what the model was given since it was looked at."""
         has_modules, late = self._late.find()
         if late and self.give_up is not None:
             refuse_untrained(late.items())
@@ -266,9 +257,7 @@ class DeepSpeedZeRoOffload:
     # Hooks
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
-        """Watch the modules of `module`; done at construction, and by clients that have removed the
-        hooks.
-        """
+        """Watch modules; called again by clients that have removed the hooks."""
         for below in module.modules():
             watch_reads(below)
             below.ds_external_parameters = partial(external_parameters, below)  # type: ignore[assignment]  # upstream's name, called without arguments
@@ -317,7 +306,6 @@ class DeepSpeedZeRoOffload:
 
     @staticmethod
     def _external(module: nn.Module) -> list[GatherUnit]:
-        """What a client registered with the module."""
         registered = external_parameters(module)
         if not registered:
             return []  # for nearly all, in every forward of each
@@ -341,7 +329,7 @@ class DeepSpeedZeRoOffload:
             self._saved.end()
 
     def _hand_up(self, frame: Frame, above: Frame, outputs: Any) -> None:
-        """Who returns a parameter, or a view of one, lends it to its caller."""
+        """Lend a parameter, or a view of one, that a forward returns to its caller."""
         for tensor in _tensors(outputs):
             buffer = self._saved.buffer_of(tensor)
             if buffer is not None and buffer.owner in frame.units:
@@ -349,7 +337,7 @@ class DeepSpeedZeRoOffload:
                 above.units.append(buffer.owner)
 
     def _on_read(self, param: nn.Parameter) -> None:
-        """A module's attribute is read, and is sharded."""
+        """Gather what is read as a module's attribute."""
         unit = record_of(param).unit
         if unit is None or unit.persists:
             return
@@ -366,7 +354,6 @@ class DeepSpeedZeRoOffload:
         self._frames[-1].has_saved = True
 
     def give_shape(self, param: nn.Parameter) -> None:
-        """See `GradientShapes.give`."""
         self._shapes.give(param)
 
     def _write_down(self, frame: Frame, use: Use, outputs: Any) -> None:
@@ -387,7 +374,6 @@ class DeepSpeedZeRoOffload:
             self.backward_order.watch(place, islice(made, 1))
 
     def end_backward(self) -> None:
-        """The whole backward is over: what it needed goes."""
         self.backward_order.end_backward()
         self.param_coordinator.end_backward()
         self._shapes.drop()
@@ -396,8 +382,8 @@ class DeepSpeedZeRoOffload:
     # Shards
 
     def shard_changed(self, param: nn.Parameter) -> None:
-        """A script has changed a shard: a gather that was begun ahead has the old one, and so has
-        a unit that is whole while the script has the parameter in memory of its own.
+        """Follow a script's edit: a gather that was begun ahead has the old shard, and so has a
+        unit that is whole while the script has the parameter in memory of its own.
         """
         unit = record_of(param).unit
         if unit is not None:
@@ -406,11 +392,8 @@ class DeepSpeedZeRoOffload:
         self.resources.mark_updated()
 
     def refuse_holders(self, before: str = "step()") -> None:
-        """Shards are about to change, or to leave.
-
-        Raises:
-            RuntimeError: Somebody has parameters whole, which would keep their old values, or has
-                written to what persists.
+        """Raise RuntimeError if somebody has parameters whole, which would keep old values, or has
+        written to what persists: shards are about to change, or to leave.
         """
         held = [unit.name for unit in self.units if unit.holds > 0 or unit.num_read_apart]
         if held:
@@ -423,26 +406,23 @@ class DeepSpeedZeRoOffload:
             unit.refuse_lost_writes()
 
     def before_update(self) -> None:
-        """Shards are about to change."""
         self.param_coordinator.release_all()
         self.resources.before_update()
         self._shapes.drop()
         self._untrained.remove()
 
     def after_update(self) -> None:
-        """Shards have changed: gather what persists."""
         self.resources.num_updates += 1
         self.resources.mark_updated()
         self.gather_persistent()
 
     def gather_persistent(self) -> None:
-        """What persists <- the shards of all ranks, together."""
         self._is_emptied = False
         for unit in self.persistent_units:
             unit.refresh()
 
     def have_persistent(self) -> None:
-        """A forward or a backward is about to read what persists, which may have gone."""
+        """Have what persists, and may have gone, for a forward or a backward."""
         if self._is_emptied:
             self.gather_persistent()
 
@@ -495,14 +475,13 @@ class DeepSpeedZeRoOffload:
 
 
 def external_parameters(module: nn.Module) -> list[tuple[int, Any]]:
-    """What was registered with `register_external_parameter`: number and parameter."""
+    """List number and parameter of each `register_external_parameter`."""
     return list(module.__dict__.get("_external_params", {}).items())
 
 
 def _leave_out_persistent(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
-    """Hook of state dicts until the first backward or update: they have no elements of what
-    persists either, unless `GatheredParameters` has it. Values of small parameters alone are no
-    state of a model, and Lightning's own tests count on their absence.
+    """Leave what persists out of state dicts, as what does not, until the first backward or update:
+    small parameters alone are no state of a model, and Lightning's tests count on their absence.
     """
     for name, param in module.named_parameters(remove_duplicate=False):
         value = state.get(prefix + name)

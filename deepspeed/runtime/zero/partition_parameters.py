@@ -60,16 +60,14 @@ def zero_wrapper_for_fp_tensor_constructor(
     target_fp_dtype: torch.dtype,
     target_device: torch.device | None = None,
 ) -> Callable[..., torch.Tensor]:
-    """`fn`: tensors are made as the code says; parameters are rounded and moved when they are
-    cut.
-    """
+    """Return `fn`: parameters are rounded and moved when they are cut, tensors not at all."""
     return fn
 
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """The model of an engine with all its parameters whole, for generating with it. All ranks enter
-    and leave together; nothing of it may be changed inside.
+    """Have an engine's model with all its parameters whole, for generating. All ranks enter and
+    leave together; nothing of it may be changed inside.
     """
     module = getattr(model, "module", model)
     with GatheredParameters(list(module.parameters())):
@@ -77,10 +75,9 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Say that a module's forward uses another module's parameter.
-
-    It is gathered with the module from the next forward on. Without it, reading the parameter as an
-    attribute inside a forward gathers it too.
+    """Say that a module's forward uses another module's parameter: it is gathered with the module
+    from the next forward on. Without it, reading the parameter as an attribute there gathers it
+    too.
 
     Raises:
         RuntimeError: If it is not a module or not a parameter.
@@ -95,11 +92,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """The end of `register_external_parameter`.
-
-    Raises:
-        RuntimeError: If it was not registered.
-    """
+    """End `register_external_parameter`; RuntimeError if it was not registered."""
     external: dict[int, Any] = module.__dict__.get("_external_params", {})
     if external.pop(id(parameter), None) is None:
         raise RuntimeError("unregister_external_parameter: the parameter is not registered")

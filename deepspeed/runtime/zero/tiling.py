@@ -16,13 +16,7 @@ from deepspeed.runtime.zero.gathering.gathered_parameters import GatheredParamet
 def split_tensor_along_last_dim(
     tensor: torch.Tensor, partitions: Sequence[int], contiguous_split_chunks: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Views of `tensor` along its last dimension.
-
-    Args:
-        tensor: `[..., sum(partitions)]`.
-        partitions: Size of each part.
-        contiguous_split_chunks: Copies instead of views.
-    """
+    """Cut `tensor`, `[..., sum(partitions)]`, into views, or copies (`contiguous_split_chunks`)."""
     parts = torch.split(tensor, list(partitions), dim=-1)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
 
@@ -90,7 +84,7 @@ class TiledLinear(nn.Module):
             self.copy_params_from(init_linear)
 
     def forward(self, input_: Any) -> Any:
-        """`[..., in_features]`, or its parts, to `[..., out_features]`, or its parts."""
+        """Map `[..., in_features]`, or its parts, to `[..., out_features]`, or its parts."""
         parts = self._inputs(input_)
         outputs = [self._row(row, parts) for row in self._rows()]
         return self._combined(outputs) if self.combine_out_splits else outputs
@@ -123,11 +117,8 @@ class TiledLinear(nn.Module):
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Module) -> None:
-        """Take over weight and bias of a layer of the whole size. Either may be sharded; then all
-        ranks call it.
-
-        Raises:
-            RuntimeError: If its sizes are others, or one of both has no bias.
+        """Take over weight and bias of a layer of the whole size; RuntimeError if it does not fit.
+        Either may be sharded; then all ranks call it.
         """
         weight: Any = other.weight
         bias: Any = other.bias

@@ -40,15 +40,8 @@ def apply_to_tensors_only(
     value: Any,
     warning_msg_fn: Callable[[Any], str] | None = None,
 ) -> Any:
-    """`value` with `function` applied to every tensor in nested tuples, lists and dicts.
-
-    Args:
-        function: Takes and returns a tensor.
-        value: The nested value; the containers are made anew, of the same types.
-        warning_msg_fn: Not supported: nothing is left out here that would be worth a warning.
-
-    Raises:
-        ValueError: For `warning_msg_fn`.
+    """Return `value` with `function` applied to every tensor in nested tuples, lists and dicts,
+    which are made anew, of the same types. ValueError for `warning_msg_fn`, which is not supported.
     """
     if warning_msg_fn is not None:
         raise ValueError("apply_to_tensors_only(warning_msg_fn=...): leave it out")

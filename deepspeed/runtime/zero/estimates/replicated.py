@@ -18,11 +18,9 @@ class WholeGradientStates:
     """Bytes on one rank that holds all gradients whole.
 
     Attributes:
-        params: The model's trainable parameters.
-        masters: Their fp32 masters; 0 where the parameters are their own.
+        masters: fp32 masters; 0 where the parameters are their own.
         grads: The buffer that is reduced; in fp32 where the model has 16 bits, because gradients in
             its dtype use the same memory.
-        moments: The optimizer's state.
         arriving: Gradients of a backward that are not in the buffer yet.
         widened: Of those, what is converted to fp32 at a time.
     """
@@ -50,15 +48,14 @@ def plan_whole_gradients(
     num_shards: int = 1,
     immediate: bool = False,
 ) -> WholeGradientStates:
-    """The plan of a rank at stage 0, or with `BF16_Optimizer`.
+    """Plan a rank at stage 0, or with `BF16_Optimizer`.
 
     Args:
         numels: Elements of each trainable parameter; they form one optimizer group.
         model_bytes: Bytes of a parameter, 2 or 4.
         moments: fp32 numbers that the optimizer keeps per parameter (Adam: 2, momentum: 1).
         fp32_accumulation: `data_types.grad_accum_dtype` is "fp32", in a model of 16 bits.
-        num_shards: Ranks that share masters and moments: those of an optimizer instance with
-            `BF16_Optimizer`, otherwise 1.
+        num_shards: Ranks that share masters and moments (an optimizer instance's).
         immediate: `bf16.immediate_grad_update`.
     """
     is_half = model_bytes != FP32_BYTES

@@ -28,14 +28,7 @@ OFFLOADS = ((True, True), (False, True), (False, False))
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a model the formula is about, in elements.
-
-    Attributes:
-        trained: Parameters that are trained.
-        unit: The largest unit that does not persist.
-        persistent: What stays whole.
-        frozen: Parameters that are not trained.
-    """
+    """Elements that are trained, of the largest `unit`, and that stay whole."""
 
     trained: int
     unit: int
@@ -44,7 +37,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, model: nn.Module, settings: GatherSettings) -> ModelShape:
-        """That of a model, sharded or not."""
+        """Measure a model, sharded or not."""
 
         def numel_of(param: nn.Parameter) -> int:
             return logical_shape(param).numel()
@@ -69,12 +62,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class ShardedStates:
-    """Bytes on one rank, without activations.
-
-    Attributes:
-        device: Peak of a step on the device.
-        host: On the host.
-    """
+    """Bytes on one rank: a step's peak on the device without activations, and the host's."""
 
     device: int
     host: int
@@ -90,17 +78,15 @@ def plan_sharded_parameters(
     moments: int = ADAM_MOMENTS,
     secondary_ranks: int = 1,
 ) -> ShardedStates:
-    """The plan of one rank: the sum of the table of docs/zero3.md.
+    """Plan one rank: the sum of the table of docs/zero3.md.
 
     Args:
-        shape: The model.
-        num_ranks: Ranks that share it; those of one group with `mics_shard_size`.
+        num_ranks: Ranks that share the model; those of one group with `mics_shard_size`.
         settings: When parameters are whole, and whether shards are on the host; None: the defaults.
         model_bytes: Bytes of a parameter of the model, 2 or 4.
         offload_ratio: How much of the optimizer is on the host (`offload_optimizer`).
         moments: fp32 numbers that the optimizer keeps per parameter.
-        secondary_ranks: Ranks that keep copies of gathered shards (`zero_hpz_partition_size`); 1,
-            or all that share it: nobody does.
+        secondary_ranks: Ranks that keep copies of gathered shards (`zero_hpz_partition_size`).
     """
     settings = settings or GatherSettings()
     own = -(-shape.trained // num_ranks)
@@ -164,21 +150,17 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """Memory for parameters, gradients and Adam's state of a model trained in 16 bits with ZeRO-3.
+    """Estimate memory of a model trained in 16 bits by Adam with ZeRO-3.
 
     Args:
-        total_params: Trainable parameters.
-        largest_layer_params: Those of the largest unit.
-        num_gpus_per_node: Ranks per node.
-        num_nodes: Nodes.
-        cpu_offload: Whether the optimizer is on the host.
-        cpu_offload_params: Whether shards of parameters are too; only with `cpu_offload`.
+        largest_layer_params: Parameters of the largest unit.
+        cpu_offload_params: Whether shards of parameters are on the host; only with `cpu_offload`.
         zero_init: Whether the model is built under `zero.Init`.
         additional_buffer_factor: Margin on the host's number.
 
     Returns:
         Bytes on the host of one node, with the margin; bytes on each device at its peak, without
-        activations; of these, 16-bit parameters and gradients of the largest unit.
+            activations; of these, 16-bit parameters and gradients of the largest unit.
     """
     shape = ModelShape(total_params, largest_layer_params)
     offloads = (cpu_offload and cpu_offload_params, cpu_offload)
@@ -217,9 +199,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print `estimate_zero3_model_states_mem_needs` for all options, for a model of which only the
-    sizes are known.
-    """
+    """Print the estimates of all options, for a model of which only the sizes are known."""
     shape = ModelShape(total_params, largest_layer_params)
     _print_table(shape, num_gpus_per_node, num_nodes, additional_buffer_factor)
 

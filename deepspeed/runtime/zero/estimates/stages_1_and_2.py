@@ -54,10 +54,9 @@ class ModelStates:
         moments: Optimizer state of the owned shard.
         frozen: Parameters that are not trained.
         buffers: Bucket buffers, which stay from step to step.
-        reduction: Most that gradients, and what is received of other ranks, take beside them during
-            a backward.
-        building: Most at construction beside the flat buffer: the model's own parameters, which
-            move into it.
+        reduction: Most that gradients, and what is received, take beside them during a backward.
+        building: Most at construction beside the flat buffer: the model's parameters, which move
+            there.
         offload: Whether masters, grads and moments lie on the host.
     """
 
@@ -78,7 +77,7 @@ class ModelStates:
 
     @property
     def step(self) -> int:
-        """Peak of a step on the device, with what is there all the time."""
+        """Peak of a step on the device."""
         resident = self.params + self.frozen + self.buffers + (0 if self.offload else self.sharded)
         return resident + self.reduction
 
@@ -89,7 +88,6 @@ class ModelStates:
 
     @property
     def host(self) -> int:
-        """On the host, with offload."""
         return self.sharded if self.offload else 0
 
 
@@ -107,24 +105,16 @@ def plan_model_states(
     gradient_accumulation_steps: int = 1,
     on_host: bool = False,
 ) -> ModelStates:
-    """The plan of one rank, the same for all. Updated parameters are gathered in place.
+    """Plan one rank of stage 1 or 2, the same for all. Updated parameters are gathered in place.
 
     Args:
         numels: Elements of each trainable parameter, in model order; they form one optimizer group.
         num_ranks: Ranks that share the state: the data-parallel ranks of an optimizer instance.
-        stage: 1 or 2.
         model_bytes: Bytes of a model parameter and of its gradient, 2 or 4.
-        offload: Whether the optimizer's state is on the host.
         moments: fp32 numbers that the optimizer keeps per parameter (Adam: 2, momentum: 1).
         frozen_numel: Elements of parameters that are not trained.
-        reduce_bucket_size: `zero_optimization.reduce_bucket_size`.
-        overlap_comm: `zero_optimization.overlap_comm`.
-        gradient_accumulation_steps: Micro-batches per step.
         on_host: Whether the model trains on the CPU, whose backend (gloo) exchanges slices
             pairwise.
-
-    Raises:
-        ValueError: For another stage.
     """
     if stage not in (1, 2):
         raise ValueError(
@@ -166,8 +156,8 @@ def plan_model_states(
 
 
 def _buffers_numel(plans: Sequence[BucketPlan], settings: _Settings) -> int:
-    """Elements of all bucket buffers; they are made in the first backward, and each fits the
-    largest bucket.
+    """Count elements of all bucket buffers: made in the first backward, each fits the largest
+    bucket.
     """
     # The last bucket of a micro-batch is on its way when the next one sends its first.
     sent = len(plans) * (2 if settings.stage == 2 and settings.accumulates else 1)
@@ -177,15 +167,8 @@ def _buffers_numel(plans: Sequence[BucketPlan], settings: _Settings) -> int:
 
 
 class _Backward:
-    """The course of one rank's backward, in bytes beside the bucket buffers; follows
-    `DeepSpeedZeroOptimizer` step by step.
-
-    Args:
-        settings: How it goes.
-
-    Attributes:
-        live: Elements of gradients that are there.
-        peak: Most bytes so far.
+    """One rank's backward, in bytes beside the bucket buffers: it follows the optimizer step by
+    step, and counts the elements of gradients that are there (`live`) and the most bytes so far.
     """
 
     def __init__(self, settings: _Settings) -> None:
@@ -197,12 +180,11 @@ class _Backward:
         self.peak = 0
 
     def note(self, extra: int = 0) -> None:
-        """It is now that this many bytes more are needed."""
         received = sum(map(self._received_bytes, (*self._in_flight, *self._leaving)))
         self.peak = max(self.peak, self._settings.model_bytes * self.live + received + extra)
 
     def send(self, plan: BucketPlan) -> None:
-        """A bucket is reduced; its gradients are dropped when it was copied together."""
+        """Reduce a bucket; its gradients are dropped when it was copied together."""
         self.land(MAX_IN_FLIGHT - 1)
         self._in_flight.append(plan)
         self.note()
@@ -224,9 +206,7 @@ class _Backward:
                 self._leaving.append(plan)
 
     def _received_bytes(self, plan: BucketPlan) -> int:
-        """What this rank's slice of a bucket is received into; see
-        `comm.shard_ops.reduce_to_owners`.
-        """
+        """Count what this rank's slice of a bucket is received into (`comm.shard_ops`)."""
         settings, others = self._settings, self._settings.num_ranks - 1
         if settings.on_host:
             return settings.model_bytes * others * plan.own_numel
@@ -235,7 +215,7 @@ class _Backward:
 
 
 def _reduction_bytes(table: FragmentTable, plans: Sequence[BucketPlan], settings: _Settings) -> int:
-    """Most bytes beside the bucket buffers at one time of a step's backwards.
+    """Find the most bytes beside the bucket buffers at one time of a step's backwards.
 
     Stage 1 keeps the gradients of earlier micro-batches, to which a new one is added as soon as it
     is there, and reduces the sums in the last backward. Stage 2 reduces in each, and what the first
@@ -254,11 +234,8 @@ def _reduction_bytes(table: FragmentTable, plans: Sequence[BucketPlan], settings
 def _run_backward(
     backward: _Backward, table: FragmentTable, plans: Sequence[BucketPlan], settings: _Settings
 ) -> None:
-    """Gradients appear in reverse model order, and a bucket is sent when it and all before it are
-    complete.
-
-    Where no bucket is sent before the end of backward (`create_gradient_handling_hooks`), the first
-    finds all gradients there.
+    """Let gradients appear in reverse model order, and send a bucket when it and all before it are
+    complete; the first finds all gradients if no bucket is sent before the end of backward.
     """
     early = (settings.stage == 2 or settings.overlap_comm) and len(plans) > 1
     arrive = not (settings.stage == 1 and settings.accumulates)
@@ -302,7 +279,6 @@ def _needs(
 
 
 def _unknown_shapes(total_params: int) -> list[int]:
-    """Parameters of unknown shapes: each fills a bucket."""
     full, rest = divmod(total_params, BUCKET_NUMEL)
     return [BUCKET_NUMEL] * full + ([rest] if rest else [])
 
@@ -314,18 +290,15 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
-    """Memory for parameters, gradients and Adam's state of a model trained in 16 bits with ZeRO-2.
+    """Estimate memory of a model trained in 16 bits by Adam with ZeRO-2.
 
     Args:
-        total_params: Trainable parameters.
-        num_gpus_per_node: Ranks per node.
-        num_nodes: Nodes.
         cpu_offload: Whether the optimizer's state is on the host.
         additional_buffer_factor: Margin on the host's number.
 
     Returns:
         Bytes on the host of one node, with the margin, and bytes on each device at its peak,
-        without activations.
+            without activations.
     """
     numels = _unknown_shapes(total_params)
     return _needs(numels, 0, num_gpus_per_node, num_nodes, cpu_offload, additional_buffer_factor)
@@ -334,13 +307,8 @@ def estimate_zero2_model_states_mem_needs(
 def print_needs(
     model: str, num_gpus_per_node: int, num_nodes: int, rows: Iterable[tuple[int, int, str]]
 ) -> None:
-    """Print upstream's table of estimates on rank 0.
-
-    Args:
-        model: What is known of the model.
-        num_gpus_per_node: Ranks per node.
-        num_nodes: Nodes.
-        rows: Bytes on the host of a node and on each device, and the options that they are of.
+    """Print upstream's table on rank 0: bytes on the host of a node and on each device, and
+    options.
     """
 
     def plural(count: int, what: str) -> str:
@@ -382,9 +350,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print `estimate_zero2_model_states_mem_needs` with and without offload, for a model of which
-    only the size is known.
-    """
+    """Print the estimates with and without offload, for a model of which only the size is known."""
     _print_table(
         _unknown_shapes(total_params), 0, num_gpus_per_node, num_nodes, additional_buffer_factor
     )
@@ -396,9 +362,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print the same for a model at hand, with its shapes; parameters that need no gradient have no
-    state.
-    """
+    """Print the same for a model at hand; parameters that need no gradient have no state."""
     params = list(model.parameters())
     numels = [param.numel() for param in params if param.requires_grad]
     frozen = sum(param.numel() for param in params if not param.requires_grad)

@@ -46,12 +46,8 @@ _next_node = torch.autograd._get_sequence_nr
 
 
 class Use:
-    """A forward of one module, as backward sees it: the places `begin` and the one where it ends.
-
-    Attributes:
-        units: What it used.
-        gathered: Those of them that backward reads.
-        is_open: Whether backward is inside it.
+    """A forward of one module: the `units` that it used, and those that backward reads
+    (`gathered`).
     """
 
     __slots__ = ("begin", "gathered", "has_graph", "is_open", "units")
@@ -91,12 +87,8 @@ Place = tuple[Forward, int]
 
 
 class BackwardOrder:
-    """The places of forwards, and how far their backward is.
-
-    Attributes:
-        coordinator: Gathers units and lets them go; set before the first forward.
-        current: The forward that runs; None if none does whose backward may come.
-        on_done: Called when a backward is done with a unit.
+    """The places of forwards, and how far their backward is; `coordinator`, set before the first
+    forward, gathers units and lets them go, and `on_done` hears when a backward is done with one.
     """
 
     coordinator: PartitionedParameterCoordinator
@@ -118,7 +110,6 @@ class BackwardOrder:
         return None if self.current is None else (self.current, len(self.current.places))
 
     def begin(self, recomputes: bool) -> None:
-        """Begin an outermost forward; `recomputes`: inside a backward."""
         self.current = None
         if not recomputes:
             for forward in self._forwards:
@@ -268,7 +259,6 @@ class BackwardOrder:
         )
 
     def _is_used_before(self, forward: Forward, unit: GatherUnit) -> bool:
-        """Whether the running backward may use `unit` once more."""
         return self._has_forgotten or any(
             earlier.left[unit] for earlier in self._forwards if earlier.number <= forward.number
         )
@@ -284,7 +274,6 @@ class BackwardOrder:
             self._go_to(forward, 0)
 
     def end_backward(self) -> None:
-        """Forget its forwards, and those before them."""
         begun = [forward for forward in self._forwards if forward.task != _NOT_BEGUN]
         for forward in begun:
             self._reset(forward)

@@ -29,15 +29,14 @@ from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward on this thread, recomputation included."""
+    """Whether this thread runs a backward, recomputation included."""
     return torch._C._current_graph_task_id() != -1
 
 
 class PartitionedParameterCoordinator:
-    """Lets units be whole while somebody needs them; sets their `index`.
+    """Lets units, all that do not persist, be whole while somebody needs them.
 
     Args:
-        units: All units that do not persist.
         prefetch_numel: Elements gathered ahead.
         max_live_numel: Elements whole at a time that nobody needs at the moment.
         max_reuse_numel: How soon a unit must be used again to stay.
@@ -104,7 +103,6 @@ class PartitionedParameterCoordinator:
         self._use(unit, from_memory)
 
     def use_in_recomputation(self, unit: GatherUnit) -> None:
-        """Do the same for what a recomputation runs."""
         self._recomputed.add(unit)
         if unit in self._last_fused:
             unit.fetch()  # it may be another stream that reads now
@@ -112,8 +110,8 @@ class PartitionedParameterCoordinator:
             self.use_in_backward(unit)
 
     def is_recomputed(self, unit: GatherUnit) -> bool:
-        """Whether a recomputation has used `unit`: what it saved of its memory stays as it is, no
-        note of a place, so the unit stays until backward is done with all of that.
+        """Whether what a recomputation saved of `unit` stays as it is, no note of a place: so the
+        unit stays until backward is done with all of that.
         """
         return unit in self._recomputed
 
@@ -221,9 +219,8 @@ class PartitionedParameterCoordinator:
 
 
 class UseOrder:
-    """The last pass of each kind, over units of `numels` elements: a hint, never a condition. A
-    pass is a forward and what follows it; passes of one kind are expected to be alike. Where one is
-    not, there is no hint for the rest of it, and the next one is compared with it.
+    """The last pass of each kind, over units of `numels` elements: a hint, never a condition. Where
+    a pass (a forward and what follows it) is not as the last, there is no hint for the rest of it.
     """
 
     def __init__(self, numels: Sequence[int]) -> None:
@@ -253,9 +250,8 @@ class UseOrder:
             self._is_expected = False
 
     def ahead(self, numel: int) -> Iterator[int]:
-        """Name the units that come within the next `numel` elements, as far as is known. Every use
-        is named once, so that going on costs nothing for what was named before; the one at which
-        the caller stops is named again.
+        """Name the units within the next `numel` elements, as far as is known: every use once, so
+        that going on costs nothing for what was named; the one at which the caller stops again.
         """
         if not self._is_expected:
             return
@@ -272,9 +268,7 @@ class UseOrder:
             self._named = min(self._named, position)
 
     def distance(self, unit: int) -> int | None:
-        """Count the elements used before `unit` is again; None if that is not known, or not in this
-        pass.
-        """
+        """Count the elements used before `unit` is again; None if it is not, or not known."""
         position = self._next_use(unit)
         if position is None:
             return None

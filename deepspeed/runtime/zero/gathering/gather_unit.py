@@ -76,9 +76,7 @@ class GatherUnit:
         is_fused: Several modules share it; see [Note: units of several modules].
 
     Attributes:
-        index: Its place among the units of a model.
         coordinator: Who knows who needs it; None for what persists, or is read by hand.
-        device: Where the parameters are while they are whole.
         shard: This rank's shards, `[shard_numel]`.
         holds: How many running forwards need it.
         is_kept_for_backward: The running backward needs it.
@@ -152,7 +150,6 @@ class GatherUnit:
 
     @property
     def is_on_its_way(self) -> bool:
-        """Whether its gather has been started and not finished."""
         return self._rows is not None
 
     @property
@@ -176,8 +173,8 @@ class GatherUnit:
         return whole.params
 
     def hand_out(self) -> list[torch.Tensor]:
-        """Return the whole parameters and let go of their memory, which lives as long as they do:
-        the unit would keep itself alive by it, until the interpreter looks for circles.
+        """Return the whole parameters and let go of their memory: the unit would keep itself alive
+        by it, until the interpreter looks for circles.
         """
         whole = self.whole_params
         self._memory = None
@@ -228,8 +225,8 @@ class GatherUnit:
         self._pending = pending
 
     def _source(self) -> tuple[dist.Group, slice, torch.Tensor, int]:
-        """Say over which ranks to gather, what of the rows this one has, where it lies, and after
-        how many updates of the shards that was made.
+        """Say over which ranks to gather, what of the rows this one has, where it lies, and its
+        update.
         """
         near, num_updates = self._secondary, self.resources.num_updates
         if near is not None and near.shard is not None:
@@ -257,11 +254,7 @@ class GatherUnit:
         self.resources.before_write()
 
     def fetch(self) -> None:
-        """Have the parameters whole for what is issued from now on on the current stream.
-
-        Raises:
-            RuntimeError: What is whole is older than the shards.
-        """
+        """Have the parameters whole for what is issued from now on on the current stream."""
         if self._memory is None:
             self.start()
             self._finish()
@@ -322,11 +315,8 @@ class GatherUnit:
         self.fetch()
 
     def release(self) -> None:
-        """Give the memory back, when nobody needs the parameters whole any more. Idempotent, and
-        nothing for what persists.
-
-        Raises:
-            RuntimeError: Something has written to them, which is lost now.
+        """Give the memory back when nobody needs the parameters whole. Idempotent; nothing for what
+        persists. Raises RuntimeError if something has written to them.
         """
         self._abandon()
         if self._memory is None or self.persists:
@@ -341,9 +331,7 @@ class GatherUnit:
         _refuse_lost(written)
 
     def refuse_lost_writes(self) -> None:
-        """Raise RuntimeError if something has written to what persists: it is about to be
-        replaced.
-        """
+        """Raise RuntimeError if something has written to what persists, and is to be replaced."""
         if self.is_whole:
             shown = zip(self.params, self.records, strict=True)
             # Moving the model to another device and back gives them other memory.
@@ -408,36 +396,29 @@ class GatherUnit:
 
     @torch.no_grad()
     def restore(self, param: nn.Parameter, values: torch.Tensor) -> None:
-        """Write values that `param` had to the unit's memory, which is whole."""
         self._view_of(param).copy_(values)
         self.show_again(param)
 
     def show_again(self, param: nn.Parameter) -> None:
-        """Show `param` in the memory of the unit, if that is whole: who had it elsewhere lets it
-        go.
-        """
+        """Show `param` in the unit's memory, if that is whole: who had it elsewhere lets it go."""
         if self.is_whole:
             show(param, self._view_of(param))
 
 
 class SecondaryShards:
-    """A unit's shards a second time, cut among the ranks of a node (hpZ,
-    `zero_hpz_partition_size`).
+    """A unit's shards a second time, cut among the ranks of a node (`zero_hpz_partition_size`).
 
     Of the rows `[N, s]` of a gather, the shards of all N ranks, each of the h ranks of a node keeps
-    N / h, which are neighbours. So together they have all, and the unit's next gather need not
-    leave the node; what it fills are the same rows.
+    N / h, which are neighbours (`own`). So together they have all, and the unit's next gather need
+    not leave the node; what it fills are the same rows.
 
     [Note: how long a copy is right]
-    The first gather of a pass makes it. It is forgotten when shards change (an update, loading, a
-    script's edit) and when the next outermost forward begins: what a rank writes to its own shard
-    between two passes (`safe_set_local_*`) is then seen as without a copy, though no other rank
-    hears of it. Whether there is a copy decides over which ranks the next gather goes, so whatever
-    makes one or forgets it happens on all ranks alike.
-
-    Attributes:
-        own: The elements of the flattened rows that this rank keeps.
-        update: After how many updates of the shards the copy was made.
+    The first gather of a pass makes it, of the shards after so many updates (`update`). It is
+    forgotten when shards change (an update, loading, a script's edit) and when the next outermost
+    forward begins: what a rank writes to its own shard between two passes (`safe_set_local_*`) is
+    then seen as without a copy, though no other rank hears of it. Whether there is a copy decides
+    over which ranks the next gather goes, so whatever makes one or forgets it happens on all ranks
+    alike.
     """
 
     def __init__(self, group: dist.Group, table: ParameterCutTable) -> None:
@@ -452,18 +433,15 @@ class SecondaryShards:
 
     @property
     def shard(self) -> torch.Tensor | None:
-        """The copy, 1-D; None if there is none that is right."""
+        """The copy, 1-D, if there is one that is right."""
         return self._memory if self._is_right else None
 
     def expect(self, update: int) -> None:
-        """Note that a gather from all ranks begins, after `update` updates."""
         self._is_wanted, self.update = True, update
 
     @torch.no_grad()
     def keep(self, rows: torch.Tensor) -> None:
-        """Take the copy out of gathered rows, by the current stream; nothing if the shards were
-        written since `expect`.
-        """
+        """Copy gathered rows, by the current stream, unless shards were written since `expect`."""
         if not self._is_wanted:
             return
         if self._memory is None:

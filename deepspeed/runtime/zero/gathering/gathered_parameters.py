@@ -50,7 +50,7 @@ from deepspeed.runtime.zero.parameters.zero_parameter import (
 
 
 def _kinds(params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Sort by what one collective can carry, in an order that is the same on all ranks."""
+    """Sort by what one collective can carry, in the same order on all ranks."""
     kinds: dict[Any, list[nn.Parameter]] = {}
     for param in params:
         shard = record_of(param).shard
@@ -67,9 +67,7 @@ _gather_streams: dict[tuple[object, object], SideStream] = {}
 
 
 def _gather_stream() -> SideStream:
-    """Return the stream of gathers by hand on this device; another accelerator (a simulated one)
-    has streams of its own.
-    """
+    """Return the stream of gathers by hand; another accelerator (a simulated one) has its own."""
     accelerator = get_accelerator()
     of = (accelerator, accelerator.current_device())
     if of not in _gather_streams:
@@ -80,8 +78,8 @@ def _gather_stream() -> SideStream:
 
 @torch.no_grad()
 def hold_whole(params: Iterable[nn.Parameter]) -> None:
-    """Have parameters whole until as many `let_go`. All ranks call it with the same ones. Nobody
-    has more than before if a gather fails.
+    """Have parameters whole until as many `let_go`, or none of them if a gather fails. All ranks
+    call it with the same ones.
     """
     chosen = _zero_params(params)
     absent = {
@@ -111,7 +109,6 @@ def hold_whole(params: Iterable[nn.Parameter]) -> None:
 
 
 def _gather(params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    """Gather whole parameters of one kind, in memory that lives as long as they do."""
     resources = GatherResources(GatherSettings(), gather=_gather_stream())
     unit = GatherUnit("read by hand", params, resources, takes_shards=False)
     unit.fetch()
@@ -149,7 +146,6 @@ def let_go(params: Iterable[nn.Parameter], has_been_updated: bool = False) -> No
 
 
 def _tell_units(params: Sequence[nn.Parameter]) -> None:
-    """Let what has copies of the shards of these parameters follow an edit."""
     for param in params:
         record = record_of(param)
         if record.on_edit is not None:
@@ -162,12 +158,8 @@ def publish(
     source: int | None = None,
     keep: Callable[[Iterable[nn.Parameter]], None] | None = None,
 ) -> None:
-    """Give everybody one rank's values of whole parameters, and of shards.
-
-    Args:
-        params: Parameters; of experts each rank has its own.
-        source: Global rank, one of those that have them; None: the first of these.
-        keep: Is given each parameter of which this rank has other values, while it has them.
+    """Give everybody the values of one rank (`source`; None: the first of those that have them),
+    and write them to shards. `keep` gets each parameter of which this rank has other values.
     """
     for same in _kinds(params):
         group = record_of(same[0]).instances.everyone
@@ -293,7 +285,6 @@ class GatheredParameters:
         )
 
     def _modified(self) -> list[nn.Parameter]:
-        """List the parameters that the modifier rank has: of experts each rank has its own."""
         if self.src_rank is None:
             return []
         sharers = {param: record_of(param).instances.everyone for param in self.params}
@@ -304,8 +295,8 @@ class GatheredParameters:
         return [param for param, group in sharers.items() if has[group]]
 
     def _refuse_foreign_modifier(self) -> None:
-        """Refuse a rank that has other slices of a layer (tensor parallelism): copies of what ranks
-        have alike would part. Of experts each rank has its own, which stay as they are.
+        """Refuse a rank that has other slices of a layer: copies of what ranks have alike would
+        part.
         """
         if self.src_rank is None:
             return
@@ -369,7 +360,7 @@ class GatheredParameters:
         return said_by_all(found, self._sharers()[0], lambda: "the end of GatheredParameters")
 
     def _may_lose(self, modified: Container[nn.Parameter]) -> bool:
-        """Whether some rank has parameters here that the modifier rank has not; the same on all."""
+        """Whether some rank has parameters here that the modifier rank has not."""
         return len(self._sharers()) > 1 or any(param not in modified for param in self.params)
 
     def _sharers(self) -> list[dist.Group]:
@@ -379,7 +370,7 @@ class GatheredParameters:
 
     @staticmethod
     def _own_part(param: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slice what this rank owns of it, as its shard has it and as it is now; 1-D."""
+        """Slice what this rank owns of it, as its shard has it and as it is now."""
         record = record_of(param)
         own = record.own_part(param.data)
         shard = record.shard[: own.numel()]
@@ -387,9 +378,7 @@ class GatheredParameters:
 
 
 def _stays_whole(param: nn.Parameter) -> bool:
-    """Whether it is whole after the block too, in its unit's memory: what persists, and what a
-    running forward has gathered.
-    """
+    """Whether it is whole after the block too: what persists, and what a running forward uses."""
     return not record_of(param).readers
 
 

@@ -20,9 +20,7 @@ from deepspeed.runtime.zero.gathering.units import GatherSettings
 
 
 class PoolBuffer:
-    """A piece of the pool's memory, 1-D, and who has it now. Its `views` are what owners made of
-    it, which takes longer than copying small parameters.
-    """
+    """A piece of memory, 1-D; `views` are owners' views, dearer than copying."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -31,14 +29,12 @@ class PoolBuffer:
         self._last_reads: list[Any] = []
 
     def read_on(self, streams: Iterable[Stream]) -> None:
-        """Note that what was issued on `streams` read its content."""
         for stream in streams:
             event = get_accelerator().Event()
             event.record(stream)
             self._last_reads.append(event)
 
     def wait_for_reads(self, stream: Stream) -> None:
-        """Let `stream`, which is about to write, wait for all reads."""
         for event in self._last_reads:
             stream.wait_event(event)
         self._last_reads = []
@@ -57,12 +53,8 @@ def _largest(dtype: torch.dtype) -> int:
 
 
 class MemoryPool:
-    """Buffers of one kind.
-
-    Attributes:
-        by_pointer: Every buffer, by the address of its storage.
-        is_poisoned: What is given back is overwritten by NaN, so that whoever still reads it, or
-            reads it before it is written anew, shows.
+    """Buffers of one kind, by the address of their storage. Where `is_poisoned`, what is given back
+    is overwritten by NaN, so that whoever still reads it, or reads it too early, shows.
     """
 
     def __init__(self, has_streams: bool) -> None:
@@ -74,9 +66,7 @@ class MemoryPool:
         self.is_poisoned = False
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device, owner: Any) -> PoolBuffer:
-        """Find or make a buffer of at least `numel` elements that what is issued now on the current
-        stream may write to.
-        """
+        """Find or make a buffer that what is issued now on the current stream may write to."""
         sizes = self._free.get((dtype, device), {})
         size = min((size for size, same in sizes.items() if same and size >= numel), default=None)
         if size is not None:
@@ -112,7 +102,6 @@ class MemoryPool:
         sizes.setdefault(buffer.tensor.numel(), {})[buffer] = None
 
     def drop(self, buffer: PoolBuffer) -> None:
-        """Let go of a buffer that was taken: nobody gets it again."""
         self.by_pointer = {
             at: other for at, other in self.by_pointer.items() if other is not buffer
         }
@@ -134,11 +123,9 @@ class MemoryPool:
 
 
 class GatherResources:
-    """Streams, memory and events that all units of a model share.
+    """Streams, memory and events that all units of a model (that of `owner`) share.
 
     Attributes:
-        owner: Who has the model.
-        secondary_group: Ranks that keep copies of gathered rows; None: nobody does.
         load: The stream that shards are loaded on; the gather stream if they need not be.
         rows: Pool of what all-gathers fill.
         whole: Pool of whole parameters.
@@ -194,7 +181,6 @@ class GatherResources:
         return self.whole.is_poisoned
 
     def poison_what_goes(self) -> None:
-        """Overwrite whole parameters, rows and copies of shards by NaN when they are let go."""
         self.whole.is_poisoned = self.rows.is_poisoned = True
 
     def before_write(self) -> None:
@@ -222,9 +208,7 @@ class GatherResources:
         self.whole.clear()
 
     def drop_free(self) -> None:
-        """Let go of the memory that nobody has. The host waits for the device, so that nothing
-        reads it any more, whichever stream it is of.
-        """
+        """Let go of free memory. The host waits for the device: some stream may still read it."""
         if self.gather.has_streams:
             get_accelerator().synchronize()
         self.rows.drop_free()

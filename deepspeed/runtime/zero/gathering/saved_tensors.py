@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.parameters.zero_parameter import (
 
 
 class SavedPlace(NamedTuple):
-    """A tensor that autograd saved, as a place in the memory of a unit; and when it was."""
+    """A tensor that autograd saved, as a place in a unit's memory; and when it was."""
 
     when: Place | None
     unit: GatherUnit
@@ -29,9 +29,9 @@ class SavedPlace(NamedTuple):
 
 
 class SavedTensors:
-    """Gives autograd, of a gathered parameter or a view of one, no tensor but a place in the memory
-    of its unit: that may be another unit's until backward asks for it. Calls `on_place` when the
-    running module has saved such a place.
+    """Gives autograd, of a gathered parameter or a view of one, only a place in the memory of its
+    unit: that may be another unit's until backward asks. `on_place` hears that a module has saved
+    one.
     """
 
     def __init__(
@@ -91,16 +91,14 @@ class SavedTensors:
 
 
 class GradientShapes:
-    """Shapes of sharded parameters while their gradients come: autograd asks for them then, when
-    the unit may be gone (an embedding reads nothing in backward).
+    """Shapes of sharded parameters while their gradients come: autograd asks then, when the unit
+    may be gone (an embedding reads nothing in backward).
     """
 
     def __init__(self) -> None:
         self._shaped: list[nn.Parameter] = []
 
     def handles(self, units: Iterable[GatherUnit]) -> list[Any]:
-        """Register hooks that give trained parameters a shape when their gradients come."""
-
         def shape_of(param: nn.Parameter) -> Any:
             def on_gradient(grad: torch.Tensor) -> None:
                 self.give(param)
@@ -115,9 +113,7 @@ class GradientShapes:
         ]
 
     def give(self, param: nn.Parameter) -> None:
-        """Let a parameter have its logical shape until backward ends, so that it can have a
-        gradient; its values are zeros without memory.
-        """
+        """Let a parameter have its logical shape until backward ends; its zeros take no memory."""
         if type(param) is ShardedParameter:
             self._shaped.append(param)
             record = record_of(param)

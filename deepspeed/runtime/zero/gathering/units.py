@@ -63,9 +63,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(eq=False)
 class UnitPlan:
-    """One unit: the module whose forward needs it, what that uses (`params`), and what of that
-    belongs to the unit (`own`).
-    """
+    """The module whose forward needs `params`, and those that belong to the unit (`own`)."""
 
     name: str
     module: nn.Module
@@ -152,8 +150,8 @@ def repeated_types(
 
 
 def runs_experts(module: nn.Module) -> bool:
-    """Whether a module's forward runs children that it chooses by the data: it has a list or a dict
-    of equal modules by the name of `experts`, or is one, of a class that is called so.
+    """Whether a module's forward chooses children by the data: it has a list or a dict of equal
+    modules called `experts`, or is one, of a class that is called so.
     """
     if is_called(module) and type(module).__name__.endswith("Experts"):
         return bool(repeated_types(module, _has_any))
@@ -167,9 +165,8 @@ def fuse(
     plans: Sequence[UnitPlan], numel_of: Callable[[UnitPlan], int], limit: int
 ) -> list[list[UnitPlan]]:
     """Say which plans are gathered together, in their order: neighbours of up to an eighth of
-    `limit` elements each, until they are `limit` (0: every plan by itself). A plan goes together
-    with others only if all that is below its module does, which would otherwise keep them whole
-    while it runs.
+    `limit` elements each, until they are `limit` (0: none). A plan goes together with others only
+    if all that is below its module does, which would otherwise keep them whole while it runs.
     """
     fused: list[list[UnitPlan]] = []
     room = 0
@@ -202,9 +199,8 @@ def is_below(name: str, above: str) -> bool:
 def fine_grained(
     model: nn.Module, numel_of: Callable[[nn.Parameter], int], threshold: int
 ) -> list[nn.Module]:
-    """Find the modules that upstream's `stage3_module_granularity_threshold` makes one unit each:
-    the topmost with a forward that have at most `threshold` elements per module, counting
-    themselves and all that are below.
+    """Find what `stage3_module_granularity_threshold` makes one unit each: the topmost modules with
+    a forward that have at most `threshold` elements per module, themselves and those below.
     """
     found: list[nn.Module] = []
     waiting = [model]
@@ -226,8 +222,8 @@ def choose_persistent(
     param_threshold: int,
     model_threshold: int,
 ) -> set[nn.Parameter]:
-    """Choose the parameters that stay whole between steps: those of at most `param_threshold`
-    elements, until they are `model_threshold` elements together.
+    """Choose what stays whole between steps: parameters of at most `param_threshold` elements,
+    until they are `model_threshold` together.
     """
     chosen: set[nn.Parameter] = set()
     total = 0

@@ -29,14 +29,10 @@ def agree(
         said: Anything whose `repr` is the same where it is the same.
         what: What this rank waits for while others do not come, in words.
         difference: The error's text, from what all ranks have said, in their order.
-        beside: A number, 0-dim int64, that ranks may have otherwise.
-        told_too: Ranks of several such groups, all of which call it and raise together.
-
-    Returns:
-        Whether all ranks of `group` have the same number `beside`.
-
-    Raises:
-        RuntimeError: On all ranks.
+        beside: A number, 0-dim int64, that ranks may have otherwise; whether they do not is
+            returned.
+        told_too: Ranks of several such groups, all of which call it and raise RuntimeError
+            together.
     """
     error, is_alike = _compared(said, group, what, difference, beside)
     if told_too is None or dist.get_world_size(group=told_too) == dist.get_world_size(group=group):
@@ -60,17 +56,13 @@ def _compared(
     difference: Callable[[Sequence[Any]], str],
     beside: torch.Tensor | None,
 ) -> tuple[str | None, bool]:
-    """The error's text, None if the ranks of `group` say the same; and whether they have the same
-    number `beside`.
-    """
+    """The error's text, if ranks differ; and whether they have the same number `beside`."""
     told, is_alike = _told(said, group, what, beside)
     return (None if len(told) == 1 else difference(told)), is_alike
 
 
 def said_by_all(said: Any, group: dist.Group, what: Callable[[], str]) -> list[Any]:
-    """Collect what the ranks of `group` say, in their order; once if all say the same. All of them
-    call it.
-    """
+    """Collect what all ranks of `group` say, in their order; once if all say the same."""
     return _told(said, group, what, None)[0]
 
 
@@ -101,16 +93,8 @@ def agree_on_parameters(
     beside: torch.Tensor | None = None,
     told_too: dist.Group = None,
 ) -> bool:
-    """Compare names and properties of parameters, by `agree`: ranks that put together what differs
-    would get nonsense, or wait for ever.
-
-    Args:
-        described: Name and properties of each.
-        what: What this rank waits for while others do not come.
-        difference: How the error begins.
-
-    Raises:
-        RuntimeError: On all ranks, naming the first parameter that differs.
+    """Compare names and properties of parameters by `agree`, naming the first that differs: ranks
+    would put together nonsense, or wait for ever. `difference` begins the error.
     """
 
     def told(said: Sequence[Any]) -> str:
@@ -130,6 +114,6 @@ def agree_on_parameters(
 
 
 def described(param: nn.Parameter) -> str:
-    """Describe what ranks have to have in common of a parameter."""
+    """List what ranks have to have in common of a parameter."""
     shape = record_of(param).shape if is_zero_param(param) else param.shape
     return f"{'' if param.requires_grad else 'frozen '}{tuple(shape)} of {param.dtype}"

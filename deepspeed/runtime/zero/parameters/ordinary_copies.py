@@ -14,9 +14,8 @@ from deepspeed.runtime.zero.parameters.zero_parameter import (
 
 
 class _OrdinaryCopies:
-    """Between `begin` and `end`, `nn.Parameter(parameter)` makes an ordinary parameter of one of
-    stage 3 that is whole, as of any other; torch itself refuses subclasses (`weight_norm` and other
-    parametrizations make such copies). May be nested.
+    """Lets `nn.Parameter(parameter)` make an ordinary parameter of one of stage 3 that is whole;
+    torch itself refuses subclasses (`weight_norm` and others make such copies). May be nested.
     """
 
     def __init__(self) -> None:

@@ -21,8 +21,8 @@ _MASK = (1 << 62) - 1
 
 
 def fingerprint(params: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Make one number, 0-dim int64, that is the same where the elements of all of them are, bit for
-    bit, in their order; 0 where there are none (on the meta device).
+    """Make one number, 0-dim int64, of the bits of all elements in their order; 0 on the meta
+    device.
     """
     total: torch.Tensor | None = None
     factors: torch.Tensor | None = None
@@ -66,7 +66,6 @@ class OwnDraws:
             self._numel -= values.numel()
 
     def follow(self, param: nn.Parameter, copied: nn.Parameter) -> None:
-        """Know of `copied` what is known of `param`, whose first rank's values it has."""
         values = self.of(param)
         if values is not None:
             self.keep(copied, values)
@@ -74,13 +73,10 @@ class OwnDraws:
             self._lost.add(copied)
 
     def of(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Give this rank's values, on the host; None if they are the first rank's."""
         return self._values.get(param)
 
     def has_lost(self, param: nn.Parameter) -> bool:
-        """Whether this rank had values of its own, and too much was made since; what was made of
-        the first rank's by then is not its own.
-        """
+        """Whether this rank had values of its own, and too much was made since to keep them."""
         return param in self._lost
 
     def clear(self) -> None:

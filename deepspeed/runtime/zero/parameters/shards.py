@@ -12,18 +12,14 @@ from deepspeed.utils.logging import warn_once
 
 
 class ShardMemory(NamedTuple):
-    """Where shards live between uses: on the device, or in host memory (`offload_param`),
-    page-locked so that copies go on beside everything else.
-    """
+    """Where shards live between uses: on the device, or the host (`offload_param`), page-locked."""
 
     on_host: bool = False
     pinned: bool = False
 
     @torch.no_grad()
     def place(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Bring a 1-D shard into this memory; itself if it lies there. `device` is where whole
-        parameters are, and shards that are not offloaded.
-        """
+        """Bring a 1-D shard here; `device` is that of whole parameters."""
         accelerator = get_accelerator()
         if accelerator.is_synchronized_device():
             return shard.to(device)
@@ -87,9 +83,8 @@ def tell_saved() -> None:
 
 
 class ShardedValue(torch.Tensor):
-    """`param.detach()` of a sharded parameter: no elements, as the parameter has none. To ask for a
-    state dict is no mistake, and clients do it who save otherwise; to save it is, and is told.
-    Copies are told of too.
+    """`param.detach()` of a sharded parameter, which has no elements. To ask for a state dict is no
+    mistake, and clients do it who save otherwise; to save it, or a copy, is, and is told.
     """
 
     def data_ptr(self) -> int:

@@ -60,7 +60,7 @@ class ZeroParamStatus(Enum):
 
 
 class ZeroParamType(Enum):
-    """Kinds of parameters that upstream tells apart; here there is one."""
+    """Kinds that upstream tells apart; here there is one."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -89,8 +89,8 @@ def _note_group(group: dist.Group) -> None:
 
 
 def only_group() -> dist.Group:
-    """The ranks that have every parameter which was ever cut; None if nothing was, or there are
-    several groups. The same on all of them: it depends on collectives alone.
+    """The ranks that have every parameter ever cut, if there is one such group; the same on all of
+    them: it depends on collectives alone.
     """
     is_current = _world and dist.is_initialized() and _world[0] is dist.get_world_group()
     return next(iter(_groups)) if is_current and len(_groups) == 1 else None
@@ -173,14 +173,11 @@ class ShardRecord:
         return whole.reshape(-1)[own.param_start : own.param_start + own.numel]
 
     def before_write(self) -> None:
-        """Prepare for the host to write to the shard: nothing may be copying it to the device, and
-        what was made of it is old.
-        """
+        """Let nothing copy the shard any more, which the host is about to write to."""
         if self.unit is not None:
             self.unit.before_write()
 
     def write(self, whole: torch.Tensor) -> None:
-        """Keep this rank's part of a whole parameter."""
         self.before_write()
         own = self.own_part(whole)
         self.shard[: own.numel()].copy_(own)
@@ -197,35 +194,25 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def ds_id(self) -> int:
-        """Number of the parameter."""
         return self._zero3.id
 
     @property
     def ds_shape(self) -> torch.Size:
-        """Logical shape."""
         return self._zero3.shape
 
     @property
     def ds_numel(self) -> int:
-        """Logical number of elements."""
         return self._zero3.numel
 
     @property
     def ds_tensor(self) -> torch.Tensor:
-        """This rank's shard, 1-D, with its padding. What `.data` of it is set to is written to it,
-        and to the master.
-        """
+        """This rank's shard, 1-D and padded. Setting its `.data` writes to it and to the master."""
         return OwnShard.of(self._zero3.shard, self._set_shard)
 
     @torch.no_grad()
     def _set_shard(self, values: torch.Tensor) -> None:
-        """Write values, 1-D as long as the shard, whose padding stays zero. Other ranks need not do
-        the same: the next outermost forward gathers it.
-
-        Raises:
-            ValueError: There are more, or fewer.
-            RuntimeError: It is whole, or on its way, so somebody would keep the old value; or it is
-                off the device.
+        """Write values; the padding stays zero. Other ranks need not do the same: the next
+        outermost forward gathers it.
         """
         record = self._zero3
         told = f"{record.label}.ds_tensor.data = ...:"
@@ -253,7 +240,6 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def ds_status(self) -> ZeroParamStatus:
-        """Where it is."""
         return self._zero3.status
 
     @property
@@ -263,7 +249,6 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def ds_process_group(self) -> dist.Group:
-        """Ranks that share it."""
         return self._zero3.group
 
     @property
@@ -273,7 +258,6 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def ds_param_type(self) -> ZeroParamType:
-        """Always partitioned."""
         return ZeroParamType.PARTITIONED
 
     def partition_numel(self) -> int:
@@ -295,9 +279,7 @@ class ZeroParameter(nn.Parameter):
         hierarchy: int = 0,
         has_been_updated: bool = False,
     ) -> None:
-        """The end of `all_gather()`; with `has_been_updated` each rank keeps its own part of what
-        is whole now.
-        """
+        """End `all_gather()`; with `has_been_updated` each rank keeps its part of what is whole."""
         chosen = [self] if param_list is None else param_list
         _installed[0].let_go(chosen, has_been_updated)
 
@@ -317,12 +299,8 @@ class ZeroParameter(nn.Parameter):
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Make of one that is whole an ordinary parameter with a copy of the value; of one that is
-        sharded a copy of the shard.
-
-        Raises:
-            RuntimeError: If it is sharded and an engine has it, whose hooks a module's copy would
-                share.
+        """Copy a whole one as an ordinary parameter, a sharded one as a shard; refuse one that is
+        sharded and an engine's, whose hooks a module's copy would share.
         """
         if id(self) in memo:
             return plain_copy(self, memo)
@@ -348,9 +326,6 @@ def refusal(record: ShardRecord, what: str) -> str:
 def _converted(record: ShardRecord, dtype: torch.dtype) -> bool:
     """Let the shard take a new dtype. `nn.Module.to` and its kin ask before they replace a
     parameter's data by converted data; True: the parameter stays the object that it is.
-
-    Raises:
-        RuntimeError: If an engine has it, whose buffers have a dtype already.
     """
     if record.shard.dtype != dtype:
         if record.unit is not None:
@@ -364,17 +339,13 @@ def _converted(record: ShardRecord, dtype: torch.dtype) -> bool:
 
 
 class ShardedParameter(ZeroParameter):
-    """A parameter of stage 3 while it is sharded: it says what it is, and cannot be computed
-    with.
-    """
+    """A parameter of stage 3 while it is sharded: it says what it is, but cannot be used."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Raise for everything that would compute with the placeholder, or write to it, naming the
-        parameter.
-        """
+        """Raise, by name, for all that would compute with the placeholder, or write to it."""
         name = getattr(func, "__name__", str(func))
         if name == "_has_compatible_shallow_copy_type" and isinstance(args[0], ShardedParameter):
             return _converted(args[0]._zero3, args[1].dtype)
@@ -400,12 +371,11 @@ class ShardedParameter(ZeroParameter):
         return super().__reduce_ex__(protocol)
 
     def ds_was_read(self) -> None:
-        """Let whoever runs modules make it whole: a module's attribute is read."""
         if self._zero3.on_read is not None:
             self._zero3.on_read(self)
 
     def ds_was_listed(self) -> None:
-        """Do the same where a constructor goes over parameters."""
+        """Be read too where a constructor goes over parameters."""
         if self._zero3.is_read_by_iteration:
             self.ds_was_read()
 
@@ -444,8 +414,8 @@ def note_value(param: nn.Parameter) -> None:
 
 
 def was_written(param: nn.Parameter) -> bool:
-    """Whether something has written to a whole parameter, or given it other memory, since
-    `note_value`. What was written through `.data` does not show.
+    """Whether something has written to a whole parameter (not through `.data`), or given it other
+    memory, since `note_value`.
     """
     return record_of(param).seen != (param._version, param.data_ptr())
 
@@ -460,7 +430,6 @@ def hide(param: nn.Parameter) -> None:
 
 
 def _sharded_copy(param: ZeroParameter) -> nn.Parameter:
-    """A parameter with a shard of its own, sharded as `param` is. All ranks make it."""
     of = param._zero3
     # A tensor of its own: what is made of one tensor counts changes together.
     empty = torch.empty(0, dtype=of.shard.dtype, device=of.device)
@@ -489,15 +458,9 @@ def cut_parameters(
     device: torch.device | None = None,
     memory: ShardMemory = ON_DEVICE,
 ) -> None:
-    """Cut whole parameters, in place. All ranks of all instances call it; the values are those of
-    the first of them, so ranks that drew other random numbers agree.
-
-    Args:
-        params: Parameters; those that are cut already are left alone.
-        instances: Ranks that share them.
-        dtype: What floating-point ones are rounded to; None keeps it.
-        device: Where they are when they are whole; None: where the parameter is.
-        memory: Where shards live.
+    """Cut whole parameters, in place, of which the values are those of the first rank, and which
+    are rounded to `dtype`, if any; those that are cut already are left alone. All ranks of all
+    instances call it. `device`: where they are when they are whole, if not where they are now.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for param in dict.fromkeys(params):
