@@ -12,14 +12,14 @@ NOT_RUN = "not run yet"
 _TITLE = """\
 # Supported versions
 
-`make campaign NAME=versions` makes a virtual environment for each version, runs the tests in it and
-writes this page; `ARGS="--only torch=2.6.0"` runs one row again. For torch and Python it is the
-whole suite (`tests/unit`); for accelerate and transformers, with the torch that the tests are
-pinned to, the tests of all clients (`tests/unit/clients`); for lightning, trl and peft the
-scenarios of that library (`tests/unit/clients/matrix`). *oldest* is the oldest version that the
-requirements accept, *newest* the newest that there was on that day. Errors count as failures. What
-was skipped needs a device or a program that the machine lacked, or something that this torch does
-not have.
+For those who have other versions than the tests are pinned to. `make campaign NAME=versions` makes
+a virtual environment for each version, runs the tests in it and writes this page;
+`ARGS="--only torch=2.6.0"` runs one row again. For torch and Python it is the whole suite
+(`tests/unit`); for accelerate and transformers, with the torch that the tests are pinned to, the
+tests of all clients (`tests/unit/clients`); for lightning, trl and peft the scenarios of that
+library (`tests/unit/clients/matrix`). *oldest* is the oldest version that the requirements accept,
+*newest* the newest that there was on that day. Errors count as failures. What was skipped needs a
+device or a program that the machine lacked, or something that this torch does not have.
 """
 _HEAD = """\
 | version | which | with | date | passed | failed | skipped |
