@@ -18,12 +18,8 @@ class Campaign:
     """One campaign.
 
     Attributes:
-        name: As in ``make campaign NAME=``.
-        summary: One line, for the list and ``--help``.
-        add_arguments: Adds its own arguments to its parser.
         run: Runs it; returns the exit code, 0 if nothing failed.
-        output: Where ``--output`` points unless it is given; None means a file of its own below
-            `RESULTS`.
+        output: Where ``--output`` points by default; None: a file of its own below `RESULTS`.
     """
 
     name: str
@@ -46,9 +42,7 @@ class Campaign:
 def run_and_keep(
     command: Sequence[str], output: Path, environment: Mapping[str, str], folder: Path = ROOT
 ) -> int:
-    """Run ``command`` in ``folder``; what it prints goes to the terminal and to the file
-    ``output``. Returns its exit code.
-    """
+    """Run ``command`` in ``folder``, keep what it prints in ``output`` too; returns its code."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with (
         output.open("wb") as file,

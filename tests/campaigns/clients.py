@@ -35,9 +35,7 @@ def _in_environment(
     libraries: Sequence[str],
     commands: Sequence[tuple[Sequence[str], Path]],
 ) -> int:
-    """Run commands of Python, each with the file that keeps what it prints, in an environment that
-    has these libraries. Returns 0 if none failed.
-    """
+    """Run commands of Python in an environment with these libraries; returns 0 if none failed."""
     with tempfile.TemporaryDirectory(prefix=f"{name}-") as temporary:
         folder = arguments.venv or Path(temporary) / "venv"
         environment = Environment(folder.absolute(), arguments.pip_args)

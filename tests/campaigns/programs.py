@@ -20,15 +20,11 @@ def trials(
     scratch: bool = False,
     **options: str,
 ) -> Campaign:
-    """A campaign whose program takes ``--rounds`` and ``--seed``.
+    """A campaign whose program ``module`` takes ``--rounds``, ``--seed`` and ``options``.
 
     Args:
-        name: Its name.
-        summary: One line.
-        module: The program, below tests/.
         rounds: How many trials unless told otherwise.
         scratch: Whether the program wants an empty ``--folder``.
-        options: The program's own options, and their help.
     """
 
     def add_arguments(parser: argparse.ArgumentParser) -> None:

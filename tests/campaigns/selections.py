@@ -30,14 +30,7 @@ def _pytest(arguments: argparse.Namespace, selection: tuple[str, ...]) -> list[s
 def printed(
     name: str, summary: str, *selection: str, environment: Environment = _nothing
 ) -> Campaign:
-    """A campaign whose result is what pytest prints.
-
-    Args:
-        name: Its name.
-        summary: One line.
-        selection: pytest's arguments.
-        environment: What its tests read from the environment.
-    """
+    """A campaign whose result is what pytest prints of ``selection``."""
 
     def run(arguments: argparse.Namespace) -> int:
         variables = {**os.environ, **environment(arguments)}
@@ -47,9 +40,7 @@ def printed(
 
 
 def tabled(name: str, summary: str, variable: str, *selection: str) -> Campaign:
-    """A campaign whose tests write a table to the file that ``variable`` names; it is printed also
-    when a test failed, because it says which.
-    """
+    """A campaign whose tests write a table to the file that ``variable`` names, failed ones too."""
 
     def run(arguments: argparse.Namespace) -> int:
         table: Path = arguments.output

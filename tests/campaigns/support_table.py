@@ -41,11 +41,9 @@ class Row:
     """What is known of one version of one package.
 
     Attributes:
-        package: Its name on the index.
-        version: Its version, as installed; "" if it has not been run.
+        version: As installed; "" if it has not been run.
         which: `OLDEST`, `BETWEEN` or `NEWEST` of those that are claimed, or "".
         beside: The versions that were installed with it.
-        date: When it was run.
         counts: What came out; None if it has not been run.
     """
 
@@ -67,11 +65,7 @@ class Row:
 
 
 def parse_counts(log: str) -> Counts:
-    """What the closing line of pytest says.
-
-    Raises:
-        ValueError: There is none, or no test was run: that is no result.
-    """
+    """What the closing line of pytest says; a ValueError if there is none or no test was run."""
     scenarios = re.findall(r"^(\d+) of (\d+) passed", log, re.MULTILINE)
     if scenarios:  # of the clients' matrix
         passed, count = map(int, scenarios[-1])
@@ -102,9 +96,7 @@ def parse(document: str) -> list[Row]:
 
 
 def merge(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """``old`` with ``new`` in the place of rows of the same version. There is one oldest and one
-    newest version of a package: an older row gives the word up to a newer one.
-    """
+    """``old`` with ``new`` in the place of rows of the same version; one is oldest or newest."""
     merged = list(old)
     for row in new:
         kept = []

@@ -1,9 +1,6 @@
 """Which versions are truly supported: the suite with the oldest, a middle and the newest torch and
-Python, and the clients' tests with the oldest and the newest of each client library.
-
-Each version gets a virtual environment of its own outside the tree, one after the other. The
-version in question goes in first (clients: after the pinned torch), so that it chooses what it
-depends on; everything else comes as `make test` pins it.
+Python, the clients' tests with the oldest and newest of each library. Each has an environment,
+into which the version in question goes first; all else is as `make test` pins it.
 """
 
 from __future__ import annotations
@@ -68,9 +65,7 @@ TORCH_BETWEEN = "2.9.1"
 
 @dataclass(frozen=True)
 class Target:
-    """One version to run; ``version`` is `NEWEST` for what the index has. Of `PYTHON` it is that of
-    an interpreter on the PATH.
-    """
+    """One version to run; `NEWEST` is the index's newest, of `PYTHON` an interpreter's."""
 
     package: str
     version: str
@@ -92,11 +87,7 @@ class Target:
 
 
 def floor(package: str) -> str:
-    """The oldest version that the requirements accept.
-
-    Raises:
-        ValueError: The requirement names none.
-    """
+    """The oldest version that the requirements accept; a ValueError if they name none."""
     text = (ROOT / "requirements" / CLAIMED_IN[package]).read_text(encoding="ascii")
     found = re.search(rf"^{package}>=([\d.]+)", text, re.MULTILINE)
     if found is None:
@@ -125,11 +116,7 @@ def claims() -> list[Row]:
 
 
 def targets(only: Sequence[str]) -> list[Target]:
-    """What to run: the versions that ``only`` names (``PACKAGE=VERSION``), or all that are claimed.
-
-    Raises:
-        ValueError: A word of ``only`` is of another form.
-    """
+    """What to run: the versions that ``only`` names (``PACKAGE=VERSION``), or all claimed."""
     if not only:
         return [Target(row.package, row.version or NEWEST) for row in claims()]
     found = []
@@ -162,12 +149,7 @@ def _which(target: Target, version: str) -> str:
 
 
 class Environment:
-    """The virtual environment of one target.
-
-    Args:
-        folder: Where; made by `install`.
-        pip_args: Flags for pip.
-    """
+    """The virtual environment of one target in ``folder``, made by `install`."""
 
     def __init__(self, folder: Path, pip_args: Sequence[str]) -> None:
         self.folder = folder
@@ -209,11 +191,7 @@ class Environment:
         return pins(version + self._call([*self._pip, "freeze"], capture=True))
 
     def install(self, target: Target, also: Sequence[str] = ()) -> None:
-        """Make it, with the newest of the packages ``also``.
-
-        Raises:
-            subprocess.CalledProcessError: A command failed; pip has said why.
-        """
+        """Make it, with the newest of the packages ``also``; raises what a command raises."""
         constraint_file = self.folder / "constraints.txt"
         first, rest = self.steps(target, constraint_file, also)
         for command in first:
@@ -239,12 +217,7 @@ class Environment:
 
 
 def run_target(target: Target, venvs: Path, arguments: argparse.Namespace) -> Row:
-    """Install, run the tests, remove the environment; returns the row.
-
-    Raises:
-        subprocess.CalledProcessError: Something could not be installed.
-        ValueError: pytest did not come to its end.
-    """
+    """Install, run the tests, remove the environment; returns the row."""
     environment = Environment(venvs / str(target), arguments.pip_args)
     try:
         environment.install(target, ALSO.get(target.package, ()))

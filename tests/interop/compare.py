@@ -46,16 +46,12 @@ NAMES = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one side went on from a checkpoint.
+    """How one side (`loader`) went on from a checkpoint of the `saver`.
 
     Attributes:
-        case: Which.
-        saver, loader: Sides.
         problem: Why there are no figures; empty if there are.
-        equal_state: How many tensors (weights, masters, moments, steps) and values of the loss
-            scaler in the saver's files are the same, bit for bit, in the files that the loader
-            saves right away,
-        all_state: of how many.
+        equal_state: How many of `all_state` tensors and values of the scaler are bit-equal in the
+            files that the loader saves right away.
         loss, norm: Largest relative deviations of the 4 steps from the saver's own.
     """
 
@@ -79,12 +75,7 @@ class Outcome:
 
 
 class Interpreters:
-    """Runs jobs on either side.
-
-    Args:
-        upstream: Interpreter with upstream's deepspeed.
-        folder: For everything that is written.
-    """
+    """Runs jobs on either side; everything is written in ``folder``."""
 
     def __init__(self, upstream: str, folder: Path) -> None:
         self.interpreters = {"here": sys.executable, "upstream": upstream}

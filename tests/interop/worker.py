@@ -1,9 +1,7 @@
-"""Trains the interoperation cases under one interpreter's deepspeed, this project's or upstream's;
-started by `compare.py`.
+"""Trains the cases under this project's or upstream's deepspeed; `compare` starts it.
 
-Reads jobs (JSON) from the file named first and runs them one after the other, each on two processes
-forked from this one, which has everything imported: ranks cost milliseconds, and no job finds
-another's process groups. Uses nothing but names that both have.
+Runs jobs (JSON) from the file named first one after the other, each on two processes forked from
+this one, which has imported everything. Uses nothing but names that both have.
 """
 
 from __future__ import annotations
@@ -170,9 +168,7 @@ def train_step(engine: Any, step: int, is_pipeline: bool) -> tuple[float, float]
 
 
 def run(rank: int, job: dict[str, Any], store: str) -> None:
-    """One rank of a job: train from the start or from a checkpoint, save where told, write what was
-    seen.
-    """
+    """One rank of a job: train from the start or from a checkpoint, save, write what was seen."""
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)  # a rank that waits for ever says where
     os.environ.update(
@@ -234,9 +230,7 @@ def report(rank: int, job: dict[str, Any], folder: str) -> None:
 
 
 def main() -> None:
-    """Run the jobs; write problems by the folder that the job saves to into the file named
-    second.
-    """
+    """Run the jobs; write problems by the folder that the job saves to into the second file."""
     jobs = json.loads(Path(sys.argv[1]).read_text())
     problems = {job["save"]: run_on_ranks(job) for job in jobs}
     Path(sys.argv[2]).write_text(

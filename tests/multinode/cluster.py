@@ -1,9 +1,7 @@
-"""Hosts for tests of the launcher: network namespaces on one bridge, each with its own address,
-name and ssh server.
+"""Hosts for tests of the launcher: network namespaces on one bridge, with names and ssh servers.
 
-Owns: making and removing them, running commands on them, cutting them off, and finding what is left
-running on them. Everything lives in namespaces and in one temporary folder: keys, known hosts and
-servers are this cluster's own.
+Makes and removes them, runs commands on them, cuts them off, finds what is left running on them.
+Keys, known hosts and servers lie in one temporary folder.
 """
 
 import contextlib
@@ -118,10 +116,9 @@ class Node:
         run("ip", "-n", self._cluster.switch, "link", "set", self.cable, "up")
 
     def processes(self) -> dict[int, str]:
-        """What jobs run on this host, by process id: not the host's own daemons, nor the ssh
-        server's sessions.
+        """What jobs run on this host, by process id: no daemons, nor sessions of ssh.
 
-        A session is ended by the server, which learns of a cut connection by settings of its own.
+        Those the server ends itself when it learns of a cut connection.
         """
         listed = subprocess.run(
             ["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=False
@@ -150,9 +147,7 @@ class Cluster:
         daemons: processes that belong to the hosts and not to a job; the user adds them.
 
     Args:
-        size: number of hosts.
         folder: an empty folder for all files of the cluster.
-        ssh_port: the ssh servers' port.
         number: tells clusters of one test process apart.
     """
 

@@ -1,8 +1,4 @@
-"""Jobs of the `deepspeed` command on the hosts of a `cluster`.
-
-Owns: starting the command on a host, reading its output as it comes, and waiting until nothing of
-it is left anywhere.
-"""
+"""Jobs of the `deepspeed` command on a `cluster`: started, read, awaited until nothing is left."""
 
 import os
 import subprocess
@@ -18,9 +14,7 @@ SLACK = 30.0
 
 
 class Job:
-    """The `deepspeed` command on a host, the first one if none is named, its output read as it
-    comes.
-    """
+    """The `deepspeed` command on a host, or the first one, its output read as it comes."""
 
     def __init__(
         self, cluster: hosts.Cluster, *flags: str, node: int = 0, **environment: str
@@ -73,9 +67,7 @@ class Job:
         return sum(word in line for line in self.lines)
 
     def end(self, timeout: float = 120.0) -> int:
-        """Wait for the exit code; nothing of the job may be left on any host that can be
-        reached.
-        """
+        """Wait for the exit code; nothing of the job may be left on any host in reach."""
         code = self.process.wait(timeout)
         self._reader.join(timeout)
         return code

@@ -1,8 +1,4 @@
-"""A real Slurm on a test cluster's hosts: munge and slurmd on each, slurmctld on the first.
-
-Owns: its configuration, keys and daemons, all in the cluster's folder. Does not own: the hosts
-(`cluster`).
-"""
+"""A real Slurm on a test cluster's hosts: munge and slurmd on each, slurmctld on the first."""
 
 import os
 import shutil
@@ -23,9 +19,7 @@ def why_impossible() -> str | None:
 
 
 class Slurm:
-    """Slurm's daemons on a cluster that is up; a context manager. The cluster's own end is theirs
-    too.
-    """
+    """Slurm's daemons on a cluster that is up; a context manager."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

@@ -1,8 +1,4 @@
-"""Elastic training over real hosts: one is killed or cut off, the others go on, and it comes back.
-
-Each host is a network namespace and runs `deepspeed --elastic_training` for itself with two ranks
-of examples/elastic_train.py. Long: run by the campaign `multinode`.
-"""
+"""Elastic training over real hosts: one is killed or cut off, the others go on, it comes back."""
 
 import os
 import signal
@@ -28,9 +24,7 @@ interpreters.
 
 
 class ElasticJob:
-    """An elastic job on a cluster whose first host serves the rendezvous; training stops at
-    steps 3 and 6 until let go.
-    """
+    """An elastic job, its rendezvous on the first host; steps 3 and 6 stop until let go."""
 
     def __init__(self, cluster: hosts.Cluster, folder: Path) -> None:
         self.cluster = cluster

@@ -1,9 +1,4 @@
-"""`deepspeed` over real hosts: two and three network namespaces, each engine, what is trained, and
-how a job ends.
-
-Long: run by the campaign `multinode`, not with the suite. Skips, with the reason, where a tool or
-root is missing.
-"""
+"""`deepspeed` over two and three real hosts: each engine, what is trained, how a job ends."""
 
 import os
 import shutil
@@ -71,9 +66,7 @@ def reference() -> dict[str, torch.Tensor]:
 
 
 def check_training(job: Job, weights: Path, ranks_per_node: int = 2) -> None:
-    """The job ended well, on all ranks of all hosts, with the weights of one process, and nothing
-    is left.
-    """
+    """The job ended well on all ranks, with the weights of one process, and nothing is left."""
     assert job.end() == 0, job.text
     started = sorted(line.split("starts ", 1)[1] for line in job.lines if ": starts " in line)
     expected = [

@@ -1,6 +1,4 @@
-"""A few real steps of ZeRO on whatever ranks there are; rank 0 saves the weights. Called by the
-tests on each node.
-"""
+"""A few real steps of ZeRO on whatever ranks there are; rank 0 saves the weights."""
 
 import argparse
 import os

@@ -26,9 +26,7 @@ PLACES = {entry: index for index, (_, entries) in enumerate(LAYERS) for entry in
 
 @lru_cache(maxsize=1)
 def modules() -> dict[str, str]:
-    """Every module of the package, and its name in the tables: without `deepspeed`, and with
-    `__init__` where it is a folder's file.
-    """
+    """Modules of the package by their names in the tables: no `deepspeed`, with `__init__`."""
     paths = {source.module: source.path for source in sources()}
     return {module: path.removesuffix(".py").replace("/", ".") for module, path in paths.items()}
 
@@ -121,9 +119,7 @@ def test_no_modules_import_in_a_circle() -> None:
 
 
 def names_from_above(source: Source) -> Iterator[int]:
-    """Lines with a module above the file's own layer as text, for `lazy_attributes` and its like to
-    load on demand.
-    """
+    """Lines with a module above the file's own layer as text, which loads on demand."""
     words = docstring_lines(source)
     for node in source.every(ast.Constant):
         name = node.value.partition(":")[0] if isinstance(node.value, str) else ""
@@ -169,9 +165,7 @@ HALL_ELSEWHERE = ("", "runtime", "ops/op_builder", *GRAB_BAGS)
 
 
 def test_every_folder_has_a_hall() -> None:
-    """The docstring of a folder's `__init__` says what each of its files is for: who looks for a
-    place, or for a twin of what they are about to write, reads that and not thirty files.
-    """
+    """A folder's `__init__` says what each file is for: who looks for a place reads that alone."""
     folders: dict[str, list[str]] = {}
     halls: dict[str, str] = {}
     for source in sources():

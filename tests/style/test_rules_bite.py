@@ -1,6 +1,4 @@
-"""Each style rule fails on a file that breaks it: a rule that finds nothing anywhere would look
-just as green.
-"""
+"""Each style rule fails on a file that breaks it: a rule that finds nothing is just as green."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,4 @@
-"""House rules that can be read off the syntax tree of the package.
-
-Each rule is one search of parsed files and fails with `file:line` of every offence.
-"""
+"""House rules read off the syntax tree of the package: searches that fail with `file:line`."""
 
 import ast
 import io
@@ -80,9 +77,7 @@ def sources_of(package: Path) -> tuple[Source, ...]:
 
 
 def offences(find: Callable[[Source], Iterator[int]], skip: tuple[str, ...] = ()) -> list[str]:
-    """`file:line` of everything that `find` yields, over all files whose path does not start with
-    one of `skip`.
-    """
+    """`file:line` of all that `find` yields, in files whose path starts with none of `skip`."""
     return [
         f"{s.path}:{line}"
         for s in sources()
@@ -98,9 +93,7 @@ def report(found: list[str]) -> None:
 
 
 def rule(*skip: str) -> Callable[[Callable[[Source], Iterator[int]]], Callable[[], None]]:
-    """Make a test of a search: it finds nothing in the files whose path starts with none of
-    `skip`.
-    """
+    """Make a test of a search: it finds nothing in files whose path starts with none of `skip`."""
 
     def made(find: Callable[[Source], Iterator[int]]) -> Callable[[], None]:
         def test() -> None:
@@ -113,9 +106,7 @@ def rule(*skip: str) -> Callable[[Callable[[Source], Iterator[int]]], Callable[[
 
 
 def imported(source: Source) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of all imports, anywhere in the file; `from a import b` gives a and
-    a.b.
-    """
+    """(line, dotted name) of all imports; `from a import b` gives a and a.b."""
     for node in source.nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -265,9 +256,7 @@ def test_streams_are_made_in_one_place(source: Source) -> Iterator[int]:
 
 @rule("accelerator/")  # which simulates and traces it
 def test_no_record_stream(source: Source) -> Iterator[int]:
-    """Lifetime across streams is a reference and an event; record_stream leaves reuse to the
-    allocator's timing.
-    """
+    """Lifetime across streams is a reference and an event, not the allocator's timing."""
     return (node.lineno for node in source.every(ast.Attribute) if node.attr == "record_stream")
 
 
@@ -291,9 +280,7 @@ def test_the_core_names_no_subsystem(source: Source) -> Iterator[int]:
 
 @rule()
 def test_checkpoint_files_need_no_runtime(source: Source) -> Iterator[int]:
-    """The runtime saves and loads by `deepspeed.checkpoint`; whoever looks at a folder has no
-    runtime.
-    """
+    """Whoever looks at a folder of checkpoints has no runtime."""
     if within(source.module, ("deepspeed.checkpoint",)):
         typing_only = type_checking_lines(source)
         for line, name in imported(source):
@@ -302,9 +289,7 @@ def test_checkpoint_files_need_no_runtime(source: Source) -> Iterator[int]:
 
 
 def reasoned_lines(source: Source) -> set[int]:
-    """Lines that a comment with one of FUNCTION_IMPORT_REASONS covers: its own, and the imports
-    right below.
-    """
+    """Lines that a comment with a reason covers: its own, and the imports right below."""
     covered: set[int] = set()
     inside = False
     for number, line in enumerate(source.text.splitlines(), start=1):
@@ -393,9 +378,7 @@ def test_the_checked_tree_is_not_empty() -> None:
 
 
 def test_no_test_file_is_outside_the_suites() -> None:
-    """`make test` runs tests/unit and tests/style, the campaign `multinode` tests/multinode; a test
-    elsewhere would never run.
-    """
+    """`make test` and the campaign `multinode` run these folders alone."""
     strays = [
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "tests").rglob("test_*.py")
@@ -411,9 +394,7 @@ program, a client, a page, or, in v1, training on several ranks by subject, as i
 
 
 def test_folders_of_tests_mirror_the_package() -> None:
-    """tests/unit/runtime/gradients tests deepspeed/runtime/gradients: who changes a module finds
-    its tests without a search.
-    """
+    """Who changes a module finds its tests without a search."""
     unit = ROOT / "tests" / "unit"
     folders = {path.parent.relative_to(unit) for path in unit.rglob("test_*.py")}
     mirrors = [path for path in folders if path.parts and path.parts[0] not in NOT_OF_ONE_MODULE]
@@ -438,9 +419,7 @@ def named_in(path: Path) -> Iterator[str]:
 
 
 def test_every_module_is_covered() -> None:
-    """A module of some size has a folder of tests: one that says so, as those of training on
-    several ranks do, one that mirrors its package, or one with a test that names it.
-    """
+    """A module of some size has tests: in a folder that says so or mirrors its own, or by name."""
     unit = ROOT / "tests" / "unit"
     files = [path for path in unit.rglob("*.py") if "table" not in path.parts]  # of planted faults
     folders = {path.parent for path in files if path.name.startswith("test_")}

@@ -30,9 +30,7 @@ def make_calls(text: str) -> Iterator[list[str]]:
 
 
 def mentions(path: Path) -> Iterator[list[str]]:
-    """The words after each `make` that a page or a script tells to run: between backquotes, or at
-    the start of a line.
-    """
+    """The words after `make` that a page or script tells to run, in backquotes or alone."""
     text = path.read_text(encoding="utf-8")
     for found in re.findall(r"`make ([^`\n]+)`", text):
         yield found.split()

@@ -1,11 +1,7 @@
-"""The harness of tests that run on several ranks.
+"""The harness of tests that run on several ranks, with upstream's names; a pytest plugin.
 
-`DistributedTest`: test methods of its subclasses run on every rank. `DistributedFixture`: its
-``run`` does, as a fixture. Both have upstream's attributes. pytest evaluates fixtures and
-parameters once, in its own process; their values are pickled to the ranks. How ranks are made,
-watched and ended is in `rank_server`.
-
-This module is a pytest plugin: ``tests/conftest.py`` imports its hooks.
+pytest evaluates fixtures and parameters once, in its own process; their values are pickled to the
+ranks. How ranks are made, watched and ended is in `rank_server`.
 """
 
 from __future__ import annotations
@@ -65,11 +61,7 @@ needs_all_to_all = pytest.mark.skipif(
 
 
 def get_master_port(base_port: int = 29500, port_range_size: int = 1000) -> str:
-    """A port in ``base_port .. base_port + port_range_size - 1`` on which nobody listens now.
-
-    Raises:
-        OSError: all of them are taken.
-    """
+    """A free port in ``base_port .. base_port + port_range_size - 1``; an OSError if none is."""
     first = random.SystemRandom().randrange(port_range_size)
     for offset in range(first, first + port_range_size):
         port = base_port + offset % port_range_size
@@ -161,9 +153,7 @@ def set_seed(seed: int) -> None:
 
 
 def enable_determinism(seed: int) -> Callable[[F], F]:
-    """Decorate a test: the same random numbers on every rank and in every run, and deterministic
-    kernels only.
-    """
+    """Decorate a test: the same random numbers everywhere, and deterministic kernels only."""
 
     def decorate(func: F) -> F:
         @functools.wraps(func)
@@ -197,12 +187,9 @@ class DistributedExec:
         init_distributed: make the process group before the test.
         set_dist_env: set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT.
         requires_cuda_env: skip when there is no device but the host.
-        reuse_dist_env: kept for upstream's tests. Every test gets fresh processes: here they cost
-            less than the clean-up between tests that reusing them would need.
-        non_daemonic_procs: kept for upstream's tests. Ranks may always start processes; they are
-            killed at the end.
-        exec_timeout: seconds after which the ranks are given up; None means DS_UNITTEST_TIMEOUT, or
-            60.
+        reuse_dist_env, non_daemonic_procs: upstream's; processes are always fresh and may start
+            others, which are killed at the end.
+        exec_timeout: seconds after which ranks are given up; None: DS_UNITTEST_TIMEOUT, or 60.
     """
 
     world_size: int | list[int] = 2
@@ -220,17 +207,6 @@ class DistributedTest(DistributedExec):
 
     ``@pytest.mark.world_size(n)`` on a method overrides the class's ``world_size``. `class_tmpdir`
     is one directory for all tests of a class and the fixtures they use.
-
-    Example::
-
-        class TestSum(DistributedTest):
-            world_size = 3
-
-            @pytest.mark.parametrize("value", [1, 2])
-            def test(self, value, tmp_path):
-                tensor = torch.tensor([value])
-                deepspeed.comm.all_reduce(tensor)
-                assert tensor.item() == 3 * value
     """
 
     is_dist_test = True
@@ -242,25 +218,9 @@ class DistributedTest(DistributedExec):
 
 
 class DistributedFixture(DistributedExec):
-    """A fixture, named like the class, whose ``run`` executes on its own ``world_size`` ranks; its
-    value is None.
+    """A fixture, named like the class, whose ``run`` executes on its own ``world_size`` ranks.
 
-    Example::
-
-        class saved_on_four(DistributedFixture):
-            world_size = 4
-
-            def run(self, class_tmpdir):
-                ...
-
-        class TestLoad(DistributedTest):
-            world_size = 2
-
-            def test(self, saved_on_four, class_tmpdir):
-                ...
-
-    A module that imports the class must import ``fixture_of(the class)`` by assignment to get the
-    fixture too.
+    A module that imports the class must import ``fixture_of(the class)`` by assignment too.
     """
 
     is_dist_fixture = True
@@ -292,11 +252,7 @@ def fixture_of(fixture_class: type[DistributedFixture]) -> Any:
 
 
 def run_on_rank(rank: int, call: dict[str, Any]) -> Callable[[], None] | None:
-    """Execute one method on this rank; `rank_server` calls it in the rank's process.
-
-    Returns:
-        What is to be done when the result is known.
-    """
+    """Execute one method on this rank; returns what is to be done when the result is known."""
     import torch
 
     torch.set_num_threads(1)
@@ -387,9 +343,7 @@ def _skip_without_device(exec_class: type[DistributedExec], num_ranks: int) -> N
 
 
 def _pack_values(values: dict[str, Any], nodeid: str) -> tuple[dict[str, bytes], list[str]]:
-    """Values by name as pickles, and the names of parameters that do not pickle but are known to
-    the template.
-    """
+    """Values as pickles, and names of parameters that only the template knows."""
     item = _items.get(nodeid)
     params = item.callspec.params if item is not None and hasattr(item, "callspec") else {}
     pickled: dict[str, bytes] = {}
@@ -417,11 +371,7 @@ def launch(
     world_size: int | list[int],
     nodeid: str,
 ) -> None:
-    """Execute ``exec_class().method(**values)`` on ranks, and end like they ended.
-
-    Raises:
-        Skipped, XFailed, Failed: pytest's exceptions, carried over from the ranks.
-    """
+    """Execute ``exec_class().method(**values)`` on ranks; raises pytest's exceptions of theirs."""
     for num_ranks in [world_size] if isinstance(world_size, int) else world_size:
         _skip_without_device(exec_class, num_ranks)
         pickled, from_item = _pack_values(values, nodeid)
@@ -503,9 +453,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Iterator[None]:
-    """Collect tests without Python's garbage collector: what is imported and collected stays, and
-    walking through it over and over takes a fifth of the time.
-    """
+    """Collect without the garbage collector, which takes a fifth of the time."""
     gc.disable()
     try:
         return (yield)

@@ -30,14 +30,7 @@ def config_of(
     stage: int, rows: int, accumulation: int = 1, precision: str = "fp32", **more: Any
 ) -> dict[str, Any]:
     """A configuration that doesn't clip: a factor that differs in its last bit would hide what is
-    bit-equal.
-
-    Args:
-        stage: Of ZeRO.
-        rows: Of a micro-batch.
-        accumulation: How many micro-batches a step has.
-        precision: "fp32", "bf16" or "fp16".
-        more: Blocks of the configuration; `zero_optimization` without its stage.
+    bit-equal. ``rows`` are a micro-batch's; of ``more``, `zero_optimization` has no stage.
     """
     return {
         "train_micro_batch_size_per_gpu": rows,

@@ -26,12 +26,11 @@ def mean_square(model: Any, batch: torch.Tensor) -> torch.Tensor:
 
 
 class OneProcess:
-    """A model and its optimizer.
+    """A model, trained in place, and its optimizer.
 
     Args:
-        model: Trained in place.
         optimizer: An optimizer, or the rate of SGD for all that is trained.
-        loss: Of the model and a batch.
+        loss: Computed of the model and a batch.
         clip: What norm gradients are clipped to, if not 0.
 
     Attributes:
@@ -98,13 +97,7 @@ def of_all_ranks(
 
 
 def train(engine: Any, batches: Iterable[Any], loss: Loss = own_loss) -> list[float]:
-    """Go through micro-batches as a script does; their losses.
-
-    Args:
-        engine: Of `deepspeed.initialize`.
-        batches: One for each call of `step`, this rank's.
-        loss: Of the engine and a batch.
-    """
+    """Go through this rank's micro-batches as a script does; their losses."""
     losses = []
     for batch in batches:
         value = loss(engine, batch)

@@ -1,6 +1,4 @@
-"""Small models and loaders under the names and signatures that test suites written for upstream
-import from `unit.simple_model`.
-"""
+"""Small models and loaders under the names and signatures that suites for upstream import."""
 
 from __future__ import annotations
 
@@ -23,13 +21,7 @@ from unit.common import preferred_dtype
 
 
 class SimpleModel(nn.Module):
-    """Linear layers of one width, and the cross entropy of what they give.
-
-    Args:
-        hidden_dim: The width, and the number of classes.
-        empty_grad: Have a layer that is not used.
-        nlayers: How many layers.
-    """
+    """Linear layers of one width and their cross entropy; `empty_grad`: one is not used."""
 
     def __init__(self, hidden_dim: int, empty_grad: bool = False, nlayers: int = 1) -> None:
         super().__init__()
@@ -89,9 +81,7 @@ class SimpleMoEModel(nn.Module):
         self.cross_entropy_loss = nn.CrossEntropyLoss()
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The loss of the sequences `x` `[rows, length, hidden_dim]`, averaged over their length,
-        and of the experts' load.
-        """
+        """The loss of `x` `[rows, length, hidden_dim]`, averaged, and of the experts' load."""
         hidden = self.linear1(x)
         output, l_aux, _ = self.linear2(hidden)
         loss: torch.Tensor = self.cross_entropy_loss((hidden + output).mean(1), y) + l_aux

@@ -1,6 +1,4 @@
-"""What this release does not have says so by name: packages, modules, names, and what is imported
-in the first lines of scripts and may never be used.
-"""
+"""What this release does not have says so by name: packages, modules, names, imports."""
 
 from __future__ import annotations
 
@@ -86,9 +84,7 @@ assert deepspeed.runtime.zero.mics_utils.scale_tensors.__module__ == "deepspeed.
 
 
 def test_who_asks_first_is_told_no() -> None:
-    """Kills: a spec for what cannot be imported, `from package import module` that loses the
-    explanation, and an error that `except ModuleNotFoundError` does not catch.
-    """
+    """Kills: a spec of what can't be imported, a lost explanation, an error nobody catches."""
     subprocess.run([sys.executable, "-c", ASKED], check=True, timeout=120)
 
 

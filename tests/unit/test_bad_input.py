@@ -1,6 +1,4 @@
-"""What a user gets told who gives `deepspeed.initialize` something wrong, and what becomes of the
-other ranks when one dies.
-"""
+"""What a user is told who gives `initialize` something wrong; the other ranks when one dies."""
 
 from __future__ import annotations
 

@@ -263,9 +263,7 @@ def stuck_here():
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process runs. One that is dead and waits for its parent (this container's init)
-    does not.
-    """
+    """Whether a process runs; one that is dead and waits for its parent does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except FileNotFoundError:

@@ -131,9 +131,7 @@ def test_op_lists_are_computed_on_demand() -> None:
 
 
 def test_every_pin_of_the_direct_requirements_exists() -> None:
-    """A package without a pin could pull in another build of torch, and would change under CI's
-    feet.
-    """
+    """A package without a pin could pull in another torch, and would change under CI's feet."""
     folder = ROOT / "requirements"
     pinned = {
         line.partition("==")[0].lower().replace("_", "-")

@@ -1,8 +1,6 @@
 """Every public name of upstream's is here and of upstream's kind, or says what to use instead.
 
-`upstream_names.txt` is read off DeepSpeed 0.19.6: names that scripts can import or call, and
-whether they are functions, classes, constants, methods, properties or fields. `pytest -s` prints
-the table.
+`upstream_names.txt` is read off DeepSpeed 0.19.6. `pytest -s` prints the table.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Spreads the tests of a folder over the cores by pytest-xdist, where that is installed.
+"""Spreads the tests of a folder over the cores by pytest-xdist, if installed; a pytest plugin.
 
 A run of one file, with a debugger, or with `-n 0` stays in one process: starting workers takes as
 long as a small file. Each worker has a rank template of its own (`rank_server`).
-
-This module is a pytest plugin: ``tests/unit/conftest.py`` imports its hooks.
 """
 
 from __future__ import annotations
@@ -30,10 +28,7 @@ def num_workers(config: pytest.Config) -> int:
 
 
 def unit_of(nodeid: str) -> str:
-    """What of a test's name it has in common with those that must run on the same worker: its
-    class, whose fixtures and folder are made once, or its file; all of it for a test that stands
-    alone.
-    """
+    """What of a test's name runs on one worker: its class or file, or all of it."""
     path, _, name = nodeid.partition("::")
     if any(part in f"/{path}" for part in KEPT_WHOLE):
         return path

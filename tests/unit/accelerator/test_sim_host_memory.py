@@ -1,6 +1,4 @@
-"""Page-locked memory of the simulated device: the host's own, reached by the device with copies
-that go by streams.
-"""
+"""Page-locked memory of the simulated device: the host's own, reached by copies on streams."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The simulated device: what is not ordered is wrong, in every run; what is ordered is the host's
-result bit for bit.
-"""
+"""The simulated device: what is not ordered is wrong every time, the rest is the host's result."""
 
 from __future__ import annotations
 
@@ -150,9 +148,7 @@ def model() -> nn.Sequential:
 
 
 def train(steps: int = 4) -> list[torch.Tensor]:
-    """Losses and parameters; uses dropout, foreach optimizers, clipping, autocast and a random
-    batch.
-    """
+    """Losses and parameters, of dropout, foreach optimizers, clipping, autocast, a random batch."""
     torch.manual_seed(3)
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=True)

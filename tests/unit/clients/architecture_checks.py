@@ -1,7 +1,4 @@
-"""Holds one architecture at stage 3 to plain torch: its weights however it is made, and a step.
-
-All ranks call `check` with the same arguments, in a folder that they share.
-"""
+"""Holds one architecture at stage 3 to plain torch: its weights, however made, and a step."""
 
 from __future__ import annotations
 
@@ -57,9 +54,7 @@ def _seeded(make: Callable[[], Any], seed: int) -> Any:
 
 
 def _initialized(architecture: Architecture, config: Any, seed: int) -> PreTrainedModel:
-    """What `from_config` makes at stage 3, in plain torch: constructors draw nothing, and only then
-    the model's own `_init_weights` fills everything.
-    """
+    """What `from_config` makes at stage 3: constructors draw nothing, then `_init_weights` all."""
     torch.manual_seed(seed)
     with no_init_weights():
         model: PreTrainedModel = architecture.cls._from_config(config)
@@ -68,13 +63,7 @@ def _initialized(architecture: Architecture, config: Any, seed: int) -> PreTrain
 
 
 class Made:
-    """One architecture and the ways in which stage 3 comes by its weights.
-
-    Args:
-        name: The architecture.
-        seed: Draws weights and batches.
-        folder: Where ranks share a saved model.
-    """
+    """One architecture and the ways in which stage 3 comes by its weights; `seed` draws all."""
 
     def __init__(self, name: str, seed: int, folder: Path) -> None:
         self.name, self.seed, self.folder = name, seed, folder / f"{name}-{seed}"
@@ -171,9 +160,7 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def check(name: str, seed: int, folder: Path) -> dict[str, Any]:
-    """What differs from plain torch: names of weights for each way to make the model, and the
-    largest difference after a step. All ranks call it.
-    """
+    """What differs from plain torch: weights for each way to make it, and a step. Collective."""
     made = Made(name, seed, folder)
     found: dict[str, Any] = {**weights(made), "step": step_error(made)}
     gc.collect()  # models of stage 3 are circles of references

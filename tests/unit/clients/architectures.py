@@ -1,8 +1,7 @@
 """Architectures of transformers, small: how each is made, and a batch that it can learn from.
 
-Together they have what `zero.Init` and stage 3 may stumble over: tied weights, weights that are
-filled by a model's own `_init_weights`, models made of models, packed and unpacked experts,
-normalized weights, buffers, two stacks, recurrence, parameters that are read outside their module.
+Together they have what stage 3 may stumble over: tied weights, `_init_weights` of their own, models
+made of models, packed and unpacked experts, buffers, two stacks, recurrence, foreign reads.
 """
 
 from __future__ import annotations
@@ -143,9 +142,7 @@ class Architecture:
     """One architecture.
 
     Attributes:
-        head: Model class of transformers.
         words: What its configuration is made of; `model_type` too, if not the entry's name.
-        batch: A batch for its configuration.
         lora: What peft's adapters are made of; only they are trained.
         ways: How the library's stage 3 can make it. In other ways it fills weights that it has not
             gathered (transformers 5.23), which raises.

@@ -1,6 +1,4 @@
-"""Holds one architecture to plain torch on the ranks that a launcher made; its rank 0 writes what
-differs. Run by zero3_architectures.py.
-"""
+"""Holds one architecture to plain torch on a launcher's ranks; rank 0 writes what differs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Runs a client's training script in processes of its own: as a user does, with this project's
-launcher or torchrun, or forked from the tests' template, which takes no time to import libraries.
-"""
+"""Runs a client's script in processes: by this launcher, torchrun, or forked from the template."""
 
 from __future__ import annotations
 
@@ -51,17 +49,7 @@ def launch(
     launcher: str | None = None,
     timeout: float = 180.0,
 ) -> Any:
-    """Run `script` of this folder on `processes` ranks and return the JSON that its rank 0 wrote to
-    `out/result.json`.
-
-    Args:
-        script: File name.
-        out: Folder that the script writes to; its first argument.
-        args: The script's other arguments.
-        processes: Ranks.
-        launcher: "deepspeed", "torchrun", or none: the ranks are forked.
-        timeout: Seconds after which the test fails.
-    """
+    """Run a script of this folder; returns the JSON that rank 0 wrote to `out/result.json`."""
     result = out / "result.json"
     result.unlink(missing_ok=True)
     program = Path(__file__).parent / script
@@ -80,9 +68,7 @@ def run_ranks(
     timeout: float = 180.0,
     **variables: str,
 ) -> str:
-    """Run `program` on `processes` ranks in the folder `cwd`, with more `variables`; returns what
-    they wrote to stdout, or all that they wrote where they are forked. The rest is as in `launch`.
-    """
+    """Run `program` on ranks in the folder `cwd`, with more `variables`; returns their stdout."""
     if launcher is None:
         call = {
             "argv": [str(program), *args],
@@ -133,9 +119,7 @@ def run_program(rank: int, call: dict[str, Any]) -> None:
 
 
 def environment() -> dict[str, str]:
-    """A user's environment, on the host, without network and without what another test's process
-    group left behind.
-    """
+    """A user's environment, on the host, without network and another test's process group."""
     ours = {
         name: value
         for name, value in os.environ.items()

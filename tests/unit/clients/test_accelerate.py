@@ -1,6 +1,4 @@
-"""A loop with accelerate, unmodified, trains, accumulates, clips, saves and goes on through this
-package.
-"""
+"""A loop with accelerate, unmodified, trains, accumulates, clips, saves and goes on."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The program of each page of docs/clients, as it stands there, trains on two processes, learns and
-leaves a checkpoint.
-"""
+"""The program of each page of docs/clients trains on two processes, learns, leaves a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Adapters that peft merges into a sharded base, to push the weights, and takes out again, as trl
-and ms-swift do in every step of theirs.
-"""
+"""Adapters that peft merges into a sharded base and takes out again, as trl and ms-swift do."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""accelerate's `parallelism_config` and transformers' Trainer, unmodified, train with sequences
-that are split over two ranks as plain torch does with whole ones.
-"""
+"""accelerate and the Trainer, unmodified, train with split sequences as torch with whole ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""accelerate and transformers' Trainer, unmodified, train with layers that the DeepSpeed
-configuration cuts over ranks as plain torch does with whole ones, and save whole weights.
-"""
+"""accelerate and the Trainer, unmodified, train with layers cut over ranks, save whole weights."""
 
 from __future__ import annotations
 

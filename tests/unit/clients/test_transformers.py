@@ -1,6 +1,4 @@
-"""transformers.Trainer, unmodified, trains, evaluates, saves and resumes on this package as on
-DeepSpeed.
-"""
+"""transformers.Trainer, unmodified, trains, evaluates, saves and resumes as on DeepSpeed."""
 
 from __future__ import annotations
 

@@ -64,10 +64,9 @@ class TestModels(DistributedTest):
     def test_an_architecture_equals_plain_torch(self, name: str, tmpdir: Any) -> None:
         """`make campaign NAME=architectures` has the others.
 
-        Kills: weights that a constructor or `_init_weights` fills only where they are (`llava`:
-        models of models, `mixtral`: packed experts), a tied weight that is cut twice (`qwen2`), the
-        gradient of a number (`clip`: `expand` of one element has a dimension too many), experts
-        that only the ranks gather that chose them (`switch_transformers`).
+        Kills: weights filled only where they are (`llava`: models of models, `mixtral`: packed
+        experts), a tied weight cut twice (`qwen2`), the gradient of a number (`clip`), experts that
+        only the ranks gather that chose them (`switch_transformers`).
         """
         found = check(name, 0, Path(tmpdir))
         step = found.pop("step")
@@ -75,9 +74,7 @@ class TestModels(DistributedTest):
         assert step <= 1e-6
 
     def test_resize_train_generate_save(self, tmpdir: Any) -> None:
-        """Kills: an added row that only one rank knows, shards that generation leaves stale or
-        whole, ranks that wait for one whose sequences ended, a save of shards.
-        """
+        """Kills: a new row on one rank, stale shards in generation, a wait, a save of shards."""
         made = Made("llama", 0, Path(tmpdir))
         plain: Any = made.plain()
         here = HfDeepSpeedConfig(CONFIG)

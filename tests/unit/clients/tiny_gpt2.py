@@ -11,9 +11,7 @@ LENGTH = 16
 
 
 def tiny_gpt2(seed: int = 0) -> GPT2LMHeadModel:
-    """Two layers, tied embeddings, and dropout, so that resuming has to restore random states
-    too.
-    """
+    """Two layers, tied embeddings, and dropout, so that random states have to be restored."""
     torch.manual_seed(seed)
     return GPT2LMHeadModel(
         GPT2Config(
@@ -32,9 +30,7 @@ def tiny_gpt2(seed: int = 0) -> GPT2LMHeadModel:
 
 
 class Counting(Dataset[dict[str, torch.Tensor]]):
-    """Sequences that count up from their index, modulo the vocabulary; labels are the tokens
-    themselves.
-    """
+    """Sequences that count up from their index, modulo the vocabulary."""
 
     def __init__(self, size: int) -> None:
         self.size = size

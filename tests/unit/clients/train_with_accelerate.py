@@ -1,9 +1,4 @@
-"""A user's script: a training loop with accelerate and a DeepSpeed plugin. Run by
-test_accelerate.py.
-
-The loop is accelerate's documented one: prepare, accumulate, backward, clip_grad_norm_, step,
-save_state and load_state.
-"""
+"""A user's script: accelerate's documented loop with a DeepSpeed plugin, saved and gone on from."""
 
 from __future__ import annotations
 

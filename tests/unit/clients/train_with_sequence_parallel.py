@@ -1,8 +1,4 @@
-"""A user's script: sequences split over two ranks by accelerate's `ParallelismConfig`, in a loop of
-its own and in transformers.Trainer. Run by test_sequence_parallel.py.
-
-Writes the largest relative difference of a weight to plain torch on whole sequences.
-"""
+"""A user's script: sequences split by accelerate's configuration, in a loop and in the Trainer."""
 
 from __future__ import annotations
 

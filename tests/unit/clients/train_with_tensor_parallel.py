@@ -1,8 +1,6 @@
-"""A user's script: layers cut over two ranks by the DeepSpeed configuration, in a loop of
-accelerate's and in transformers.Trainer. Run by test_tensor_parallel.py.
+"""A user's script: layers cut by the configuration, in a loop of accelerate's and in the Trainer.
 
-Writes the largest difference of a saved weight to plain torch on all data, relative to how far the
-weight moved.
+Writes the largest difference of a saved weight to plain torch, relative to how far it moved.
 """
 
 from __future__ import annotations

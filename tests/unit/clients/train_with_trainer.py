@@ -1,6 +1,4 @@
-"""A user's script: transformers.Trainer with a DeepSpeed configuration full of "auto". Run by
-test_transformers.py.
-"""
+"""A user's script: transformers.Trainer with a configuration full of "auto"."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""A user's script: a trainer of trl at stage 3. Run by zero3_trl.py; the matrix takes its trainers
-at all stages.
+"""A user's script: a trainer of trl at stage 3. Run by zero3_trl.py; the matrix has all stages.
 
-`sft` trains adapters of peft too, from a stream, and with sequences that ranks share; `dpo` has a
-second model that is only evaluated, unless its words are asked for before; `grpo` and `rloo`
-generate with the model that they train.
+`dpo` has a second model that is only evaluated, unless its words are asked for before; `grpo` and
+`rloo` generate with the model that they train.
 """
 
 from __future__ import annotations

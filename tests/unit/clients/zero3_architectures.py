@@ -1,8 +1,4 @@
-"""Architectures of transformers at stage 3 on two ranks: which equal plain torch, with several
-seeds.
-
-The suite holds a few to it (`test_zero3_models`); `make campaign NAME=architectures` all of them.
-"""
+"""Architectures of transformers at stage 3: which equal plain torch, with several seeds."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Trainers of trl, unmodified, at stage 3 on two ranks: each trains, saves, and goes on in new
-processes with the losses, gradient norms and weights of a run that did not stop.
-
-`make campaign NAME=trl` runs it in an environment of its own that has trl.
-"""
+"""Trainers of trl at stage 3: each goes on in new processes as a run that did not stop."""
 
 from __future__ import annotations
 

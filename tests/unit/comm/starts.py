@@ -1,9 +1,7 @@
-"""Two ranks start, train one step and end as a user's program ends: the campaign `starts` does so
-two thousand times beside a load, and prints how many ended well.
+"""Two ranks start, train one step and end as a user's program: the campaign `starts`.
 
-A start is told of if it stands, with the stacks of its ranks, if a rank ends with another code than
-0, or if a rank says what C++ says of a thread that was cut off ("terminate called"), which comes
-when the interpreter ends.
+A start is told of if it stands, with its stacks, if a rank ends with a code other than 0, or says
+what C++ says of a thread that was cut off ("terminate called") when the interpreter ends.
 """
 
 from __future__ import annotations
@@ -39,9 +37,8 @@ class Start:
     """One start of two ranks.
 
     Attributes:
-        how: FORKED from a process that has imported everything, meeting in a file, as the ranks of
-            tests; or SPAWNED, an interpreter each, meeting over TCP, as those of the launcher.
-        stage: of ZeRO.
+        how: FORKED from a process that has imported everything, meeting in a file, or SPAWNED, an
+            interpreter each, meeting over TCP.
         destroys: whether the program ends its process group, or leaves that to the interpreter.
     """
 

@@ -1,6 +1,4 @@
-"""Every operation of `deepspeed.comm` against its definition, on three ranks, and nothing in its
-way.
-"""
+"""Every operation of `deepspeed.comm` against its definition, on three ranks."""
 
 import inspect
 import timeit

@@ -1,6 +1,4 @@
-"""Groups are made by who is in them: as many calls in a world of 8 as in one of 4,096, and in an
-order in which nobody waits for nobody.
-"""
+"""Groups are made by who is in them: few calls in any world, and nobody waits for nobody."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The map that an engine owns: its axes, what `groups` shows of it, and several maps in one
-process.
-"""
+"""The map that an engine owns: its axes, what `groups` shows of it, several in one process."""
 
 from __future__ import annotations
 

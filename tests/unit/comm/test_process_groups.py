@@ -8,9 +8,7 @@ from deepspeed.comm.process_groups import _connected_again
 
 
 def test_a_store_of_old_torch_is_connected_to_again() -> None:
-    """Kills: a second connection without the prefixes of the first, which would find what an
-    earlier attempt of the job left on the same server.
-    """
+    """Kills: a second connection without the first's prefixes, which finds an earlier attempt's."""
     server = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def attempt(number: int) -> torch_dist.Store:

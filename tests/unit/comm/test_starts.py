@@ -1,6 +1,4 @@
-"""The campaign `starts`: a share of what it does two thousand times, and that it sees what it looks
-for.
-"""
+"""The campaign `starts`: a share of what it does, and that it sees what it looks for."""
 
 import os
 import signal

@@ -1,6 +1,4 @@
-"""Collectives of the simulated device: ordered by streams as NCCL's, never deadlocking, with the
-host backend's numbers.
-"""
+"""Collectives of the simulated device: ordered by streams, never deadlocking, right numbers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The page docs/architecture.md says what is there: the layers of the table, names that can be
-imported, paths that exist, numbers of the drawings that stand in the tables, all rooms.
-"""
+"""The page docs/architecture.md says what is there: layers, names, paths, numbers, rooms."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The pages hang together: every link leads to a file and a heading that exist, every page is in
-the list, and none quotes lines of sources, which move.
-"""
+"""The pages hang together: links lead somewhere, all pages are listed, none quotes sources."""
 
 from __future__ import annotations
 

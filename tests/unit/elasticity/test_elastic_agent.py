@@ -1,6 +1,4 @@
-"""The agent under upstream's name: its processes get the given variables, and a failed one is
-started again.
-"""
+"""The agent under upstream's name: processes get their variables, a failed one starts again."""
 
 import uuid
 from pathlib import Path

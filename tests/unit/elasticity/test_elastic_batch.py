@@ -1,8 +1,7 @@
-"""Elastic batch sizes: upstream's numbers, and what an `elasticity` block does to a configuration.
+"""Elastic batch sizes: upstream's numbers, and what the block does to a configuration.
 
-`upstream_results.json` was recorded from upstream 0.19.6 as a black box: 200 random blocks and 30
-random calls of the small functions. Where this project decides otherwise, the four reasons are
-`differs`.
+`upstream_results.json` has 200 random blocks and 30 calls, recorded from upstream 0.19.6 as a black
+box. Where this project decides otherwise, the four reasons are `differs`.
 """
 
 import json
@@ -91,9 +90,7 @@ def test_small_functions_are_upstreams() -> None:
 
 
 def test_highly_composite_numbers_are_that() -> None:
-    """Each has more divisors than all before it (and more than its neighbours in the list of
-    candidates).
-    """
+    """Each has more divisors than all before it."""
     divisors = [
         sum(number % low == 0 for low in range(1, number + 1))
         for number in HCN_LIST

@@ -1,8 +1,4 @@
-"""Elastic launches with real processes: what a restart goes on from, and nodes that go and come.
-
-A node is a `deepspeed` command of its own on this machine; examples/elastic_train.py is what they
-run.
-"""
+"""Elastic launches with real processes, a `deepspeed` command for each node: who goes and comes."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""What an elastic job's nodes notice of each other, over a real store and without processes to
-train.
-"""
+"""What an elastic job's nodes notice of each other, over a real store and without ranks."""
 
 import signal
 import subprocess

@@ -103,9 +103,7 @@ def test_manifest_fits_together() -> None:
 
 
 def test_pods_of_the_manifest_find_each_other(tmp_path: Path) -> None:
-    """Its very command, with the variables that an Indexed Job gives; only the address, port and
-    script are this machine's.
-    """
+    """Its very command and variables; only address, port and script are this machine's."""
     _, job = manifest()
     (container,) = job["spec"]["template"]["spec"]["containers"]
     (tmp_path / "train.py").write_text(POD)

@@ -1,6 +1,4 @@
-"""The scripts of the docs' pages, as they stand there, train on two processes and leave a
-checkpoint.
-"""
+"""The scripts of the docs' pages train on two processes and leave a checkpoint."""
 
 import re
 from pathlib import Path

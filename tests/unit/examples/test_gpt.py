@@ -1,6 +1,4 @@
-"""The example's model: causal, deterministic, and the same whether products are made in fp32 or
-not.
-"""
+"""The example's model: causal, deterministic, the same whether products are in fp32 or not."""
 
 import math
 

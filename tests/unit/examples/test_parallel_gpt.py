@@ -1,9 +1,4 @@
-"""The pipeline and the expert example as users run them: they equal one process, show what they
-promise, and notice a difference.
-
-Each run also holds the docs' claim that one command is enough: no file, flag or variable beyond
-those of the command.
-"""
+"""The pipeline and the expert example by one command: they equal one process and tell more."""
 
 import re
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""The example's text: every byte in a window, training and validation apart, errors that name the
-path.
-"""
+"""The example's text: every byte in a window, training and validation apart, telling errors."""
 
 from pathlib import Path
 

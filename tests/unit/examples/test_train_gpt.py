@@ -1,6 +1,4 @@
-"""The example as users run it: two processes train it; stopped and resumed, it is the run that
-never stopped.
-"""
+"""The example as users run it: two processes; resumed, it is the run that never stopped."""
 
 import json
 from pathlib import Path

@@ -1,8 +1,7 @@
-"""One of two ranks ends at a random moment, and whom the launcher blames: the campaign `blame` has
-200 such ends and prints how many were blamed right.
+"""One of two ranks ends at a random moment, and whom the launcher blames: the campaign `blame`.
 
-The other rank notices at once that its peer is gone, raises, and is still cleaning up when the
-launcher ends it. Which of both ends is seen first is chance.
+The other notices that its peer is gone, raises, and is still cleaning up when the launcher ends it:
+which end is seen first is chance.
 """
 
 import argparse
@@ -93,9 +92,7 @@ class Round:
     """One launch.
 
     Attributes:
-        end: one of `ENDS`.
-        victim: the rank that ends.
-        delay: seconds until then, from the first all-reduce.
+        delay: seconds until the `end` of the `victim`, from the first all-reduce.
         early: count from when the rank's program begins; only for what comes from outside.
         nodes: launchers, with one rank each if there are two.
         is_light: the ranks speak without torch, and the launcher is forked from this process.
@@ -110,9 +107,7 @@ class Round:
 
 
 def random_round(rng: random.Random) -> Round:
-    """Every second rank is killed, as by the kernel when memory is short; every fourth launch has
-    two nodes.
-    """
+    """Every second rank is killed, as when memory is short; every fourth launch has two nodes."""
     end = "SIGKILL" if rng.random() < 0.5 else rng.choice(sorted(set(ENDS) - {"SIGKILL"}))
     early = end in FROM_OUTSIDE and rng.random() < 0.2
     delay = rng.uniform(0.0, 4.0 if early else 0.5)
@@ -120,9 +115,7 @@ def random_round(rng: random.Random) -> Round:
 
 
 def play(launch: Round, folder: Path) -> str:
-    """Run one launch in an empty folder; returns "", or what was said if the wrong rank or code
-    was named.
-    """
+    """Run one launch in an empty folder; returns "", or what was said if wrongly blamed."""
     (folder / "rank.py").write_text(RANK)
     port = free_pair()
     launchers = [start(launch, folder, node, port) for node in range(launch.nodes)]

@@ -1,6 +1,4 @@
-"""Starts Python programs in processes forked from this one, which has torch imported: a tenth of a
-start's time. What a signal does until then is for tests that really start them.
-"""
+"""Starts Python programs forked from this process, which has torch: a tenth of a start's time."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ from deepspeed.launcher.signals import die_at_once
 
 
 def start(command: Sequence[str], env: dict[str, str], **how: Any) -> subprocess.Popen[Any]:
-    """As `subprocess.Popen`, where the command is Python with a script, or with `-m` and a module
-    that has a `main`.
-    """
+    """As `subprocess.Popen`, of Python with a script, or with `-m` and a module's `main`."""
 
     def run() -> None:
         code: Any = 1

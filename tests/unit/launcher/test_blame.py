@@ -1,6 +1,4 @@
-"""The launcher names the rank that ended, not the peer that noticed: a share of what the campaign
-`blame` does two hundred times.
-"""
+"""The launcher names the rank that ended, not the peer that noticed: a share of the campaign's."""
 
 from pathlib import Path
 

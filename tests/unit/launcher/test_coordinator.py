@@ -1,6 +1,4 @@
-"""The coordinator of a job and its launchers' connections: who is blamed, when all go, and that
-nothing waits for ever.
-"""
+"""The coordinator of a job and its launchers: who is blamed, when all go, nothing waits."""
 
 import json
 import signal

@@ -1,6 +1,4 @@
-"""Which rank is blamed, and what is shown of it: pure decisions over what was seen of each
-process.
-"""
+"""Which rank is blamed, and what is shown of it: decisions over what was seen of each process."""
 
 import signal
 

@@ -1,6 +1,4 @@
-"""Each engine's command line, what it carries, and what of the environment goes along; nothing is
-started.
-"""
+"""Each engine's command line, what it carries, what of the environment goes along."""
 
 import os
 import shlex

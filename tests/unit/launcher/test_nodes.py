@@ -1,8 +1,4 @@
-"""Launching on several nodes with this machine in the place of all: stand-ins for ssh and mpirun
-start what they are told.
-
-The real engines on real hosts are tested by the campaign `multinode`.
-"""
+"""Launching on several nodes, this machine in the place of all: stand-ins for ssh and mpirun."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""The `deepspeed` command with real processes: what they see, what is said of a failure, and that
-none survives.
-"""
+"""The `deepspeed` command with real processes: what they see, what is said, who is left."""
 
 import json
 import os

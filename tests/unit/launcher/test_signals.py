@@ -1,8 +1,7 @@
-"""A signal is lost nowhere between the launcher's first line and its ranks, not even where Python
-swallows the exception that a handler raises.
+"""A signal is lost nowhere between the launcher's first line and its ranks, nor swallowed.
 
 No delays that have to be lucky: the launcher sends the signal to itself, at a named moment of its
-start and from within the callback of a weak reference, as the import system has one per module.
+start and within the callback of a weak reference, of which the import system has one per module.
 """
 
 import os
@@ -59,11 +58,7 @@ if "deepspeed.launcher.runner" in sys.orig_argv:
 
 @dataclass(frozen=True)
 class Moment:
-    """The `count`-th audit event of that name whose arguments have `text` in them.
-
-    Attributes:
-        is_swallowed: whether what the handler raises is lost.
-    """
+    """The `count`-th audit event of that name with `text`; `is_swallowed`: its raise is lost."""
 
     event: str
     text: str

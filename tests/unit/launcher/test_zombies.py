@@ -1,6 +1,4 @@
-"""No process is left by a launch that failed or was interrupted: a share of what the campaign
-`zombies` does fifty times.
-"""
+"""No process is left by a launch that failed or was interrupted: a share of the campaign's."""
 
 import random
 import shutil

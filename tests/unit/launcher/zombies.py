@@ -1,9 +1,8 @@
-"""Random failing and interrupted launches, and what is left of each: the campaign `zombies`
-runs 50 and prints how many were clean.
+"""Random failing and interrupted launches, and what is left of each: the campaign `zombies`.
 
 Every process of a round carries a word in its environment; /proc tells who is left. Ranks are bad
-on purpose: stuck in native code with all signals blocked, holding the interpreter's lock, ignoring
-signals, with loader workers, shells and daemons of their own in other sessions.
+on purpose: stuck in native code, holding the interpreter's lock, ignoring signals, with workers,
+shells and daemons of their own in other sessions.
 """
 
 import argparse
@@ -95,9 +94,7 @@ class Round:
     Attributes:
         ranks: per rank its `children`, whether it is `deaf` to signals, and its `end`.
         interrupt: signals to the launcher in order; "" where a rank fails by itself.
-        delay: seconds before the first signal, counted from when all ranks are ready, or else from
-            the start.
-        when_ready: whether to count from there.
+        delay: seconds before the first, from when all ranks are ready (`when_ready`) or the start.
         group: signal the launcher's whole process group, as a terminal does.
         is_forked: fork the launcher from this process; only where its start shows nothing.
     """
@@ -145,18 +142,7 @@ def hearing_hangups() -> Iterator[None]:
 
 
 def play(launch: Round, folder: Path, patience: float = 60.0) -> list[str]:
-    """Run one launch.
-
-    Args:
-        launch: what happens.
-        folder: existing, empty folder of this round.
-        patience: seconds in which the launcher must end once it was interrupted or a rank has
-            failed.
-
-    Returns:
-        The command lines of the processes that are left; they are killed. The launcher itself is
-        among them if it does not end.
-    """
+    """Run one launch in an empty folder; returns the commands of what is left, which is killed."""
     word = uuid.uuid4().hex
     (folder / "rank.py").write_text(RANK)
     environment = {
@@ -197,9 +183,7 @@ def play(launch: Round, folder: Path, patience: float = 60.0) -> list[str]:
 
 
 def disturb(launcher: "subprocess.Popen[bytes]", launch: Round, folder: Path) -> None:
-    """Wait for the round's moment, then send its signals; returns at once where a rank fails by
-    itself.
-    """
+    """Wait for the round's moment, then send its signals; at once where a rank fails by itself."""
     if not launch.interrupt:
         return
     if launch.when_ready:
@@ -219,9 +203,7 @@ def disturb(launcher: "subprocess.Popen[bytes]", launch: Round, folder: Path) ->
 
 
 def leftovers(word: str, seconds: float) -> list[tuple[int, str]]:
-    """(id, command line) of the processes with the round's word that are still there after at most
-    `seconds`.
-    """
+    """(id, command line) of the round's processes that are still there after at most `seconds`."""
     deadline = time.monotonic() + seconds
     while (left := marked(f"{MARK}={word}".encode())) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -229,9 +211,7 @@ def leftovers(word: str, seconds: float) -> list[tuple[int, str]]:
 
 
 def marked(mark: bytes) -> list[tuple[int, str]]:
-    """The processes that carry `mark`; a zombie in the kernel's sense has no environment and does
-    not count.
-    """
+    """The processes that carry `mark`; a zombie in the kernel's sense has none."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():

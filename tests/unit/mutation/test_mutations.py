@@ -1,5 +1,4 @@
-"""Every guard guards: a copy of the package with one fault in it must fail the test that the table
-names.
+"""Every guard guards: a copy of the package with one fault in it fails the test that is named.
 
 By default the fixes of docs/fixes/ are undone, each as a whole; the campaign `contract` runs the
 single faults too.

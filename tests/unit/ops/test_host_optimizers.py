@@ -1,6 +1,4 @@
-"""Host optimizers: all implementations give the same bits, of the published updates; what cannot be
-updated is refused.
-"""
+"""Host optimizers: all implementations give the same bits, of the published updates."""
 
 from __future__ import annotations
 

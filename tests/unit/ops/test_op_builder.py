@@ -1,6 +1,4 @@
-"""Building native ops: the cache, the lock between processes, and what is said when it cannot be
-done.
-"""
+"""Building native ops: the cache, the lock between processes, what is said when it fails."""
 
 import importlib.machinery
 import importlib.util

@@ -1,6 +1,4 @@
-"""The optimizers under DeepSpeed's names against torch's own, or against their published formulas
-in double precision.
-"""
+"""The optimizers under DeepSpeed's names against torch's own or published formulas in fp64."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The flops profiler: counts against numbers worked out by hand, and what the configuration's block
-makes of an engine.
-"""
+"""The flops profiler: counts worked out by hand, and what the configuration's block makes."""
 
 from __future__ import annotations
 

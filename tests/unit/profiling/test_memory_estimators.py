@@ -57,10 +57,7 @@ def live_bytes() -> int:
 
 
 def measured(width: int, steps: int = 3, **zero_keys: Any) -> int:
-    """Peak of a step after the first: what there was before it and what it adds.
-
-    Of several steps the least: in one or another the backend's thread lets go of a buffer late.
-    """
+    """What there was before a step and what it adds at most; the backend's thread lets go late."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 2,

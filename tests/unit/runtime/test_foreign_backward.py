@@ -1,6 +1,4 @@
-"""A loss of one engine that runs through the model of another: a GAN against plain torch, and what
-else scripts do with two engines, of which nothing is told.
-"""
+"""A loss of one engine that runs through another's model: a GAN, and what else scripts do."""
 
 from __future__ import annotations
 

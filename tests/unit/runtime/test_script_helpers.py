@@ -1,6 +1,4 @@
-"""What scripts import of `deepspeed.runtime.utils` and other of upstream's corners; the numbers are
-upstream 0.19.6's.
-"""
+"""What scripts import of `deepspeed.runtime.utils` and the like; numbers are upstream's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""SideStream on an accelerator that only writes down what is asked of it: waits, keep-alive,
-join.
-"""
+"""SideStream on an accelerator that writes down what is asked: waits, keep-alive, join."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A source tree that is made up: upstream's names, in the shapes that the programs look for, and
-nothing of its code. `checkout` puts it under git, with a test suite and a harness.
-"""
+"""A made-up source tree: upstream's names, in the shapes that programs look for, not its code."""
 
 from __future__ import annotations
 
@@ -340,9 +338,7 @@ def git(root: Path, *words: str) -> str:
 
 
 def checkout(root: Path, tests: dict[str, str] | None = None) -> Path:
-    """Make a git checkout with one commit, on which all patches apply together; ``tests`` are files
-    below tests/unit. Returns it.
-    """
+    """Make a git checkout of one commit on which all patches apply, with ``tests``; returns it."""
     suite = {"common.py": HARNESS, "__init__.py": "", **(tests or {})}
     # As in releases, no hook asks for the default stream: that fix changes lines that fix 1 does.
     files = {name: text.replace("default_", "current_") for name, text in FILES.items()}

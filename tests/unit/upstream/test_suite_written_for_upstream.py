@@ -1,6 +1,4 @@
-"""A test suite as it is written for upstream: it uses harness, helpers and package by upstream's
-names alone, in upstream's manner, and must run as it stands.
-"""
+"""A suite as written for upstream, by upstream's names alone; it runs as it stands."""
 
 import os
 

@@ -1,6 +1,4 @@
-"""Programs that edit upstream: on a made-up tree, and on the source of a release where
-`make upstream-patches` has left it.
-"""
+"""Programs that edit upstream: on a made-up tree, and on a release where it is there."""
 
 from __future__ import annotations
 

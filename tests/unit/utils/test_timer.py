@@ -31,9 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class EventDevice(CPU_Accelerator):
-    """A device with a clock of its own: every recorded event is one millisecond after the one
-    before.
-    """
+    """A device with a clock of its own: every event is one millisecond after the one before."""
 
     def __init__(self) -> None:
         super().__init__()

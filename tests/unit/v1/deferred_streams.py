@@ -1,17 +1,10 @@
-"""CUDA's stream order on the host: work on a side stream happens late, and a missing wait gives
-wrong numbers.
+"""CUDA's stream order on the host: work on a side stream is late, a missing wait gives NaN.
 
-`DeferredAccelerator` is a host accelerator whose side streams are queues. An operator issued on a
-side stream returns at once with NaN in its result (in-place operators: with the old content) and
-runs when something forces it: a wait of another stream, an event, a synchronize, a collective, a
-read by the host. That is the latest moment that a device could run it, so code that relies on luck
-fails here each time. The default stream runs at once.
-
-`backward_on_streams` makes a backward do what autograd does on a device: every node runs on a
-stream of its own choice, a gradient hook finds the stream of its accumulation node current, and at
-the end the caller's stream waits for all of them.
-
-Only names that upstream has too are used; nothing here knows how gradients are reduced.
+On a side stream of `DeferredAccelerator` an operator returns at once with NaN in its result
+(in-place operators: with the old content) and runs when something forces it: a wait, an event, a
+synchronize, a collective, a read by the host. That is the latest moment that a device could run it,
+so code that relies on luck fails here each time. `backward_on_streams` makes a backward do what
+autograd does on a device. Only names that upstream has too are used.
 """
 
 from __future__ import annotations
@@ -32,13 +25,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 
 class DeferredStream:
-    """A first-in first-out queue of operators.
-
-    Args:
-        sim: Whose stream it is.
-        name: For messages.
-        eager: Run work at once (the default stream).
-    """
+    """A first-in first-out queue of operators; `eager` runs them at once, as the default stream."""
 
     def __init__(self, sim: DeferredAccelerator, name: str, eager: bool = False) -> None:
         self.sim = sim
@@ -146,11 +133,9 @@ class DeferredAccelerator(CPU_Accelerator):
     """The host with side streams that run late.
 
     Attributes:
-        current: The current stream.
         default: The default stream; it runs work at once.
         waits: Every `(waiter, waited for)` of `wait_stream`, in order.
-        collectives: `(operation, stream, numel)` of every collective, in order, while `deferring`
-            is entered.
+        collectives: `(operation, stream, numel)` of every collective, in order, in `deferring`.
     """
 
     def __init__(self) -> None:
@@ -295,14 +280,10 @@ def backward_on_streams(
     loss: torch.Tensor,
     stream_of: Callable[[torch.Tensor], DeferredStream],
 ) -> Iterator[None]:
-    """Within it, one backward of `loss`, or of something computed from it, runs as on a device with
-    streams.
+    """Within it, one backward of `loss`, or of something computed from it, runs as on a device.
 
-    Args:
-        sim: The accelerator.
-        loss: Root of the graph; its nodes are entered on their streams.
-        stream_of: The stream of a parameter's accumulation node. Every other node runs on the
-            stream that is current now.
+    Every node runs on a stream of its own choice, a gradient hook finds the stream of its
+    accumulation node (`stream_of`) current, and at the end the caller's stream waits for all.
     """
     caller = sim.current
     producers: list[DeferredStream] = []

@@ -13,10 +13,7 @@ T = TypeVar("T")
 
 
 def from_all_ranks(own: T) -> list[T]:
-    """What each rank gives, by rank, on every rank; collective.
-
-    Tensors travel in one file of each rank: pickled one by one they take four times as long.
-    """
+    """What each rank gives, by rank, on every rank; collective, in one file of each."""
     file = io.BytesIO()
     torch.save(own, file)
     files: list[Any] = [None] * dist.get_world_size()

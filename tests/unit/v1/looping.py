@@ -1,7 +1,4 @@
-"""`each`: run a test method for several values inside one launched world.
-
-Launching ranks costs more than most checks; parametrizing by pytest would launch once per value.
-"""
+"""`each`: run a test method for several values inside one launched world, which costs most."""
 
 from __future__ import annotations
 
@@ -17,9 +14,7 @@ from unit.v1.contract.matrix import pairwise
 
 
 def each(**values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a test method: call it for every combination, stop at the first failure and name the
-    combination.
-    """
+    """Decorate a test method: call it for every combination and name the first that fails."""
     rows = itertools.product(*values.values())
     return _each_row(values, [dict(zip(values, row, strict=True)) for row in rows])
 

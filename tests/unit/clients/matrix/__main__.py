@@ -1,6 +1,4 @@
-"""`python -m unit.clients.matrix [CLIENT ...]` runs the scenarios of these clients, or of all that
-are installed, and prints how each ended.
-"""
+"""`python -m unit.clients.matrix [CLIENT ...]` runs clients' scenarios and prints how they end."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ def names_of(client: str) -> list[str]:
 
 
 def attempt(client: str, rows: Sequence[str], out: Path) -> tuple[list[str], str]:
-    """Start ranks that run ``rows`` one after the other until one fails; returns those that passed,
-    and what the failing one said.
-    """
+    """Run ``rows`` on new ranks until one fails; returns those that passed, and what it said."""
     out.mkdir(parents=True)
     port = get_master_port()
     before = [word.format(processes=2, port=port) for word in LAUNCHERS["deepspeed"]]

@@ -1,5 +1,4 @@
-"""`python host.py PROGRAM [ARGUMENT ...]` runs a program of a client library as it stands, on a
-machine without a GPU.
+"""`python host.py PROGRAM [ARGUMENT ...]` runs a client library's program without a GPU.
 
 The libraries ask for NCCL, or for no backend at all, and trust bf16 to a GPU alone; only these
 gates are opened, as the pages of docs/clients do.

@@ -1,6 +1,4 @@
-"""A model, samples and what plain torch makes of them in one process: what a run on two ranks has
-to end with.
-"""
+"""A model, samples, and what plain torch makes of them in one process."""
 
 from __future__ import annotations
 
@@ -43,15 +41,12 @@ def trained(
     schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
     model: torch.nn.Module | None = None,
 ) -> list[torch.Tensor]:
-    """The parameters of `layers` after ``steps`` steps with the batches of all ranks at once.
+    """The parameters of `layers`, or ``model``, after steps with the batches of all ranks at once.
 
     Args:
-        make: Makes the optimizer.
-        steps: Optimizer steps.
         accumulation: Micro-batches of `MICRO` samples per rank and step.
         clip: Largest norm of the gradients; 0 for no limit.
         schedule: Makes the schedule, stepped after each step.
-        model: Trained further; None for `layers()`.
     """
     model, data = model or layers(), samples()
     optimizer = make(model.parameters())

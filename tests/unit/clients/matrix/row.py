@@ -1,8 +1,6 @@
 """What a scenario is, and the program on every rank that runs some of them.
 
-A scenario is a function that takes an empty folder, which all ranks share, and the ZeRO stage, and
-raises if something is wrong. They share a process group; a scenario that fails ends the processes,
-and the program that started them goes on with the others in new ones.
+Scenarios share a process group; one that fails ends the processes, and the others run in new ones.
 """
 
 from __future__ import annotations
@@ -22,12 +20,7 @@ STARTED, DONE = "started", "done"
 
 @dataclass(frozen=True)
 class Row:
-    """One scenario.
-
-    Attributes:
-        run: Runs it; raises if something is wrong.
-        stages: The ZeRO stages that it makes sense at.
-    """
+    """One scenario, which takes an empty folder of all ranks and a ZeRO stage, and raises."""
 
     run: Callable[[Path, int], None]
     stages: Sequence[int]
@@ -46,13 +39,9 @@ def scenario(
 
 
 def main(rows: Mapping[str, Row], begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """Run the rows that the command line names, as ``NAME@STAGE``, and note in the folder that it
-    names which were started and done. Without names, print all.
-
-    Args:
-        rows: The scenarios by name.
-        begin: Called before the first one; makes the process group.
-        end: Called after each one; forgets what the library keeps.
+    """Run the rows that the command line names, as ``NAME@STAGE``, and note which were started and
+    done. Without names, print all. ``begin`` makes the process group, ``end`` forgets what the
+    library keeps of a row.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)

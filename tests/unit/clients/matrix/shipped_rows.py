@@ -1,7 +1,6 @@
-"""Programs that come with accelerate and trl, unmodified, started by `accelerate launch`: the tests
-of accelerate's DeepSpeed integration, and trl's scripts with its configurations of stages 1 to 3.
+"""Programs of accelerate and trl, unmodified, started by `accelerate launch` on rank 0.
 
-What they take from the hub lies in folders (`stand_ins`); rank 0 starts each, the others wait.
+What they take from the hub lies in folders (`stand_ins`).
 """
 
 from __future__ import annotations
@@ -57,14 +56,7 @@ def on_rank_0(run: Callable[[Path, int], None]) -> Callable[[Path, int], None]:
 
 
 def launch(folder: Path, settings: list[str], program: Path, *words: str) -> str:
-    """Start ``program`` on two ranks in ``folder``; returns what it printed.
-
-    Args:
-        folder: Where the stand-ins are.
-        settings: For `accelerate launch`.
-        program: A file of the library.
-        words: For the program.
-    """
+    """Start ``program`` on two ranks in ``folder``, the stand-ins'; returns what it printed."""
     command = [
         sys.executable,
         "-m",
@@ -126,9 +118,9 @@ def accelerate_test_checkpointing(folder: Path, stage: int) -> None:
 @scenario(ROWS, 3)
 @on_rank_0
 def accelerate_test_ds_multiple_model(folder: Path, stage: int) -> None:
-    """One engine of stage 2 trained beside one of stage 3 that is asked, then both trained. The
-    program checks that each gets better after its first epoch of 16 steps, most of which the model
-    needs to forget what is wrong; it looks for configurations in its repository.
+    """A stage 2 engine beside one of stage 3 that is asked, then both trained. The program checks
+    that each gets better after 16 steps, which forget what is wrong; it looks for configurations
+    in its repository.
     """
     stand_ins.teach_wrong(folder, steps=10)
     place = folder / "src" / "accelerate" / "test_utils" / "scripts" / "external_deps"
@@ -152,9 +144,8 @@ def accelerate_test_zero3_integration(folder: Path, stage: int) -> None:
 
 
 def losses_of_pieces(folder: Path) -> list[float]:
-    """What plain torch makes of the samples of accelerate's program for split sequences, which
-    leaves the model in `eval()`: accelerate registers attention that is whole in training alone, so
-    each half of a sequence sees itself.
+    """What plain torch makes of the program's split samples. It leaves the model in `eval()`, where
+    each half of a sequence sees itself: accelerate registers whole attention in training alone.
     """
     model = AutoModelForCausalLM.from_pretrained(folder / stand_ins.HUB_LLAMA)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-5)

@@ -1,6 +1,4 @@
-"""Folders in the place of what client libraries' own programs take from the hub: with the names
-that the programs ask for, relative to the folder that they run in, where the libraries look first.
-"""
+"""Folders in the place of what clients' programs take from the hub, where libraries look first."""
 
 from __future__ import annotations
 
@@ -125,9 +123,7 @@ def write_models(out: Path) -> None:
 
 
 def teach_wrong(out: Path, steps: int) -> None:
-    """Move the classifier away from the labels, by steps at the programs' rate: a program needs
-    about as many until it is right.
-    """
+    """Move the classifier away from the labels, by about the steps that a program needs back."""
     model = LlamaForSequenceClassification.from_pretrained(out / CLASSIFIER)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-5)
     entries = list(sentences(64))

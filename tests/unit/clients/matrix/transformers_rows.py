@@ -1,6 +1,4 @@
-"""What users of transformers.Trainer do; compared with the same Trainer without DeepSpeed, whose
-two ranks average gradients as torch does.
-"""
+"""What users of transformers.Trainer do, compared with the same Trainer without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -71,9 +69,7 @@ def llama(**words: Any) -> LlamaConfig:
 
 
 def built() -> PreTrainedModel:
-    """A model from its configuration: sharded at once if a configuration of stage 3 is there, when
-    transformers draws other random numbers.
-    """
+    """A model from its configuration; sharded at once, transformers draws other numbers."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(llama())
 
@@ -179,11 +175,9 @@ def run(
     """Train `loaded`; returns the Trainer.
 
     Args:
-        folder: The Trainer's.
         plan: The configuration; None for a run without DeepSpeed.
         resume: Go on from the last checkpoint in ``folder``.
         make: Makes the Trainer's optimizer and schedule; by default it makes its own.
-        words: The Trainer's arguments.
     """
     given, model = arguments(folder, plan, **words), loaded(folder)
     data = Counting()
@@ -207,9 +201,7 @@ def as_plain(
     make: Callable[[PreTrainedModel], Schedules] = lambda model: (None, None),
     **words: Any,
 ) -> None:
-    """Compare a run with that of the same Trainer without DeepSpeed, which gets what ``make``
-    makes.
-    """
+    """Compare a run with the same Trainer's without DeepSpeed, which gets what ``make`` makes."""
     found = run(folder, plan, **words)
     values = whole(found.model)
     if "scheduler" in plan:
@@ -233,9 +225,7 @@ def own_optimizer_and_schedule_equal_plain(folder: Path, stage: int) -> None:
 
 @scenario(ROWS, 0, 1, 2, 3)
 def pairings_of_optimizer_and_schedule(folder: Path, stage: int) -> None:
-    """Of the client's or of the configuration; `own_optimizer_and_schedule_equal_plain` is both of
-    the client's.
-    """
+    """Each of the client's or the configuration's; both of the client's are tested above."""
     as_plain(folder, config(stage, optimizer=True), 1e-5, warmup_steps=WARMUP)
     for optimizer in (False, True):
         plan = config(stage, optimizer=optimizer, scheduler=True)

@@ -1,6 +1,4 @@
-"""What users of trl do: its trainers, with and without adapters of peft. `zero3_trl` resumes them
-in new processes.
-"""
+"""What users of trl do: its trainers, with and without adapters; `zero3_trl` resumes them."""
 
 from __future__ import annotations
 

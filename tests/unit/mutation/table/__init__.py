@@ -1,12 +1,8 @@
 """Faults to put into the package, each with the test that has to notice.
 
-`UNDO_FIXES` takes the fixes of docs/fixes/ out again; `FAULTS` breaks single statements of them and
-of other guards. What is changed must be found exactly once, so that a fault that no longer fits the
-code is an error and not a test of nothing.
-
-    python -m unit.mutation.table fix1
-
-in `tests/` prints the fault as a patch; it needs no torch.
+`UNDO_FIXES` takes the fixes of docs/fixes/ out again; `FAULTS` breaks single statements. What is
+changed must be found exactly once: a fault that no longer fits is an error. `python -m
+unit.mutation.table fix1` in `tests/` prints the fault as a patch; it needs no torch.
 """
 
 from __future__ import annotations

@@ -36,11 +36,7 @@ class Fault:
     test: str
 
     def apply(self, root: Path) -> dict[str, tuple[str, str]]:
-        """The texts of changed files of the package below `root`, before and after.
-
-        Raises:
-            ValueError: If something isn't found exactly once.
-        """
+        """The texts of changed files below `root`, before and after; a ValueError if none."""
         edits: dict[Path, list[tuple[int, int, str]]] = {}
         for change in (self.changes,) if isinstance(self.changes, str) else self.changes:
             match = CHANGE.fullmatch(change)

@@ -1,6 +1,4 @@
-"""Checkpointed functions against the same functions without: gradients, random numbers, nesting,
-refusals. One process.
-"""
+"""Checkpointed functions against the same without: gradients, random numbers, nesting, refusals."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Checkpointed layers inside of an engine: every stage and form of backward trains as plain torch
-without recomputation does.
-"""
+"""Checkpointed layers in an engine: every stage and form of backward trains as plain torch."""
 
 from __future__ import annotations
 

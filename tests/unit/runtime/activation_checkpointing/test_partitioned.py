@@ -1,6 +1,4 @@
-"""Saved inputs in parts over two tensor-parallel ranks, on the host, and in long buffers, with the
-memory counted.
-"""
+"""Saved inputs in parts over two tensor-parallel ranks, on the host, in long buffers, counted."""
 
 from __future__ import annotations
 

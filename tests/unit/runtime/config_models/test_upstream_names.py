@@ -1,7 +1,5 @@
-"""Upstream's names of the configuration: each is there under its path and holds its value.
-
-The values were read off DeepSpeed 0.19.6; texts such as ``ACTIVATION_CHKPT_FORMAT`` are this
-project's own. A name that is derived must hold what a written one would.
+"""Upstream's names of the configuration: each is there under its path and holds its value, as read
+off DeepSpeed 0.19.6; texts such as ``ACTIVATION_CHKPT_FORMAT`` are this project's own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Training with sequences that grow: against one plain process that cuts the whole batch, over
-skips, checkpoints and pipelines.
-"""
+"""Training with sequences that grow, against one plain process; skips, checkpoints, pipelines."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Batches by their tokens, as docs/data.md writes them: as many samples as fit, another number on
-each rank, against one plain process that takes the mean over all of them.
-"""
+"""Batches by their tokens (docs/data.md): another number of samples on each rank, one mean."""
 
 from __future__ import annotations
 

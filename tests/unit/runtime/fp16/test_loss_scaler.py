@@ -1,6 +1,4 @@
-"""The loss scaler as a state machine: scales used, growth, hysteresis, the minimum, and what is
-pickled.
-"""
+"""The loss scaler as a state machine: scales used, growth, hysteresis, the minimum, pickles."""
 
 import json
 import pickle

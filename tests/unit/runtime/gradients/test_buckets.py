@@ -33,9 +33,7 @@ class Case(NamedTuple):
 
 
 def cases(seed: int = 1) -> Iterator[Case]:
-    """Groups of odd and zero-size parameters in a shuffled registration order, with two kinds, for
-    several worlds and sizes.
-    """
+    """Groups of odd and zero-size parameters in a shuffled order, of two kinds, several worlds."""
     generator = random.Random(seed)
     for world, bucket in itertools.product(range(1, 6), (1, 7, 16, 10**9)):
         sizes = [

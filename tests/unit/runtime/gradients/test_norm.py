@@ -1,6 +1,4 @@
-"""Norm, clipping and the non-finite check: fp32 whatever the inputs are, and non-finite stays
-non-finite.
-"""
+"""Norm, clipping and the non-finite check: fp32 whatever comes in; non-finite stays so."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""When buckets are released: strictly in order, as often as hooks are expected to fire, late ones
-remembered.
-"""
+"""When buckets are released: in order, as often as hooks are expected, late ones remembered."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The reduce rule: every case of its derivation, against the definition (the mean over ranks and
-micro-batches).
-"""
+"""The reduce rule: every case of its derivation, against the mean over ranks and micro-batches."""
 
 from __future__ import annotations
 

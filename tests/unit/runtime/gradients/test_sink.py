@@ -1,6 +1,4 @@
-"""Gradient sinks: the first write replaces, later ones add, and the host path equals the device
-path.
-"""
+"""Gradient sinks: the first write replaces, later ones add, and the host's equal the device's."""
 
 from __future__ import annotations
 
@@ -99,9 +97,7 @@ def test_empty_until_written(make_sink):
 
 
 class FakeEvent:
-    """An event that lets staged data appear only when it is waited for, as an asynchronous copy
-    may.
-    """
+    """Lets staged data appear only when it is waited for, as an asynchronous copy may."""
 
     synchronized = 0
 

@@ -1,6 +1,4 @@
-"""What an optimizer keeps by the parameters that it was made over, once masters take their
-place.
-"""
+"""What an optimizer keeps by its parameters, once masters take their place."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Gradients scaled, and steps skipped, without the host's knowing: what each optimizer takes, and
-what it then leaves as it was.
-"""
+"""Gradients scaled and steps skipped without the host's knowing: what each optimizer leaves."""
 
 from __future__ import annotations
 

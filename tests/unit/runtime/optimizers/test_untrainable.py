@@ -1,7 +1,4 @@
-"""What may be trained beside what is refused: the ways in which clients make optimizers.
-
-That each refusal is raised, at every stage, is in `tests/unit/test_bad_input.py`.
-"""
+"""What may be trained beside what is refused: the ways in which clients make optimizers."""
 
 from __future__ import annotations
 

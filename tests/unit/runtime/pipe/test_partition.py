@@ -1,6 +1,4 @@
-"""Where a list of layers is cut. The tables of the balanced rule are upstream's answers: old
-checkpoints depend on them.
-"""
+"""Where a list of layers is cut; tables are upstream's answers, on which old checkpoints depend."""
 
 from __future__ import annotations
 

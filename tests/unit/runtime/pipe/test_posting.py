@@ -35,9 +35,7 @@ def schedules_of(name: str, micro_batches: int, stages: int, chunks: int) -> lis
 def completes(
     schedules: Sequence[PipeSchedule], waiter: int, after: int, channel: ChannelKey, number: int
 ) -> bool:
-    """Whether all stages come to their ends if one does not go on, after so many instructions,
-    before a message of a channel was sent.
-    """
+    """Whether all stages end if one stops after some instructions, before a channel's message."""
     programs = [[item for step in schedule.steps() for item in step] for schedule in schedules]
     at, sent = [0] * len(programs), Counter[ChannelKey]()
     received, moved = Counter[ChannelKey](), True

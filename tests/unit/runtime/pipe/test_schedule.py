@@ -1,6 +1,4 @@
-"""Pipeline schedules: their instructions, and their time and memory against the formulas of the
-papers.
-"""
+"""Pipeline schedules: their instructions, their time and memory against the papers' formulas."""
 
 from __future__ import annotations
 
@@ -269,9 +267,7 @@ class TestFormulas:
 
 
 def check_1f1b(stages: int, micro_batches: int, costs: tuple[int, int, int]) -> None:
-    """Makespan (m + p - 1)(F + B), bubble (p - 1) / (m + p - 1), at most p - s micro-batches on
-    stage s.
-    """
+    """Makespan (m+p-1)(F+B), bubble (p-1)/(m+p-1), at most p-s micro-batches on stage s."""
     schedules = pipeline("1f1b", micro_batches, stages)
     result = simulate(schedules, CostModel(*costs))
     assert result.makespan == (micro_batches + stages - 1) * sum(costs)
@@ -286,11 +282,10 @@ def check_1f1b(stages: int, micro_batches: int, costs: tuple[int, int, int]) -> 
 def check_interleaved(
     stages: int, micro_batches: int, num_chunks: int, costs: tuple[int, int, int]
 ) -> None:
-    """Bubble (p - 1)(F + B) / v, at most 2(p - s - 1) + (v - 1)p + 1 activations of a chunk on
-    stage s.
+    """Bubble (p-1)(F+B)/v, at most 2(p-s-1) + (v-1)p + 1 activations of a chunk on stage s.
 
-    Costs are given per chunk, so that times are whole. A ragged last round takes at most as long as
-    a full one.
+    Costs are given per chunk, so that times are whole; a ragged last round is no longer than a
+    full one.
     """
     schedules = pipeline("interleaved", micro_batches, stages, num_chunks)
     result = simulate(schedules, CostModel(*(num_chunks * cost for cost in costs)))
@@ -310,8 +305,7 @@ def check_interleaved(
 
 
 def check_zero_bubble(stages: int, micro_batches: int) -> None:
-    """Bubble (p - 1)(F + I - W) = p - 1 with unit costs, once the pipeline is full; at most p
-    micro-batches on every stage.
+    """Bubble (p-1)(F+I-W) = p-1 with unit costs, at most p micro-batches on every stage.
 
     With fewer micro-batches than stages nothing hides the way of the last one: down and up again,
     and its weights.

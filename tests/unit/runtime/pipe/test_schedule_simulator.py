@@ -1,6 +1,4 @@
-"""The simulator finds what is wrong with a schedule, and says where: mutations of right
-schedules.
-"""
+"""The simulator finds what is wrong with a schedule, and says where: mutations of right ones."""
 
 from __future__ import annotations
 
@@ -303,9 +301,7 @@ def _places(schedules: list[PipeSchedule]) -> list[tuple[int, int, int]]:
 
 
 class TestEveryInstruction:
-    """No instruction of any schedule can be lost, doubled or aimed elsewhere without the
-    simulator's notice.
-    """
+    """No instruction can be lost, doubled or aimed elsewhere without the simulator's notice."""
 
     @pytest.mark.parametrize(("name", "num_chunks"), PIPELINES)
     def test_lost_or_doubled(self, name: str, num_chunks: int) -> None:

@@ -1,6 +1,4 @@
-"""Printed schedules: they read back, the grid shows who computes when, the pictures of the
-documentation are the printer's.
-"""
+"""Printed schedules: they read back, the grid shows who computes when, docs have the printer's."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Models of transformers whose sequences are split over ranks train as one process with whole
-sequences: losses and gradients, packed, padded and plain, at every ZeRO stage.
+"""Models of transformers with sequences split over ranks train as one process with whole ones.
 
 The reference has no cache: with one, transformers lets packed documents see each other.
 """

@@ -1,5 +1,4 @@
-"""Tiles along the sequence: losses and gradients are those of the whole, each parameter's hook
-fires once, and eight times the positions fit where one tile's did.
+"""Tiles along the sequence: losses and gradients are the whole's, within one tile's memory.
 
 Numbers of the exact tests are small integers, whose sums are exact in any order. Elsewhere sums
 over positions are grouped by tile: a few roundings of fp32, 1e-7 each, of a gradient's norm.

@@ -1,6 +1,4 @@
-"""What shards send each other when a group's layout changes, as integers: every element once, both
-ends of a message alike.
-"""
+"""What shards send each other when a layout changes: every element once, both ends alike."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Parameters move into a flat buffer with the values and views that they had, and within the memory
-that the device has.
-"""
+"""Parameters move into a flat buffer with their values and views, within the device's memory."""
 
 from __future__ import annotations
 

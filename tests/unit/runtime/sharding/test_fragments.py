@@ -1,6 +1,4 @@
-"""The fragment table as integers: every element once, in order, padding only at the end of each
-section's parts.
-"""
+"""The fragment table as integers: every element once, in order, padding at sections' ends."""
 
 from __future__ import annotations
 

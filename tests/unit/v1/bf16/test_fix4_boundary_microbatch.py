@@ -41,9 +41,7 @@ def make_model() -> nn.Module:
 
 
 def batches(accumulation: int) -> torch.Tensor:
-    """Shape [accumulation, world, micro-batch, width]: the same numbers on every rank, different
-    ones for each.
-    """
+    """Shape [accumulation, world, micro-batch, width], the same on every rank, all different."""
     torch.manual_seed(17)
     return torch.randn(
         accumulation, dist.get_world_size(), MICRO_BATCH, WIDTH, dtype=torch.bfloat16
@@ -112,9 +110,7 @@ class TestBoundary(DistributedTest):
         torch.testing.assert_close(flat, expected, rtol=1e-5, atol=1e-6)
 
     def test_parameters_after_the_step(self, immediate: bool, accumulation: int) -> None:
-        """Each rank updates its shard; together they are what one process computes in fp32 and
-        rounds to bf16.
-        """
+        """Shards together are what one process computes in fp32 and rounds to bf16."""
         engine = start(immediate, accumulation)
         data = batches(accumulation)
         run_window(engine, data)
@@ -135,9 +131,7 @@ class TestAccumulationSplit(DistributedTest):
     world_size = 2
 
     def test_norm_does_not_depend_on_the_split(self) -> None:
-        """In the unfixed order the share of the boundary micro-batch, and with it the norm, changes
-        with the split.
-        """
+        """In the unfixed order the share of the boundary micro-batch changes with the split."""
         norms = []
         for accumulation in (1, 4):
             model = make_model()

@@ -1,5 +1,4 @@
-"""Two ranks that save into a folder whose disk is full, then read-only; `test_disk` starts them
-where both can be had for real.
+"""Two ranks that save into a folder whose disk is full, then read-only; `test_disk` starts them.
 
 Run as ``python disk_run.py FOLDER``: mounts a small file system there, which only the two see.
 """
@@ -48,9 +47,7 @@ def fill(path: Path) -> None:
 
 
 def refused(engine: Any, folder: Path, reason: str) -> list[dict[str, Any]]:
-    """Save, which must fail with a reason that this pattern describes on every rank; returns what
-    was seen of the steps that were needed for that.
-    """
+    """Save, which fails on every rank with a reason of this pattern; returns what was seen."""
     seen: list[dict[str, Any]] = []
     try:
         engine.save_checkpoint(str(folder), tag="next")

@@ -1,11 +1,9 @@
 """Runs that are killed while they save, over and over, and what the next run finds.
 
-A round starts processes that load the newest checkpoint, compare themselves with a run that was
-never broken, train on, save after every step and compare again, until one of them is killed by
-SIGKILL: after so many file operations of a save (an audit hook counts them, so that every place
-between two of them has its turn), or so long after a save began (so that the inside of a write has
-its turn, too). The others are killed a little later: until then they may do what survivors do,
-publish included.
+A round loads the newest checkpoint, compares itself with a run that was never broken, trains on,
+saves after every step, until one process is killed: after so many file operations of a save (an
+audit hook counts them, so that every place between two has its turn), or so long after it began (so
+that the inside of a write has). The others live a little longer, and may do what survivors do.
 
 Called in a process that has no process group and no threads: every rank is forked from it.
 """
@@ -54,10 +52,8 @@ class Case(NamedTuple):
     """What is trained and how it is saved.
 
     Attributes:
-        name: For reports.
-        world: Number of processes.
         stages: Pipeline stages; 0 trains `runs.Net`.
-        keys: Of the configuration.
+        keys: More keys of the configuration.
         one_tag: Every save replaces the one before, under the same tag.
     """
 
@@ -109,9 +105,7 @@ CASES = (
 
 
 class Kill(NamedTuple):
-    """Who is killed when: `rank`, in its `save`-th save of the round, at file operation `operation`
-    or else after `delay_s`.
-    """
+    """Who is killed when: in its `save`-th save, at file operation `operation` or `delay_s`."""
 
     rank: int
     save: int
@@ -120,9 +114,7 @@ class Kill(NamedTuple):
 
 
 class Progress:
-    """What the ranks of a round have told: the steps whose saves began and returned, and where they
-    loaded.
-    """
+    """What ranks have told: steps whose saves began and returned, and where they loaded."""
 
     def __init__(self) -> None:
         self.loaded: int | None = None
@@ -149,9 +141,7 @@ class Progress:
 
 
 def digest(engine: Any, case: Case) -> str:
-    """A hash of all that a resumed run must have in common with an unbroken one, as this rank has
-    it.
-    """
+    """A hash of all that a resumed run has in common with an unbroken one, of this rank."""
     if case.stages:
         seen = {
             **runs.by_name(engine),
@@ -201,9 +191,7 @@ def _step(engine: Any, case: Case) -> None:
 
 
 def _die_after(operations: int, folder: str) -> Callable[[], None]:
-    """Returns what arms it: from then on the process kills itself at that many file operations in
-    `folder`.
-    """
+    """Returns what arms it: the process kills itself at that many file operations in `folder`."""
     left, armed = operations, False
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -282,13 +270,7 @@ def _rank(
 
 
 class Campaign:
-    """Rounds of one case in one folder.
-
-    Args:
-        case: What is trained.
-        folder: An empty folder.
-        seed: Of the choice of instants.
-    """
+    """Rounds of one case in one empty folder; `seed` chooses the instants."""
 
     def __init__(self, case: Case, folder: Path, seed: int) -> None:
         self.case = case
@@ -379,9 +361,7 @@ class _Ranks:
     def messages(
         self, limit_s: float = ROUND_LIMIT_S, is_over: Callable[[], bool] = lambda: False
     ) -> Any:
-        """What ranks tell, until all have closed their end, the time is over, or nothing is left to
-        read and `is_over()`.
-        """
+        """What ranks tell, until all have closed their end, time is over, or `is_over()`."""
         deadline = time.monotonic() + limit_s
         while (left := deadline - time.monotonic()) > 0:
             if not select.select([self.inbox], [], [], min(left, LOOK_S))[0]:

@@ -1,9 +1,7 @@
-"""A model whose gradients are exact in any division over ranks, so that the updates after a change
-of layout can be held to those of one process of plain torch, which never stops.
+"""A model whose gradients are exact in any division over ranks: means of integers and halves.
 
-A gradient is the batch's mean of integers and halves, which any order of additions gives without
-rounding. What an optimizer makes of it elementwise then depends on the layout by no more than the
-last bit, and a step that is counted twice shows at once.
+What an optimizer makes of them elementwise depends on the layout by no more than the last bit, and
+a step that is counted twice shows at once.
 """
 
 from __future__ import annotations
@@ -104,14 +102,11 @@ def values_of(module: nn.Module) -> dict[str, torch.Tensor]:
 def start(
     grouping: str, stage: int, make: MakeOptimizer | None = None, stages: int = 0, **keys: Any
 ) -> Any:
-    """An engine over a fresh model.
+    """An engine over a fresh model, of a grouping of `GROUPINGS`.
 
     Args:
-        grouping: Of `GROUPINGS`.
-        stage: Of ZeRO.
         make: Gives a client's optimizer; None: `keys` name one.
-        stages: Of a pipeline; 0: none.
-        keys: Of the configuration.
+        stages: The number of pipeline stages; 0: no pipeline.
     """
     module: Any = made()
     if stages:

@@ -1,9 +1,4 @@
-"""The resharding matrix: which precisions and stages of ZeRO, which divisions of ranks, and how a
-run of each is made and trained.
-
-Owns cases, cuts, the choice of a share of all combinations, and the small models. What is compared
-is `test_matrix`'s.
-"""
+"""The resharding matrix: precisions, stages of ZeRO, divisions of ranks, and a run of each."""
 
 from __future__ import annotations
 
@@ -73,9 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def cuts_of(case: str) -> list[Cut]:
-    """Cuts that the case allows: stage 0 shards nothing, so it has no instances; pipelines keep
-    whole gradients, so no stage 2.
-    """
+    """Cuts that the case allows: no instances at stage 0, no stage 2 in pipelines."""
     stage = CASES[case]["zero_optimization"]["stage"]
     return [
         cut for cut in CUTS if (stage > 0 or cut.instances == 1) and (stage < 2 or cut.stages == 1)
@@ -100,12 +93,10 @@ def all_combinations() -> list[Combination]:
 
 
 def pairwise(combinations: Sequence[Combination]) -> list[Combination]:
-    """A share of them in which each two properties that occur together in some combination do so at
-    least once.
+    """A share of them in which each two properties of a combination occur together at least once.
 
-    Properties are precision and stage, and ranks, stages and instances of both cuts. Greedy:
-    always the next that shows most new pairs, of those one whose runs are made anyway, with few
-    ranks.
+    Greedy: always the next that shows most new pairs, of those one whose runs are made anyway,
+    with few ranks.
     """
 
     def pairs(one: Combination) -> set[Any]:
@@ -151,13 +142,7 @@ class Plain(nn.Module):
 
 
 class Run:
-    """One engine of a case and a cut, in a world of as many ranks.
-
-    Args:
-        case: Of `CASES`.
-        cut: Of `CUTS`.
-        seed: Of the weights.
-    """
+    """One engine of a case and a cut, in a world of as many ranks; `seed` draws weights."""
 
     def __init__(self, case: str, cut: Cut, seed: int) -> None:
         self.is_pipeline = any(other.stages > 1 for other in cuts_of(case))
@@ -178,9 +163,7 @@ class Run:
         )[0]
 
     def train(self, steps: int) -> list[tuple[float, float]]:
-        """Mean loss over all ranks and gradient norm of each of the next steps; the whole batch is
-        the same in every cut.
-        """
+        """Mean loss over all ranks and norm of the next steps; the whole batch is the same."""
         return (
             pipeline.train(self.engine, steps)
             if self.is_pipeline
@@ -223,9 +206,7 @@ class Run:
 def by_cut(
     combinations: Sequence[Combination], which: str, world: int
 ) -> Iterator[tuple[str, Cut, list[Combination]]]:
-    """Case, cut and combinations of each run that a world of this size makes, as the saving or the
-    loading side (`which`).
-    """
+    """Case, cut and combinations of each run that a world of this size saves or loads."""
     here = [one for one in combinations if getattr(one, which).world == world]
     for case, cut in dict.fromkeys((one.case, getattr(one, which)) for one in here):
         yield case, cut, [one for one in here if (one.case, getattr(one, which)) == (case, cut)]

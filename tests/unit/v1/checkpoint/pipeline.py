@@ -71,9 +71,7 @@ def configuration(replicas: int, **keys: Any) -> dict[str, Any]:
 
 
 def make(stages: int, seed: int = 1, grouped: bool = False, **keys: Any) -> Any:
-    """An engine over a fresh pipeline of all ranks; `grouped` puts biases into a parameter group of
-    their own.
-    """
+    """An engine over a fresh pipeline of all ranks; `grouped`: biases have a group."""
     torch.manual_seed(seed)
     module = PipelineModule(
         layers(),
@@ -91,9 +89,7 @@ def make(stages: int, seed: int = 1, grouped: bool = False, **keys: Any) -> Any:
 def draw(
     step: int, replicas: int, replica: int, dtype: torch.dtype
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The micro-batches of a step of one of the data-parallel ranks: its part of what one rank
-    alone would have.
-    """
+    """The micro-batches of a step of one data-parallel rank: its part of one rank's."""
     generator = torch.Generator().manual_seed(100 + step)
     drawn = torch.randn(2, BATCH, WIDTH, generator=generator)
     inputs, labels = (part.view(MICRO_BATCHES, replicas, -1, WIDTH)[:, replica] for part in drawn)
@@ -117,9 +113,7 @@ def train(engine: Any, steps: int) -> list[tuple[float, float]]:
 
 
 def whole(engine: Any) -> dict[str, Any]:
-    """`by_name` of all stages, on every rank; all ranks that have something under a name must have
-    the same.
-    """
+    """`by_name` of all stages, on every rank; who has something under a name has the same."""
     found = from_all_ranks(by_name(engine))
     merged = {name: value for own in found for name, value in own.items()}
     for rank, own in enumerate(found):

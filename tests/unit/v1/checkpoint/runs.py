@@ -26,9 +26,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Net(nn.Module):
-    """Tied weights, a frozen layer, dropout, a buffer, and sizes that do not divide by two
-    ranks.
-    """
+    """Tied weights, a frozen layer, dropout, a buffer, sizes that two do not divide."""
 
     calls: torch.Tensor
 
@@ -162,9 +160,7 @@ def whole(param: torch.Tensor) -> torch.Tensor:
 
 def by_name(engine: Any) -> dict[str, Any]:
     """Weights, masters and moments of every trained parameter, whole, on every rank: what no
-    division over ranks may change.
-
-    At stage 0 in fp32 the weights are the masters.
+    division over ranks may change. At stage 0 in fp32 the weights are the masters.
     """
     params = dict(engine.module.named_parameters())
     if not params:

@@ -1,8 +1,6 @@
-"""Saving in the background: the state at the call is saved, errors come on all ranks at one step,
-nothing is lost or hangs.
+"""Saving in the background: the state at the call is saved, errors come on all ranks at one step.
 
-Only the tests of the heartbeat wait for time to pass: elsewhere writers stand at a gate that the
-test opens.
+Only the tests of the heartbeat wait for time to pass: elsewhere writers stand at a gate.
 """
 
 from __future__ import annotations
@@ -126,9 +124,7 @@ class TestInTheBackground(DistributedTest):
         ]
 
     def test_the_state_at_the_call_is_saved_and_training_goes_on(self, tmpdir: Any) -> None:
-        """Kills: tensors shared with the running model, a live schedule or client value, a file of
-        the state after a step.
-        """
+        """Kills: tensors or schedules shared with the running model, a later step's file."""
         unbroken = train(start(config(**KEYS)), 4)
         engine = start(config(**KEYS))
         train(engine, 1)
@@ -161,9 +157,7 @@ class TestInTheBackground(DistributedTest):
     def test_writing_begins_with_backward_in_the_next_step_or_soon(
         self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Kills: a start in the step that has waited for the copy, or before backward; a backward
-        or a wait that does not start it, waiting for ever without a backward.
-        """
+        """Kills: a start before its time, a backward that starts nothing, a wait for ever."""
         engine = start(config(**KEYS))
 
         def saved(tag: str) -> background_save.BackgroundSave:
@@ -228,9 +222,7 @@ class TestInTheBackground(DistributedTest):
     def test_an_error_comes_on_all_ranks_at_one_step_and_training_goes_on(
         self, tmpdir: Any
     ) -> None:
-        """Kills: an error that only its rank raises or nobody does, a folder published without one
-        rank's files.
-        """
+        """Kills: an error on one rank alone, a folder published without one rank's files."""
         unbroken = train(start(config(**KEYS)), 6)
         engine = start(config(**KEYS))
         train(engine, 1)
@@ -258,9 +250,7 @@ class TestInTheBackground(DistributedTest):
         assert Path(str(tmpdir), "latest").read_text() == "next"
 
     def test_no_rank_ends_before_all_have(self, tmpdir: Any) -> None:
-        """Kills: a rank that forgets the save, or raises, while another is still in it: their
-        collectives would differ.
-        """
+        """Kills: a rank that leaves while another saves; their collectives would differ."""
         engine = start(config(**KEYS))
         gate = gated(engine)
         part, going_on = background_save.BackgroundSave._part, threading.Event()
@@ -345,9 +335,7 @@ raise SystemExit(3)
 
 
 def run_and_exit(folder: Path) -> str:
-    """Two ranks that end right after saving; rank 0's process is the store. Returns what they
-    said.
-    """
+    """Two ranks that end right after saving, rank 0's the store; returns what they said."""
     env = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
@@ -376,9 +364,7 @@ def run_and_exit(folder: Path) -> str:
 
 
 def test_an_exiting_interpreter_finishes_the_save(tmp_path: Path) -> None:
-    """Kills: a daemon thread, threads that cannot be started any more at exit, rank 0 and the store
-    gone before all have heard.
-    """
+    """Kills: a daemon thread, threads that cannot start at exit, a store gone too early."""
     told = run_and_exit(tmp_path)
     assert (tmp_path / "latest").read_text() == "last"
     assert (tmp_path / "last" / "manifest.json").is_file()
@@ -386,9 +372,7 @@ def test_an_exiting_interpreter_finishes_the_save(tmp_path: Path) -> None:
 
 
 def test_a_host_copy_is_no_view_and_its_memory_is_used_again() -> None:
-    """Kills: copies that share storage (a file would hold all of them), memory that is not used
-    again.
-    """
+    """Kills: copies that share storage, memory that is not used again."""
     copy = HostCopy()
     flat = torch.arange(3_000_000, dtype=torch.float32)
     content: dict[str, Any] = {

@@ -1,11 +1,7 @@
-"""Every file of a checkpoint truncated, flipped, exchanged, removed, or joined by another run's.
-
-Loading says so on every rank, names the file, and leaves the engine as it was. `make
-corrupt-checkpoints` flips many more bits.
+"""Every file of a checkpoint truncated, flipped, exchanged, removed, or joined by another's.
 
 Kills: a checksum that is not compared, a file that no rank checks, a tag or a foreign file that is
-not looked at, a manifest that has no checksum of its own, a check that comes after the first
-change.
+not looked at, a manifest without a checksum of its own, a check after the first change.
 """
 
 from __future__ import annotations
@@ -77,9 +73,7 @@ def flipped(content: bytes, position: int, bit: int) -> bytes:
 
 
 def damages(folder: Path, strangers: dict[str, Path], draw: random.Random) -> Iterator[Damage]:
-    """All damages of all files in a folder; `strangers` are folders with files of the same names,
-    of other tags and other runs.
-    """
+    """All damages of all files in a folder; `strangers` have files of the same names."""
     files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
     for number, (name, whole) in enumerate(files.items()):
         yield Damage("removed", name, None)

@@ -29,9 +29,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 class TestFailedSaves(DistributedTest):
-    """Kills: writing in place, updating `latest` before the files are there, one rank going on
-    alone.
-    """
+    """Kills: writing in place, `latest` before the files are there, one rank going on alone."""
 
     world_size = 2
 

@@ -1,6 +1,4 @@
-"""A full disk and a read-only one, for real: a small file system mounted where only the test sees
-it.
-"""
+"""A full disk and a read-only one: a small file system mounted where only the test sees it."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ from . import disk_run
 
 
 def test_full_and_read_only_disks(tmp_path: Path) -> None:
-    """Kills: a rank that goes on alone, an older checkpoint or `latest` that is changed, state that
-    a failed save changes.
-    """
+    """Kills: a rank going on alone, an older checkpoint or state changed by a failed save."""
     folder = tmp_path / "disk"
     folder.mkdir()
     try:

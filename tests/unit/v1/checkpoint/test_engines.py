@@ -1,6 +1,4 @@
-"""Checkpoint engines: what each writes is the same checkpoint, and a client's own is used for every
-file.
-"""
+"""Checkpoint engines: each writes the same checkpoint; a client's own is used for every file."""
 
 from __future__ import annotations
 
@@ -85,9 +83,7 @@ class TestSaving(DistributedTest):
     }
 
     def test_every_writer_and_a_clients_engine_save_the_same(self, tmpdir: Any) -> None:
-        """Kills: a file or tensor that a writer leaves out, one that is read by no loader, a file
-        without its checksum.
-        """
+        """Kills: a file or tensor left out or read by no loader, a file without its checksum."""
         for stage in (0, 1):
             self.save_and_load(Path(str(tmpdir), f"stage{stage}"), stage)
 
@@ -160,9 +156,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_file_and_what_is_known_of_it(tmp_path: Path, options: WriteOptions) -> None:
-    """Kills: a checksum of other bytes or in another order, a tail or a buffer that is not written,
-    whole buffers of views.
-    """
+    """Kills: a checksum of other bytes or order, a tail or buffer not written, buffers of views."""
     path = str(tmp_path / "x.pt")
     flat = torch.arange(100_000).float()
     large = torch.arange(600_000).float()  # of those that are written from where they are
@@ -201,9 +195,7 @@ def test_a_full_device_is_told_as_such(options: WriteOptions) -> None:
 def test_a_file_past_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, refused: str
 ) -> None:
-    """Kills: a tail that no device takes, a file system that cannot, a file that ends with what was
-    in the buffer before.
-    """
+    """Kills: a tail that no device takes, a system that cannot, a file with an old buffer's end."""
     opened, written, system_open, system_write = [], [], os.open, os.write
 
     def is_direct(file: int) -> bool:
@@ -376,9 +368,7 @@ def test_getattr_in_a_folder_of_dcp_is_for_members_of_enums(tmp_path: Path) -> N
 
 
 def test_code_in_a_folder_of_dcp_is_refused(tmp_path: Path) -> None:
-    """Kills: an unpickler without a list, bytes in the place of a tensor, which DCP would
-    unpickle.
-    """
+    """Kills: an unpickler without a list, bytes in a tensor's place, which DCP would unpickle."""
     path, ran = tmp_path / "x.pt", tmp_path / "ran"
     dcp_files.write_dcp(str(path), CONTENT)
     metadata = tmp_path / "x.dcp" / ".metadata"

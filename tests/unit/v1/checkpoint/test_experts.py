@@ -1,6 +1,4 @@
-"""Checkpoints of models with experts: files per expert, and other numbers of ranks that share
-them.
-"""
+"""Checkpoints of models with experts: files per expert, other numbers of ranks that share them."""
 
 from __future__ import annotations
 
@@ -79,9 +77,7 @@ class Net(nn.Module):
 
 
 def cases() -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Number, name and keys; process groups are forgotten where neighbouring ranks come to hold the
-    same experts.
-    """
+    """Number, name and keys; groups are forgotten where other ranks come to share experts."""
     for number, (case, keys) in enumerate(CASES.items()):
         if case == "fp32-2-data-first":
             groups.reset()
@@ -165,9 +161,7 @@ class SavedExperts(DistributedFixture):
 
 
 class TestOtherExpertGroups(DistributedTest):
-    """Kills: a rank's own numbers of experts taken for all ranks', an expert's shards put together
-    in the order of dense ones, steps that dense parameters and experts count together.
-    """
+    """Kills: a rank's numbers of experts taken for all's, shards in dense order, lost steps."""
 
     world_size = [2, 4]
     exec_timeout = 120

@@ -1,6 +1,4 @@
-"""Checkpoints of several optimizer instances: one instance's files, from which any number of
-instances goes on.
-"""
+"""Checkpoints of several optimizer instances: one's files, from which any number goes on."""
 
 from __future__ import annotations
 
@@ -167,9 +165,7 @@ class Crossing(NamedTuple):
 
 
 def crossings(into: Crossing) -> list[Crossing]:
-    """What is loaded into a way by a number of ranks: all in the campaign, else of what 4 ranks
-    saved in bf16 a share in which every way is saved and loaded.
-    """
+    """What is loaded into a way by a number of ranks: all in the campaign, else a share."""
     every = (
         Crossing(into.precision, way, world)
         for way in WAYS
@@ -214,8 +210,8 @@ class SavedEveryWay(DistributedFixture):
 class TestEveryWayIntoEveryOther(DistributedTest):
     """Weights, masters and moments, bit-equal by name.
 
-    Kills: an instance's shards taken for those of all ranks, copies of gathered shards written, or
-    kept over loading, a stage's cuts read as another's.
+    Kills: an instance's shards taken for all ranks', copies of gathered shards written or kept
+    over loading, a stage's cuts read as another's.
     """
 
     world_size = list(WORLDS)

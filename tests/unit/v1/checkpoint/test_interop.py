@@ -1,9 +1,7 @@
-"""Checkpoints that upstream wrote go on here as recorded, with any number of ranks; ours go on in
-upstream, where it is installed.
+"""Checkpoints that upstream wrote go on here, with any number of ranks; ours go on in upstream.
 
 The recordings lie beside the repository (see `COMPAT`). `DS_UPSTREAM_PYTHON` names an interpreter
-with upstream's deepspeed; without it the second half is skipped (`tests/interop/compare.py` is the
-same comparison as a command).
+with upstream's deepspeed; without it the second half is skipped.
 """
 
 from __future__ import annotations
@@ -82,9 +80,7 @@ def train_step(engine: Any, step: int, recorded_world: int) -> tuple[float, floa
 
 @recordings
 class TestRecorded(DistributedTest):
-    """Kills: keys or names that only our own files have; counters, schedule or moments that start
-    anew.
-    """
+    """Kills: keys of our own files alone; counters, schedule or moments that start anew."""
 
     world_size = [1, 2, 4]
 
@@ -141,9 +137,7 @@ class TestRecordedPipeline(DistributedTest):
 
 
 class TestStaticScale(DistributedTest):
-    """Kills: state of a static scale without the keys that upstream's loader asks for (bf16 at
-    stage 0 could not be loaded).
-    """
+    """Kills: state of a static scale without the keys that upstream's loader asks for."""
 
     world_size = 1
 
@@ -172,9 +166,7 @@ class TestStaticScale(DistributedTest):
     not UPSTREAM, reason="DS_UPSTREAM_PYTHON names no interpreter with upstream's deepspeed"
 )
 def test_both_ways(tmp_path: Path) -> None:
-    """Kills: files that upstream cannot read, or reads as something else; its files read as
-    something else here.
-    """
+    """Kills: files that upstream cannot read, or reads otherwise, or the other way round."""
     outcomes, _ = measure(UPSTREAM, NAMES, tmp_path)
     for outcome in outcomes:
         assert not outcome.problem, outcome

@@ -1,6 +1,4 @@
-"""A kill of any rank at any instant of a save costs at most that save; the campaign
-`kill-checkpoints` does it 200 times.
-"""
+"""A kill of any rank at any instant of a save costs at most that save; a share of the campaign."""
 
 from __future__ import annotations
 
@@ -16,9 +14,9 @@ NAMES = [case.name for case in CASES]
 
 
 class TestKills(DistributedTest):
-    """Kills: `latest` before the rename (found by the campaign `kill-checkpoints` after 32 kills),
-    an old folder of the same tag that is not put back (after 2). It found dropout that repeated
-    itself in a resumed pipeline, and `destroy()` waiting for a dead rank.
+    """Kills: `latest` before the rename (found by the campaign after 32 kills), an old folder of
+    the same tag that is not put back (after 2). It found dropout that repeated itself in a resumed
+    pipeline, and `destroy()` waiting for a dead rank.
     """
 
     world_size = 1

@@ -1,6 +1,4 @@
-"""File names, keys and types in checkpoint files equal upstream's, and no file holds more than it
-needs.
-"""
+"""File names, keys and types of checkpoints equal upstream's; no file holds more than it needs."""
 
 from __future__ import annotations
 
@@ -105,9 +103,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def save(folder: str, **keys: Any) -> dict[str, Any]:
-    """A step of the model that the golden lists were read off; returns the files' contents by
-    name.
-    """
+    """A step of the model that golden lists were read off; returns files' contents by name."""
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     engine = deepspeed.initialize(model=model, config={**CONFIG, **keys})[0]
@@ -126,9 +122,7 @@ def save(folder: str, **keys: Any) -> dict[str, Any]:
 
 
 def adam_group() -> list[str]:
-    """What torch's AdamW keeps of one parameter group: of the torch that upstream's files were
-    written with `ADAM_GROUP`, of an older one what it does keep.
-    """
+    """What torch's AdamW keeps of a group: `ADAM_GROUP`, of an older torch what it does keep."""
     if TORCH >= (2, 13):
         return ADAM_GROUP
     alone = torch.optim.AdamW([torch.zeros(1)], betas=[0.9, 0.999])  # as a list, like JSON's

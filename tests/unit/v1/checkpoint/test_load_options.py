@@ -1,6 +1,4 @@
-"""Loading some of a checkpoint: names that differ, adapters beside frozen weights, parameters
-frozen or thawed since, tied ones.
-"""
+"""Loading some of a checkpoint: other names, adapters, parameters frozen or thawed since, ties."""
 
 from __future__ import annotations
 
@@ -89,9 +87,7 @@ class TestNames(DistributedTest):
 
     @in_all_cases
     def test_names_that_differ(self, tmpdir: Any, keys: dict[str, Any]) -> None:
-        """Kills: missing or further names ignored where they must match, masters that do not follow
-        what was loaded.
-        """
+        """Kills: missing or further names ignored, masters that do not follow what was loaded."""
         engine = start(config(**keys))
         train(engine, 1)
         engine.save_checkpoint(str(tmpdir))
@@ -158,9 +154,7 @@ class TestNames(DistributedTest):
         assert differences({**weights(engine), **own}, weights(other)) == []
 
     def test_own_function_for_some_names(self, tmpdir: Any) -> None:
-        """Kills: masters of before the function; names checked although the function knows
-        better.
-        """
+        """Kills: masters of before the function; names checked although it knows better."""
         engine = start(config(**ZERO["stage2"]))
         train(engine, 1)
         engine.save_checkpoint(str(tmpdir))
@@ -184,9 +178,7 @@ class TestFrozen(DistributedTest):
 
     @in_all_cases
     def test_adapters(self, tmpdir: Any, keys: dict[str, Any]) -> None:
-        """Kills: base weights in the file, adapters that start again, moments of frozen parameters
-        asked for.
-        """
+        """Kills: base weights in the file, adapters that start again, frozen moments asked for."""
         engine = start_with(adapted_net(1), keys)
         train(engine, 2)
         engine.save_checkpoint(str(tmpdir), exclude_frozen_parameters=True)
@@ -218,9 +210,7 @@ class TestFrozen(DistributedTest):
 
     @in_all_cases
     def test_thawed_since(self, tmpdir: Any, keys: dict[str, Any]) -> None:
-        """A parameter that the checkpoint has no state of: an error that names it, or its weights
-        alone.
-        """
+        """A parameter without a state: an error that names it, or its weights alone."""
         engine = start_with(adapted_net(1), keys)
         train(engine, 1)
         engine.save_checkpoint(str(tmpdir))

@@ -1,6 +1,4 @@
-"""The manifest: its own integrity, that it describes what is in the files, shares of readers,
-coverage, and checking offline.
-"""
+"""The manifest: its integrity, that it describes the files, shares of readers, offline checks."""
 
 from __future__ import annotations
 
@@ -92,9 +90,7 @@ class TestFile:
         assert read_manifest(str(tmp_path)) is None
 
     def test_every_flip_and_every_truncation_shows(self, tmp_path: Path) -> None:
-        """Kills: a checksum of parsed content, which does not see blanks; one that is not
-        compared.
-        """
+        """Kills: a checksum of parsed content, blind to blanks, or one that is not compared."""
         path = two_ranks(tmp_path / "tag") / "manifest.json"
         whole = path.read_bytes()
         damaged = [whole[:size] for size in range(len(whole))] + [whole + b"\n"]
@@ -162,9 +158,7 @@ class TestReaders:
 
 
 def part_of(cuts: list[tuple[str, int, int]], numels: dict[str, int], **more: Any) -> Description:
-    """A part of a model whose parameters' states are cut so: file, first element, elements; all of
-    `a`.
-    """
+    """A part of a model, its states cut so: file, first element, elements; all of `a`."""
     weights = {name: [[numel], "float32", "trained"] for name, numel in numels.items()}
     files: dict[str, Any] = {"model.pt": {"weights": weights}}
     for file, start, numel in cuts:
@@ -218,9 +212,7 @@ class TestCoverage:
         ]
 
     def test_copies_parts_and_what_is_not_trained(self) -> None:
-        """Kills: dense weights of other expert ranks, or the same names on other tensor-parallel
-        ranks, taken for overlaps.
-        """
+        """Kills: copies of dense weights, or equal names on other ranks, taken for overlaps."""
         copies = part_of([("x", 0, 7), ("y", 0, 7)], {"a": 7}, whole=True)
         assert check_coverage([copies, {**copies, "part": 1}]) == []
         weights = {
@@ -320,7 +312,7 @@ DESCRIBED: dict[str, tuple[Callable[[], Any], Callable[[Any, int], Any]]] = {
 
 
 class TestDescription(DistributedTest):
-    """What the engine says is in the files is what the readers of the files find there.
+    """What the engine says is in the files is what readers of the files find there.
 
     Kills: fragments at other elements or of other names, slots or weights left out.
     """

@@ -1,5 +1,4 @@
-"""The resharding matrix: what one division of ranks saved goes on in every other: state equal bit
-for bit by name, the same counts of steps, and the next updates of a run that never stopped.
+"""The resharding matrix: what one division of ranks saved goes on in every other, bit for bit.
 
 The suite runs a pairwise share; the campaign `reshard-matrix` runs every combination and prints
 how many held (`DS_RESHARD_MATRIX`: the file to which it writes them).
@@ -45,8 +44,8 @@ def deviation(found: Sequence[Any], wanted: Sequence[Any]) -> float:
 
 
 def updated_otherwise(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """Masters that are not where the saver's went. A rate is 1e-2, and counting a step twice moves
-    an update by a tenth of it; small gradients are rounded otherwise by other ranks.
+    """Masters that are not where the saver's went: counting a step twice moves an update by a tenth
+    of the rate of 1e-2; small gradients are rounded otherwise by other ranks.
     """
     return [
         f"{name} is off by {far:.1e} after {AFTER} updates"
@@ -78,10 +77,8 @@ class SavedCuts(DistributedFixture):
 
 
 class TestMatrix(DistributedTest):
-    """Kills: a shard put where another's belongs, an instance's shards taken for all ranks',
-    padding taken for elements, a stage that reads another's state, tied weights taken twice or from
-    nowhere, moments or a loss scale that stay what they were, steps that several states count
-    together.
+    """Kills: shards, padding or steps taken for others', ties taken twice or from nowhere, moments
+    or a loss scale that stay what they were.
     """
 
     world_size = WORLDS
@@ -103,9 +100,7 @@ class TestMatrix(DistributedTest):
         assert [f"{told}: {problem}" for told, problem, _ in outcomes if problem] == []
 
     def load(self, run: Run, one: Combination, folder: str) -> tuple[str, str, float]:
-        """The combination, what is wrong with it if anything is, and how far losses and norms are
-        from the saver's.
-        """
+        """The combination, what is wrong if anything, and how far losses and norms are off."""
         told = f"{one.case}: {one.saved} -> {one.into}"
         wanted = torch.load(f"{folder}.pt", weights_only=False)
         try:

@@ -1,6 +1,4 @@
-"""`checkpoint.use_node_local_storage`: a folder for each of two nodes of two ranks, told apart here
-by the launcher's word.
-"""
+"""`checkpoint.use_node_local_storage`: a folder for each of two nodes, told apart by a word."""
 
 from __future__ import annotations
 
@@ -40,18 +38,14 @@ def hosts() -> list[str]:
 
 
 class TestTwoNodes(DistributedTest):
-    """Kills: a file that only another node has, one that two ranks of a node write, one node that
-    renames for both.
-    """
+    """Kills: a file that another node has, one that two ranks write, one rename for both."""
 
     world_size = 4
 
     def resumes(
         self, folder: Path, make: Callable[[int], Any], run: Callable[[Any, int], Any]
     ) -> list[str]:
-        """Save, go on, and go on from what was saved with another engine; returns the files on this
-        node.
-        """
+        """Save, go on, and go on from that with another engine; returns this node's files."""
         engine = make(1)
         run(engine, 1)
         engine.save_checkpoint(str(folder), tag="t")
@@ -118,9 +112,7 @@ class TestTwoNodes(DistributedTest):
             assert sum("_expert_" in name for name in found) == 2 * test_experts.EXPERTS
 
     def test_a_node_that_was_killed_before_it_published(self, tmpdir: Any) -> None:
-        """Kills: nodes that load different checkpoints, half of the ranks going on from a newer
-        one.
-        """
+        """Kills: nodes that load different checkpoints, half of the ranks at a newer one."""
         folder = place_on_nodes(tmpdir)
         checkpoint = {**LOCAL, "writer": {"decoupled": True}}
         keys = {

@@ -34,9 +34,7 @@ class TestOptions(DistributedTest):
 
     @STAGES
     def test_partial_loads(self, tmpdir: Any, keys: dict[str, Any]) -> None:
-        """Kills: weights loaded without their masters following, a schedule whose rate nobody
-        applies.
-        """
+        """Kills: weights loaded without their masters, a schedule whose rate nobody applies."""
         engine = start(config(**keys))
         train(engine, 3)
         saved, rates = weights(engine), engine.get_lr()
@@ -84,9 +82,7 @@ class TestOptions(DistributedTest):
 
     @pytest.mark.parametrize("from_fp32", [True, False])
     def test_load_from_fp32_weights(self, tmpdir: Any, from_fp32: bool) -> None:
-        """Kills: masters always taken from the checkpoint, or always rounded up from the bf16
-        weights.
-        """
+        """Kills: masters always from the checkpoint, or always rounded up from bf16 weights."""
         engine = start(config(**ZERO2))
         train(engine, 3)
         engine.save_checkpoint(str(tmpdir))

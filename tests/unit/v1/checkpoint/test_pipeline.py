@@ -1,6 +1,4 @@
-"""Checkpoints of pipelines of four stages go on with fewer, and the other way round (up to two are
-`test_matrix`'s).
-"""
+"""Checkpoints of pipelines of four stages go on with fewer, and the other way round."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ STEPS = 2
 
 
 class SavedPipelines(DistributedFixture):
-    """All cases, divided in all ways, saved after two steps, with what they held and how they went
-    on.
-    """
+    """All cases, divided in all ways, saved after two steps, and how they went on."""
 
     world_size = [1, 2, 4]
     exec_timeout = 120
@@ -53,9 +49,7 @@ class SavedPipelines(DistributedFixture):
 
 
 class TestOtherStages(DistributedTest):
-    """Kills: a stage that reads another's state, tied weights taken twice or from nowhere, a
-    layer's file under a local number.
-    """
+    """Kills: another stage's state, ties twice or from nowhere, a layer under a local number."""
 
     world_size = [1, 2, 4]
     exec_timeout = 120

@@ -1,6 +1,4 @@
-"""A checkpoint goes on with other ranks, other stages of ZeRO and other parameter groups: what it
-holds is found by name.
-"""
+"""A checkpoint goes on with other ranks, stages and parameter groups: all is found by name."""
 
 from __future__ import annotations
 
@@ -107,9 +105,7 @@ class Saved(DistributedFixture):
 
 
 class TestOtherWorlds(DistributedTest):
-    """Kills: a shard's elements put where another's are, padding taken for elements, state of a
-    whole group given to one shard.
-    """
+    """Kills: elements in others' places, padding taken for elements, a group's in one shard."""
 
     world_size = list(WORLDS)
     exec_timeout = 120

@@ -64,9 +64,7 @@ STEPS, SAVED_AT = 4, 2
 
 
 class TestResume(DistributedTest):
-    """Kills: weights, masters, moments, scale, schedule, counters, random states or data position
-    not saved or not loaded.
-    """
+    """Kills: weights, masters, moments, scale, schedule, counters, random states or data lost."""
 
     world_size = 2
 

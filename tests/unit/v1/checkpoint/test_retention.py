@@ -1,6 +1,4 @@
-"""`checkpoint.keep_last`: which checkpoints go, and that a kill while they go leaves no half of
-one.
-"""
+"""`checkpoint.keep_last`: which checkpoints go, and that a kill leaves no half of one."""
 
 from __future__ import annotations
 

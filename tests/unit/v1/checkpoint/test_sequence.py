@@ -1,6 +1,4 @@
-"""In which order a save flushes and renames: what a crash of the machine leaves follows from it; no
-test can cause one.
-"""
+"""In which order a save flushes and renames, from which follows what a crash leaves."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ from deepspeed.runtime.checkpointing.save_job import SaveJob, put_converter
 def test_everything_is_on_disk_before_its_name_and_latest_is_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kills: a folder or file that is not flushed before the rename that relies on it, `latest`
-    before the folder.
-    """
+    """Kills: a file or folder not flushed before the rename that relies on it."""
     seen: list[str] = []
     fsync, rename, replace = os.fsync, os.rename, os.replace
 

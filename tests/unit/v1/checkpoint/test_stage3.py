@@ -1,6 +1,4 @@
-"""Checkpoints of stage 3: resumed bit for bit, by other numbers of ranks and at other stages, made
-whole.
-"""
+"""Checkpoints of stage 3: resumed bit for bit, by other ranks, at other stages, made whole."""
 
 from __future__ import annotations
 
@@ -299,9 +297,7 @@ class Crossing(NamedTuple):
 
 
 def crossings(stage: int, world: int) -> list[Crossing]:
-    """What is loaded into `stage` by `world` ranks, from or at stage 3: all in the campaign, else a
-    share in which each stage and each two worlds occur.
-    """
+    """What `world` ranks load into `stage`: all in the campaign, else a share of each kind."""
     every = (
         Crossing(precision, of_stage, of_world)
         for precision in PRECISIONS

@@ -124,9 +124,7 @@ def save(folder: str, engine: Any) -> dict[str, Any]:
 
 
 class TestFrozen(DistributedTest):
-    """Kills: a frozen expert put together of all ranks' shards, or numbered by each rank; the ranks
-    that share it taken for neighbours, or not.
-    """
+    """Kills: a frozen expert of all ranks' shards or numbered by each; sharers mistaken."""
 
     world_size = 4
     exec_timeout = 120

@@ -1,6 +1,4 @@
-"""Universal checkpoints: what `ds_to_universal` makes goes on in any other division over ranks,
-bit-equal by name.
-"""
+"""Universal checkpoints go on in any other division over ranks, bit-equal by name."""
 
 from __future__ import annotations
 
@@ -104,9 +102,8 @@ def load(engine: Any, folder: str) -> Any:
 
 
 class TestOtherDivisions(DistributedTest):
-    """Kills: a parameter's elements in the order of files instead of ranks; padding kept; a group's
-    options given to another's parameters; the step, the scale or the position in the data lost; a
-    frozen, tied or expert's weight forgotten.
+    """Kills: elements in the order of files; padding kept; a group's options for another's; the
+    step, scale or position in the data lost; a frozen, tied or expert's weight forgotten.
     """
 
     world_size = [1, 3]
@@ -148,9 +145,7 @@ class TestOtherDivisions(DistributedTest):
 
 
 class TestIncomplete(DistributedTest):
-    """Of a folder as upstream makes it, without a manifest. Kills: what is missing taken for zeros
-    or left as it was.
-    """
+    """Of upstream's folder without a manifest. Kills: what is missing taken for zeros or left."""
 
     world_size = 1
 

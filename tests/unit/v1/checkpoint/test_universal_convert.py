@@ -1,6 +1,4 @@
-"""`ds_to_universal` in one process: what its files hold for every kind of slice, what it refuses,
-and what it leaves then.
-"""
+"""`ds_to_universal` in one process: its files for every kind of slice, what it refuses."""
 
 from __future__ import annotations
 
@@ -146,9 +144,7 @@ def expected() -> dict[str, dict[str, Any]]:
 
 
 class TestFiles:
-    """Kills: the wrong dimension; averaged slices summed; padding of the vocabulary kept; stacked
-    parameters in order of ranks.
-    """
+    """Kills: the wrong dimension, summed averages, padding kept, parameters in rank order."""
 
     def test_layout(self, tmp_path: Path) -> None:
         output = convert(write(tmp_path / "t"))
@@ -373,9 +369,7 @@ class TestRefusals:
 
     @staticmethod
     def check_inferred(output: Path) -> None:
-        """Kills: copies put behind one another, slices taken for copies, moments in another shape
-        than weights.
-        """
+        """Kills: copies put behind one another, slices taken for copies, moments misshaped."""
         a, b = values(0), values(1)
         for name in a:
             copied = torch.equal(a[name], b[name])

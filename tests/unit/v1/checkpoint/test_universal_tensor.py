@@ -1,6 +1,4 @@
-"""Another number of tensor-parallel ranks: slices are put together and cut by the client's
-patterns, directly or universally.
-"""
+"""Another number of tensor-parallel ranks: slices are joined and cut by the client's patterns."""
 
 from __future__ import annotations
 
@@ -97,9 +95,7 @@ class SavedSlices(DistributedFixture):
 
 
 class TestOtherTensorRanks(DistributedTest):
-    """Kills: the wrong dimension of a row-parallel weight; a replicated weight concatenated; rank
-    0's slice given to all; a frozen slice left as the model was built.
-    """
+    """Kills: a wrong dimension, replicated weights joined, rank 0's slice for all, frozen ones."""
 
     world_size = 2
 

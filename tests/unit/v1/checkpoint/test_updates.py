@@ -1,8 +1,7 @@
-"""After a change of layout an optimizer goes on as one process of plain torch that never stopped:
-how many steps every tensor's state has counted, and the next updates.
+"""After a change of layout an optimizer goes on as one process of plain torch that never stopped.
 
-The suite runs the cases that have been wrong, at every stage of ZeRO, and each optimizer in some;
-the contract product has every grouping, stage and number of ranks into every other.
+The suite runs the cases that have been wrong, at every stage, and each optimizer in some; the
+contract product has every grouping, stage and number of ranks into every other.
 """
 
 from __future__ import annotations
@@ -85,15 +84,7 @@ KEYS: dict[str, dict[str, Any]] = {
 
 
 class Layout(NamedTuple):
-    """How a run divides its parameters.
-
-    Attributes:
-        stage: Of ZeRO.
-        grouping: Of `GROUPINGS`.
-        world: Number of ranks.
-        pipeline: Number of stages; 0: no pipeline.
-        keys: Of `KEYS`.
-    """
+    """How a run divides its parameters; `pipeline` is a number of stages, 0 for none."""
 
     stage: int
     grouping: str
@@ -103,9 +94,7 @@ class Layout(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What is saved in one layout and loaded in another; `universal`: by way of
-    `ds_to_universal`.
-    """
+    """What is saved in one layout and loaded in another; `universal`: by `ds_to_universal`."""
 
     saved: Layout
     into: Layout
@@ -119,9 +108,7 @@ class Case(NamedTuple):
 
 
 def seen_wrong(stage: int) -> list[tuple[Layout, Layout]]:
-    """What counted steps twice at a stage: a group without parameters, one of one element, one
-    that became two; and two that become one.
-    """
+    """What counted steps twice: empty groups, those of one element, one of two, two of one."""
     return [
         (Layout(stage, "empty", 2), Layout(stage, "empty", 1)),
         (Layout(stage, "lone", 1), Layout(stage, "lone", 2)),
@@ -168,9 +155,7 @@ CASES += [
 
 
 def product() -> list[Case]:
-    """Every layout of AdamW into every other, of the other optimizers those of three stages and
-    groupings, and pipelines.
-    """
+    """Every layout of AdamW into every other, some of the other optimizers', and pipelines."""
     every = [Layout(*one) for one in itertools.product(range(4), GROUPINGS, WORLDS)]
     some = [one for one in every if one.stage != 2 and one.grouping in ("one", "lone", "empty")]
     pipelines = [
@@ -231,9 +216,8 @@ class SavedOfAll(Saved):
 
 
 class TestUpdates(DistributedTest):
-    """Kills: a step count that several states share, by files, ranks or stages; padding that
-    resembles another optimizer's state; numbers taken for a parameter's state; moments of another
-    element.
+    """Kills: a step count that several states share; padding that resembles state; numbers taken
+    for a parameter's state; moments of another element.
     """
 
     world_size = list(WORLDS)

@@ -128,9 +128,7 @@ def end(engine: Any, way: str) -> dict[str, Any]:
 
 
 class TestWindow(DistributedTest):
-    """Kills: sums, counters, marks of what is reduced that are not saved or not restored; an own
-    window that is added to.
-    """
+    """Kills: sums, counters or marks not saved or restored; an own window added to."""
 
     world_size = 2
 

@@ -1,8 +1,4 @@
-"""The configurations of the contract suite: the whole product of the factors, and a subset that
-covers all pairs of values.
-
-Pure: knows nothing of torch or of how a configuration is run.
-"""
+"""The contract suite's configurations: the product of the factors, and a share with all pairs."""
 
 from __future__ import annotations
 
@@ -20,18 +16,12 @@ class Case:
     """One configuration.
 
     Attributes:
-        stage: ZeRO stage.
         precision: Model dtype, and "+fp32" if micro-batches are summed in fp32.
         accumulation: Micro-batches per step.
         clip: Whether gradients are clipped (far below their norm).
-        overlap: `overlap_comm`.
-        reduce_scatter: `reduce_scatter`.
         offload: Optimizer state on the host.
-        bucket: "tiny" (most parameters are larger), "exact" (two parameters fill one to the last
-            element), "huge".
-        world: Data-parallel ranks.
-        optimizer: "sgd" (an error in a gradient shows in the parameters in proportion) or "adamw"
-            (it has state).
+        bucket: "tiny" (most parameters are larger), "exact" (two parameters fill one), "huge".
+        optimizer: "sgd" (an error of a gradient shows in proportion) or "adamw" (it has state).
         instances: `num_optimizer_instances`.
     """
 
@@ -111,9 +101,9 @@ def pairs_of(
 def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Few rows that together cover all pairs of values; greedy, deterministic.
 
-    Each row starts from the first pair that is still uncovered and takes, factor by factor, the
-    value that covers most of what is left. Values that cover equally much take turns, so that no
-    value is left out of the free places. Factors with many values choose first: fewer rows.
+    Each row starts from the first pair that is uncovered and takes, factor by factor, the value
+    that covers most of what is left; values that cover equally much take turns. Factors with many
+    values choose first: fewer rows.
     """
     factors = dict(sorted(factors.items(), key=lambda factor: -len(factor[1])))
     left = all_pairs(factors)
@@ -137,9 +127,7 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def pairwise_cases(worlds: tuple[int, ...] = FACTORS["world"]) -> list[Case]:
-    """All pairs of values, and one run with a stateful optimizer per precision, whose stages take
-    turns.
-    """
+    """All pairs of values, and a run with a stateful optimizer per precision."""
     cases = [Case(**row) for row in pairwise({**FACTORS, "world": worlds})]
     with_state = [
         Case(stage, precision, 3, True, True, True, stage == 2, "tiny", 2, "adamw")
@@ -151,9 +139,7 @@ def pairwise_cases(worlds: tuple[int, ...] = FACTORS["world"]) -> list[Case]:
 
 
 def instance_cases() -> list[Case]:
-    """All pairs of values with several instances, and runs with a stateful optimizer, with other
-    precisions and in one with as many instances as ranks.
-    """
+    """All pairs of values with several instances, and runs with stateful optimizers."""
     rows = [dict(row) for row in pairwise(INSTANCE_FACTORS)]
     splits = [row.pop("split") for row in rows]
     cases = [
@@ -180,7 +166,5 @@ def of_world(cases: Sequence[Case], world: int) -> list[Case]:
 
 
 def chunk(cases: Sequence[Case], index: int) -> list[Case]:
-    """Share `index` of `CHUNKS_PER_WORLD`; consecutive cases go to different shares, which makes
-    them equally long.
-    """
+    """Share `index` of `CHUNKS_PER_WORLD`, all about equally long."""
     return list(cases[index::CHUNKS_PER_WORLD])

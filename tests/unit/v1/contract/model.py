@@ -1,6 +1,4 @@
-"""The model and the data of the contract suite: small, with every kind of parameter that
-synchronization can get wrong.
-"""
+"""The contract suite's small model and data: every kind of parameter that can be got wrong."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ class Branch(nn.Linear):
 
 
 class ContractModel(nn.Module):
-    """Tied, frozen, twice used, sometimes and never used, oversized, zero-size and scalar
-    parameters, all sizes odd.
-    """
+    """Tied, frozen, twice used, rarely or never used, oversized, empty and scalar; odd sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,9 +138,7 @@ def make_model(seed: int = 0, kind: type[ContractModel] = ContractModel) -> Cont
 
 
 def parameter_groups(model: ContractModel) -> list[dict[str, object]]:
-    """Matrices with weight decay, the rest without; frozen ones are handed over too, as scripts
-    do.
-    """
+    """Matrices with weight decay, the rest without; frozen ones too, as scripts do."""
     named = list(model.named_parameters())
     return [
         {"params": [p for _, p in named if p.dim() >= 2], "weight_decay": 0.1},

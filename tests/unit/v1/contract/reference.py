@@ -59,11 +59,8 @@ class Expected:
     Attributes:
         grads: Averaged gradient of each trainable parameter, zero where it took no part, before
             clipping.
-        norm: Global norm of them.
         params: fp32 parameters after the step.
-        grad_bounds: Allowed 2-norm of the difference, per parameter.
-        norm_bound: Allowed difference of the norm.
-        param_bounds: As `grad_bounds`, for parameters.
+        grad_bounds: Allowed 2-norm of the difference, per parameter; `param_bounds` likewise.
     """
 
     grads: Tensors
@@ -141,9 +138,7 @@ def fp32_run(steps: int, accumulation: int, clip: bool, world: int) -> list[Expe
 
 @functools.cache
 def half_template(precision: str) -> ContractModel:
-    """A model of that dtype whose weights the caller overwrites; frozen weights are the initial
-    ones.
-    """
+    """A model of that dtype whose weights the caller overwrites; frozen ones are initial."""
     return make_model().to(DTYPES[precision])
 
 
@@ -155,8 +150,7 @@ def half_gradients(
 ) -> tuple[Tensors, dict[str, float]]:
     """Mean of all micro-batches' gradients, summed in double precision, and M of `[Note: bound]`.
 
-    Configurations that ought to be equal bit for bit (overlapped or not, say) ask the same
-    question; it is answered once.
+    Configurations that ought to be equal bit for bit ask the same; it is answered once.
     """
     fingerprint = hash(b"".join(master.numpy().tobytes() for master in masters.values()))
     key = (fingerprint, precision, step, accumulation, world)
@@ -189,9 +183,7 @@ def half_step(
     clip: bool,
     world: int,
 ) -> Expected:
-    """What one SGD step from `masters` must give in half precision; `sums_in` is the narrowest
-    dtype sums pass through.
-    """
+    """What a half-precision SGD step from `masters` gives; `sums_in`: its narrowest dtype."""
     grads, magnitude = half_gradients(masters, precision, step, accumulation, world)
     return rounded_step(
         masters, weight_decay, grads, magnitude, precision, sums_in, accumulation + world + 1, clip
@@ -208,9 +200,7 @@ def rounded_step(
     roundings: int,
     clip: bool,
 ) -> Expected:
-    """One SGD step with gradients whose sums the system rounds `roundings` times; `magnitude` is M
-    of `[Note: bound]`.
-    """
+    """One SGD step, its sums rounded `roundings` times; `magnitude` is M of `[Note: bound]`."""
     relative = max(roundings * ROUNDOFF[sums_in], FP32_TOLERANCE)
     tiny = roundings * FP16_SMALLEST / LOSS_SCALE if precision == "fp16" else 0.0
     grad_bounds = {

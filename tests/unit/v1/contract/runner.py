@@ -1,6 +1,4 @@
-"""Runs one configuration of the contract suite on this rank and compares it with the reference.
-Collective.
-"""
+"""Runs one configuration of the contract suite on this rank and compares it. Collective."""
 
 from __future__ import annotations
 
@@ -56,8 +54,7 @@ def config_of(case: Case) -> dict[str, Any]:
 def sums_dtype(case: Case) -> torch.dtype:
     """The narrowest dtype that a sum over micro-batches or ranks passes through.
 
-    With fp32 accumulation stages 0 and 1 send the fp32 accumulator of a bf16 model; every other
-    half-precision path sends halves.
+    With fp32 accumulation stages 0 and 1 send a bf16 model's fp32 accumulator, others halves.
     """
     if case.precision == "fp32":
         return torch.float32
@@ -67,20 +64,13 @@ def sums_dtype(case: Case) -> torch.dtype:
 
 
 def on_host() -> AbstractContextManager[None]:
-    """Leaves a simulated device: references and comparisons only use copies of their own, and are
-    none of its business.
-    """
+    """Leaves a simulated device: comparisons only use copies of their own."""
     accelerator = get_accelerator()
     return accelerator.on_host() if isinstance(accelerator, Sim_Accelerator) else nullcontext()
 
 
 class Checks:
-    """What is compared of one case on this rank; `failures` says what was not as it must be.
-
-    Args:
-        case: The configuration.
-        model: What this rank trains of the model; its parameters are those that are compared.
-    """
+    """What is compared of one case on this rank; `failures` says what was not as it must be."""
 
     engine: Any
 
@@ -298,11 +288,7 @@ class ReferenceAdam:
 
 
 def run_cases(cases: Sequence[Case], run: Callable[[Any], Checks] = CaseRun) -> None:
-    """Run all cases on this world, each as `run(case)`.
-
-    Raises:
-        AssertionError: Listing every deviation on any rank, with the configuration's name.
-    """
+    """Run all cases on this world as `run(case)`; an AssertionError lists all ranks' deviations."""
     failures: list[str] = []
     for case in cases:
         try:

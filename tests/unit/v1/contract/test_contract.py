@@ -1,11 +1,7 @@
-"""The contract: gradients, norm and parameters of every configuration equal those of one process
-with the whole batch.
+"""The contract: gradients, norm and parameters of every configuration equal one process's.
 
-`make test` runs a subset in which every pair of values occurs; `pytest -m contract
-tests/unit/v1/contract` runs the whole product. The bounds, and why they are what they are, stand in
-`reference`.
-
-Mutations that these tests were seen to catch are in `test_contract_bites`.
+`make test` runs a subset with every pair of values; `-m contract` the whole product. The bounds
+stand in `reference`, the mutations that these tests catch in `test_contract_bites`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""The contract on the simulated device: same bounds, with every race and early reuse of memory an
-error.
+"""The contract on the simulated device: same bounds, every race and early reuse an error.
 
-The host runs work at once, so the suite on the host says nothing about streams. Here all work is
-late, gradients are accumulated on two side streams, and the stream checker listens: zero false
-alarms, and no race, over every configuration.
+All work is late, gradients are accumulated on two side streams, and the stream checker listens:
+zero false alarms, and no race, over every configuration.
 """
 
 from __future__ import annotations
@@ -25,13 +23,7 @@ from unit.v1.contract.runner import run_cases
 
 
 def run_simulated(cases: list[Case]) -> None:
-    """All cases, each with the checker.
-
-    Raises:
-        AssertionError: A result deviates.
-        StreamRaceError: Accesses are not ordered.
-        BudgetError: A device, or one of a single queue and processor, can hang.
-    """
+    """All cases, each with the checker; raises what it finds, deviations and hangs too."""
     import torch
 
     from deepspeed.accelerator.sim_accelerator import simulate

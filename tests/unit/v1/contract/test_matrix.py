@@ -1,6 +1,4 @@
-"""The suite's own parts: the choice of configurations, and a reference that is what it claims to
-be.
-"""
+"""The suite's own parts: the choice of configurations, and a reference that is one."""
 
 from __future__ import annotations
 

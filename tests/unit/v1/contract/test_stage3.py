@@ -1,7 +1,6 @@
 """The contract of stage 3: the configurations of stage 2, times what is whole when.
 
-The contract's data takes another branch on each rank, and ranks do not agree on it: a rank uses
-parameters, or a whole unit, that others leave out.
+A rank uses parameters, or a whole unit, that others leave out: its data takes another branch.
 """
 
 from __future__ import annotations
@@ -31,15 +30,13 @@ BLOCK_NUMEL = 7 * 31 + 31 + 31 * 9 + 7  # of the largest block
 
 @dataclasses.dataclass(frozen=True)
 class Stage3Case(Case):
-    """A configuration of stage 3.
+    """A configuration of stage 3; None is a key's default.
 
     Attributes:
-        persistence: `stage3_param_persistence_threshold`; None: the default, all of this model.
-        prefetch: `stage3_prefetch_bucket_size`; None: the default, all of this model.
-        reuse: `stage3_max_reuse_distance`; None: the default.
+        persistence, prefetch, reuse: The keys `stage3_...`; by default all of this model.
         broadcast: Gather by broadcasts (`allgather_partitions: false`).
         units: What is gathered together: the "model", "blocks" or "layers".
-        fusion: `stage3_unit_fusion_size`; None: the default, of small neighbours all.
+        fusion: `stage3_unit_fusion_size`.
         host: What is there: "none", "optimizer" or "both", parameters too.
         secondary: `zero_hpz_partition_size`.
     """
@@ -106,9 +103,7 @@ def case_of(row: dict[str, Any], **more: Any) -> Stage3Case:
 
 
 def stage3_cases() -> list[Stage3Case]:
-    """All pairs of values, and runs with a stateful optimizer wherever its state is. Where all of
-    the model persists nothing else tells: the first rows stand there with it too.
-    """
+    """All pairs of values, and stateful optimizers wherever their state is and all persists."""
     rows = pairwise({**SHARED_FACTORS, **OWN_FACTORS, "persistence": (0, 12)})
     rows += [{**row, "persistence": None} for row in rows[:3]]
     first = {name: values[0] for name, values in {**SHARED_FACTORS, **OWN_FACTORS}.items()}
@@ -121,9 +116,7 @@ def stage3_cases() -> list[Stage3Case]:
 
 
 def group_cases() -> list[Stage3Case]:
-    """All pairs of values in groups of four ranks; units go as soon as nobody uses them, so that
-    backward gathers again. Copies of shards and parameters on the host exclude each other.
-    """
+    """All pairs of values in groups of four ranks whose units go at once."""
     rows = pairwise(GROUP_FACTORS)
     return [
         case_of(
@@ -186,9 +179,7 @@ class Stage3Run(CaseRun):
             super()._check_replicas(step, masters)
 
     def _check_rest(self, step: int) -> None:
-        """Frozen parameters are untouched, padding is zero, and nothing is whole but what
-        persists.
-        """
+        """Frozen parameters are untouched, padding is zero, and only what persists is whole."""
         from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
 
         live = self.engine.parameter_offload.param_coordinator.live_numel

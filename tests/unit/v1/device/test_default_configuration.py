@@ -1,7 +1,4 @@
-"""Engines on the simulated device with the default configuration, for as many batches as it takes
-timers and other periodic work to begin: as on the host, and without a race. Pipelines have
-`test_pipelines`.
-"""
+"""Engines with the default configuration on the simulated device, until periodic work begins."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""How many operators a device gets for what the host could do piece by piece: positions of tokens,
-an exchange of a sequence, gradients of another dtype.
-"""
+"""How many operators a device gets for what the host could do piece by piece."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ from unit.common import DistributedTest
 
 
 class Operators(TorchDispatchMode):
-    """Counts operators by name; `slow` are scans that step over other elements, and grouped
-    operators over several tensors of two dtypes.
-    """
+    """Counts operators by name; `slow` are scans and grouped ones over two dtypes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""How much memory gradients take while the host runs ahead of the device: what it lets go, streams
-wait for, and not it.
+"""How much memory gradients take while the host runs ahead of the device.
 
 On the simulated device nothing runs before the host waits, so a host that waits nowhere is as far
 ahead as it can be.

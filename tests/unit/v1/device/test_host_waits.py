@@ -1,8 +1,6 @@
-"""How often the host waits for the device in a training step, on the simulated device, and what
-training does although it does not know how a step went.
+"""How often the host waits for the device in a training step: at most once, for a skipped step.
 
-At most once per step, and only for whether it was skipped; never before the update is queued, and
-never in a micro-batch.
+Never before the update is queued, and never in a micro-batch.
 """
 
 from __future__ import annotations
@@ -39,13 +37,9 @@ class Case:
     """A configuration, and how often it may wait.
 
     Attributes:
-        stage: Of ZeRO.
         precision: What is enabled, with its settings; None is fp32.
-        optimizer: Its type.
         waits: How often the host waits per step, by all that it is asked for.
         ahead: Whether the update is queued by then.
-        scheduled: Whether the engine has a learning-rate schedule.
-        clip: Largest norm.
     """
 
     stage: int

@@ -1,9 +1,4 @@
-"""Training on a device equals plain torch on the same device, with small buckets, real streams and
-page-locked offload.
-
-The contract suite holds the arithmetic on the host; this holds what only a device has: side streams
-and asynchronous copies.
-"""
+"""Training on a device equals plain torch there, with small buckets, side streams and offload."""
 
 from __future__ import annotations
 
@@ -28,9 +23,7 @@ ACCUMULATION = 2
 
 
 class Streamed(nn.Module):
-    """Every other layer runs on a side stream, so gradients of one bucket are produced on two
-    streams.
-    """
+    """Every other layer runs on a side stream: gradients of a bucket come from two."""
 
     def __init__(self) -> None:
         super().__init__()

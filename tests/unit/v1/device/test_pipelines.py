@@ -1,6 +1,4 @@
-"""Pipelines on the simulated device with the default configuration: every schedule trains batch
-after batch as one process does, and the host waits for nothing that hangs a device.
-"""
+"""Pipelines with the default configuration on the simulated device: as one process, no hang."""
 
 from __future__ import annotations
 
@@ -90,9 +88,7 @@ def train(schedule: str, **keys: Any) -> tuple[list[float], dict[str, int]]:
 
 
 def train_waiting(schedule: str, stage: int) -> list[float]:
-    """The losses, if the host of a stage waits for all that it has posted after each instruction,
-    as one does whose allocator gives memory back.
-    """
+    """The losses, if a stage's host waits for all that it has posted after each instruction."""
     with simulate():
         engine = make_engine(schedule)
         issued = engine.channels.issued

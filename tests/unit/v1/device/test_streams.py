@@ -1,9 +1,7 @@
-"""Stream order on real devices: races forced by slow kernels, hooks with a stream of their own, and
-the checker that finds both.
+"""Stream order on real devices: races forced by slow kernels, hooks with streams, the checker.
 
-A slow producer (`torch.cuda._sleep`) makes a missing wait a wrong number every time instead of once
-a week. Where there is no device the same situations run on the simulated one, which keeps the tests
-themselves right.
+A slow producer (`torch.cuda._sleep`) makes a missing wait a wrong number every time. Where there is
+no device the same situations run on the simulated one, which keeps the tests themselves right.
 """
 
 from __future__ import annotations
@@ -63,11 +61,7 @@ def sleep() -> None:
 
 def arrives_late(side: Any, kept: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     """A gradient hook: the gradient is NaN in memory for a long time before it is written, on
-    `side`.
-
-    Args:
-        side: The slow stream.
-        kept: Gets what `side` reads, to be kept until it has.
+    `side`; `kept` gets what that stream reads.
     """
 
     def hook(grad: torch.Tensor) -> torch.Tensor:
@@ -100,7 +94,6 @@ def one_step(
     """Parameters after one step, on the host.
 
     Args:
-        settings: DeepSpeed's configuration.
         late: Whether the gradients of a layer arrive late, and are accumulated on the side stream.
         under_side: Build the engine under the side stream too.
     """
@@ -138,9 +131,7 @@ def deviates(found: list[torch.Tensor]) -> bool:
 
 
 def first_in_its_bucket(layer: int) -> bool:
-    """Buckets fill from the model's end: the other layer of the bucket completes it, on the default
-    stream.
-    """
+    """Buckets fill from the model's end: the other layer completes this one's."""
     return layer % 2 == 1
 
 

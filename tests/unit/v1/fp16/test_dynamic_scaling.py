@@ -1,6 +1,4 @@
-"""Dynamic loss scaling end to end: the scale that was used unscales, and an overflow on one rank
-skips the step on all.
-"""
+"""Dynamic loss scaling end to end: one scale unscales, one rank's overflow skips all."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ STAGES = (0, 1, 2)
 
 
 class Net(nn.Module):
-    """Loss whose gradient is the mean of the inputs: exact in fp16 whatever the scale, so that
-    updates can be compared exactly.
-    """
+    """Loss whose gradient is the mean of the inputs: exact in fp16 whatever the scale."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,9 +73,7 @@ def expected_gradient(step: int) -> float:
 
 
 def full_state(engine: Any) -> list[torch.Tensor]:
-    """Everything that a skipped step must leave as it was: parameters, masters, moments, step
-    counts.
-    """
+    """All that a skipped step must leave: parameters, masters, moments, step counts."""
     params = list(engine.module.parameters())
     state = [param.detach().clone() for param in params]
     state += [safe_get_full_fp32_param(param).clone() for param in params]

@@ -1,8 +1,4 @@
-"""Experts at the optimizers: reduced and sharded over the ranks that hold the same ones, divided by
-all, counted once.
-
-The experts are bare parameters whose gradients are given; `tests/unit/v1/moe` has the layer.
-"""
+"""Bare experts at the optimizers: reduced and sharded over their ranks, divided by all."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Runs a model of transformers with its experts spread over ranks, and holds it to plain torch.
-Collective.
-"""
+"""Runs a model of transformers with experts over ranks, against plain torch. Collective."""
 
 from __future__ import annotations
 
@@ -93,7 +91,6 @@ class Case:
         recomputes: Activations are recomputed in backward.
         client: The optimizer is a client's, made before the experts are spread.
         frozen: Experts are not trained.
-        options: Further keys of the configuration.
     """
 
     name: str

@@ -1,9 +1,4 @@
-"""Mixture of experts as the papers tell it: loops over tokens and experts, plain torch, one
-process, no deepspeed.
-
-`route` decides for one micro-batch of one rank (capacities are a rank's own); `moe_forward` runs
-all experts on it.
-"""
+"""Mixture of experts as the papers tell it: loops in plain torch, one process; see `route`."""
 
 from __future__ import annotations
 
@@ -102,9 +97,7 @@ def _queue(
 def moe_forward(
     hidden: torch.Tensor, params: Tensors, gate: Gate, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and balancing loss of tokens [S, M]; experts are `experts.E.weight`, `.bias`, and
-    tanh.
-    """
+    """Output and balancing loss of tokens [S, M], of experts `experts.E` and tanh."""
     decision = route(hidden.float() @ params["wg"].float().t(), gate)
     outputs = [torch.zeros_like(hidden[0]) for _ in hidden]
     for expert in range(num_experts):

@@ -1,6 +1,4 @@
-"""The gates against loops over tokens and experts, and the moves of tokens against the dense
-masks.
-"""
+"""The gates against loops over tokens and experts; moves of tokens against dense masks."""
 
 from __future__ import annotations
 

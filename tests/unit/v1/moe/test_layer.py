@@ -1,6 +1,4 @@
-"""The MoE layer by itself: its names, its groups, tokens that no expert sees, tensor parallelism,
-optimizer groups.
-"""
+"""The MoE layer by itself: names, groups, tokens that no expert sees, optimizer groups."""
 
 from __future__ import annotations
 

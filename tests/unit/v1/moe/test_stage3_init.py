@@ -1,6 +1,4 @@
-"""Experts that are made inside `zero.Init`: on the right ranks, with the weights of a model that is
-built plainly.
-"""
+"""Experts made inside `zero.Init`: on the right ranks, with the weights of a plain model."""
 
 from __future__ import annotations
 
@@ -139,9 +137,7 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
 
 
 class TestInit(DistributedTest):
-    """Kills: experts cut for all ranks; all of them with the first rank's weights, in the order in
-    which modules are made, filled and copied; ranks that share an expert and keep their own.
-    """
+    """Kills: experts cut for all ranks, all of the first rank's weights, own ones of sharers."""
 
     world_size = 4
     exec_timeout = 120

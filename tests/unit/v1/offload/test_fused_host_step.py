@@ -1,6 +1,4 @@
-"""The optimizer step on the host in one pass: the same bits as in several, and the low-precision
-weights written by it.
-"""
+"""The optimizer step on the host in one pass: the bits of several, and weights written by it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`engine.offload_states` and `reload_states`: memory that is given back, values that come back bit
-for bit, and errors for what runs in between.
-"""
+"""`engine.offload_states` and `reload_states`: memory back, equal values, errors between."""
 
 from __future__ import annotations
 
@@ -63,9 +61,7 @@ def masters(engine: Any) -> Tensors:
 def run(
     engine: Any, between: Callable[[int], None] = lambda index: None
 ) -> tuple[Tensors, torch.Tensor]:
-    """Masters, moments and outputs after six micro-batches, in the middle of a window; `between` is
-    called after each.
-    """
+    """Masters, moments and outputs after six micro-batches; `between` is called after each."""
     for index in range(5):
         micro_batches(engine, index, index + 1)
         between(index)

@@ -1,6 +1,4 @@
-"""Optimizers that update a parameter from the whole of it, on shards: Muon and Lamb, which ask for
-it, and those that clients give and whose owners step them (Adafactor, torch's Muon). Against plain
-torch in one process that sees every rank's data.
+"""Optimizers that update a parameter from the whole of it, on shards, against plain torch.
 
 Gradients are compared with that process's; then both step with the gradients of the engine, because
 Muon computes in bf16, where a difference in the last bit of one gradient moves a whole matrix.
@@ -142,9 +140,7 @@ class PlainOptimizer:
 
 
 class MixedRule(torch.optim.Optimizer):
-    """A client's of no known name: rows by their norm with momentum, vectors elementwise; its state
-    is no tensor's shape, a number and a tensor of the parameter's shape.
-    """
+    """A client's of no known name, whose state is no tensor's shape: a number and a tensor."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, {"lr": lr})

@@ -1,6 +1,4 @@
-"""A stage that fails ends the run on all ranks within ten seconds, with its own traceback: through
-the engine, and the launcher.
-"""
+"""A stage that fails ends all ranks within ten seconds with its traceback."""
 
 from __future__ import annotations
 
@@ -95,9 +93,7 @@ def a_data_set_that_fails() -> None:
 
 
 def fail(num_stages: int, stage: int, where: str, schedule: str = "1f1b") -> None:
-    """Train, the first data-parallel rank of `stage` fails at `where`; every rank must say so in
-    time.
-    """
+    """Train; the first rank of `stage` fails at `where`; every rank must say so in time."""
     engine = start(num_stages, schedule)
     is_culprit = engine.stage_id == stage and engine.grid.data_parallel_id == 0
     engine.train_batch(data(False))

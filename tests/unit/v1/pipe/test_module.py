@@ -1,6 +1,4 @@
-"""`PipelineModule` and its grid on ranks: who owns what, that the parts are together the whole
-model, and its checkpoint files.
-"""
+"""`PipelineModule` and its grid on ranks: who owns what, all parts, its checkpoint files."""
 
 from __future__ import annotations
 
@@ -456,9 +454,7 @@ class TestOneStage(DistributedTest):
 
     @pytest.mark.parametrize("kind", ["reentrant", "not reentrant", "default"])
     def test_activation_checkpoints_change_no_gradient(self, kind: str) -> None:
-        """Token numbers go in: nothing that goes in requires a gradient, which a reentrant
-        checkpoint takes for "none wanted".
-        """
+        """Token numbers go in, which require no gradient: reentrant checkpoints mistake that."""
         calls: list[int] = []
 
         def checkpoint(function: Any, *args: Any) -> Any:

@@ -1,6 +1,4 @@
-"""A small causal transformer for sequence parallelism, its data, and the single-process run it has
-to equal.
-"""
+"""A small causal transformer for sequence parallelism, its data, and its single-process run."""
 
 from __future__ import annotations
 

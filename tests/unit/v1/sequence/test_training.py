@@ -1,9 +1,8 @@
-"""Sequence-parallel training equals one process with whole sequences: losses, gradients, norm,
-parameters.
+"""Sequence-parallel training equals one process with whole sequences.
 
 Mutations seen to fail here: divide by the data-parallel ranks only; reduce over the data group
-only; the backward of the exchange being its forward; a loss whose backward takes its own slice
-only; key heads split without regard to query heads.
+only; the exchange's backward being its forward; a loss whose backward takes its own slice only; key
+heads split without regard to query heads.
 """
 
 from __future__ import annotations

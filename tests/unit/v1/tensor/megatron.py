@@ -1,9 +1,7 @@
-"""A real tensor-parallel block in Megatron's way, small: a column-parallel and a row-parallel layer
-between layer norm and head.
+"""A real tensor-parallel block in Megatron's way, small: two layers between norm and head.
 
-Forward and backward communicate over the tensor-parallel group by autograd functions (Megatron's f
-and g, and with sequence parallelism their gathering and scattering relatives). `Serial` is the same
-model in one process.
+Forward and backward communicate by autograd functions (Megatron's f and g, and with sequence
+parallelism their relatives). `Serial` is the same model in one process.
 """
 
 from __future__ import annotations

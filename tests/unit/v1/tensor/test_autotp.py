@@ -1,6 +1,4 @@
-"""AutoTP: models of transformers, cut over ranks by the configuration alone, train like one
-process.
-"""
+"""AutoTP: models of transformers, cut over ranks by the configuration alone, train alike."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""AutoTP at stage 3: layers are cut over tensor-parallel ranks first, each slice is sharded over
-the ranks that hold it.
-"""
+"""AutoTP at stage 3: layers are cut over tensor-parallel ranks, then each slice is sharded."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""AutoTP with heads and widths that the ranks which share a layer do not divide: the first of them
-have one more.
-"""
+"""AutoTP with heads and widths that ranks do not divide: the first have one more."""
 
 from __future__ import annotations
 

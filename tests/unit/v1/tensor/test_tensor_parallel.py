@@ -1,10 +1,8 @@
-"""Tensor parallelism by an external mpu: gradients, norm and parameters are those of one process
-with the whole model and batch.
+"""Tensor parallelism by an external mpu (`megatron`) equals one process.
 
-The layers are real (`megatron.py`). Mutations that were seen to fail here: counting replicated
-parameters on every tensor-parallel rank; averaging over the world instead of the data-parallel
-ranks; leaving the norm to the data-parallel ranks; no sum of the gradients of sequence-parallel
-parameters.
+Mutations seen to fail here: counting replicated parameters on every tensor-parallel rank; averaging
+over the world; leaving the norm to the data-parallel ranks; no sum of the gradients of
+sequence-parallel parameters.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""How a global batch is cut into micro-batches changes results only by rounding (bf16 model, fp32
-accumulation, ZeRO-1).
-"""
+"""How a global batch is cut changes results only by rounding (bf16, fp32 sums, ZeRO-1)."""
 
 from __future__ import annotations
 
@@ -64,9 +62,7 @@ class TinyGPT(nn.Module):
 
 
 def batch_of(step: int, rank: int) -> torch.Tensor:
-    """This rank's 32 sequences of the step, with something to learn in them: counting up from a
-    random start.
-    """
+    """This rank's 32 sequences of the step, which count up from a random start."""
     generator = torch.Generator().manual_seed(97 * step + rank)
     start = torch.randint(VOCABULARY, (SAMPLES_PER_RANK, 1), generator=generator)
     stride = torch.randint(1, 4, (SAMPLES_PER_RANK, 1), generator=generator)

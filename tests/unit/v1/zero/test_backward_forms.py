@@ -185,9 +185,7 @@ class TestBackwardForms(DistributedTest):
 
 
 class SharedLayers(nn.Module):
-    """Reentrant checkpoints over segments that share a layer: its hook fires once per segment, in
-    autograd tasks of their own.
-    """
+    """Reentrant checkpoints over segments that share a layer: its hook fires once for each."""
 
     def __init__(self) -> None:
         super().__init__()

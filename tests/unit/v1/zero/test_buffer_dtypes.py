@@ -1,6 +1,4 @@
-"""Buffers keep the dtype that they were made in, at every stage and precision; `data_types` says
-otherwise.
-"""
+"""Buffers keep their dtype at every stage and precision; `data_types` says otherwise."""
 
 from __future__ import annotations
 

@@ -150,9 +150,7 @@ class TestProducerStreams(DistributedTest):
 
     @pytest.mark.parametrize("stage", [1, 2])
     def test_without_overlap(self, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The same hazard without a reduction stream: the bucket is read on one of the producers'
-        streams.
-        """
+        """The bucket is read on one of the producers' streams: the same hazard."""
         sim = DeferredAccelerator()
         with sim.deferring(monkeypatch):
             engine, reference = start(sim, config(stage, overlap=False, bucket=TWO_LAYERS))
@@ -189,9 +187,7 @@ class TestFallback(DistributedTest):
 
 
 def test_clear_forgets_the_streams() -> None:
-    """A stale stream would order the next reduction after unrelated work, or keep a dead stream
-    alive.
-    """
+    """A stale stream would order the next reduction after unrelated work, or live on."""
     bucket = IPGBucket()
     assert bucket.copy_streams == set()
     bucket.copy_streams.add("a stream")

@@ -103,9 +103,7 @@ class TestZero(DistributedTest):
     def test_hooks_on_a_stream_of_their_own(
         self, stage: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Construction, hooks and the caller are on three streams; the parameters are those of one
-        process.
-        """
+        """Construction, hooks and the caller are on three streams; as one process does."""
         sim = DeferredAccelerator()
         with sim.deferring(monkeypatch):
             model = make_model()

@@ -29,9 +29,7 @@ LR = 0.01
 
 
 class ScalarCollectives(TorchDispatchMode):
-    """Counts collectives of one floating-point number, or one per parameter group: those of the
-    norm. (Flags are integers.)
-    """
+    """Counts collectives of one float, or one per parameter group: the norm's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,9 +177,7 @@ class TestPrecision(DistributedTest):
 
 
 class Stages:
-    """An mpu whose every rank is a pipeline stage: model parallel over the world, data parallel
-    alone.
-    """
+    """An mpu whose every rank is a pipeline stage, data parallel alone."""
 
     def __init__(self) -> None:
         rank = dist.get_rank()
@@ -219,9 +215,7 @@ class TestStagesWithDifferentGroups(DistributedTest):
 
     @pytest.mark.parametrize("offload", [False, True])
     def test_no_deadlock_and_the_norm_of_the_whole(self, offload: bool) -> None:
-        """One group on rank 0, three on rank 1: with a collective per group, rank 1 would wait for
-        ever.
-        """
+        """One group on rank 0, three on 1: a collective for each would never end."""
         rank = dist.get_rank()
         model = make_model()
         for param in model.parameters():

@@ -1,9 +1,7 @@
-"""The situation of Megatron-LM issue 3670: wrapper built inside a side-stream context, overlap on,
-two optimizer instances.
+"""Megatron-LM issue 3670: a wrapper built inside a side-stream context, overlap, two instances.
 
-Gradients are then accumulated, and their hooks run, on the side stream, since the accumulation
-nodes were made there; the reduction (inside the instance, then across) may not start before that
-work is done. The simulated device makes a missing wait a wrong number.
+Gradients are accumulated, and their hooks run, on the side stream, as the accumulation nodes were
+made there; the reduction may not start before. The simulated device makes a missing wait wrong.
 """
 
 from __future__ import annotations
@@ -48,9 +46,7 @@ def batches() -> torch.Tensor:
 
 
 def train(config: dict[str, Any]) -> list[torch.Tensor]:
-    """Parameters after training with a wrapper that was built under a side stream, if the
-    accelerator has streams.
-    """
+    """Parameters after training with a wrapper that was built under a side stream."""
     zero = {
         "overlap_comm": True,
         "reduce_bucket_size": WIDTH * (WIDTH + 1),

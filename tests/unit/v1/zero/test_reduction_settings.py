@@ -1,6 +1,4 @@
-"""Settings of reduction: where divisions stand, sums, dtypes, layouts; optimizers that need whole
-parameters.
-"""
+"""Settings of reduction: divisions, sums, dtypes, layouts, optimizers of whole parameters."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`safe_get_*` and `safe_set_*` on every optimizer: full and local, values, gradients and optimizer
-state.
-"""
+"""`safe_get_*` and `safe_set_*` on every optimizer: full and local values, gradients, state."""
 
 from __future__ import annotations
 
@@ -66,9 +64,7 @@ SHARDED = [name for name in CONFIGS if not name.startswith("stage0")]
 
 
 class Net(nn.Module):
-    """Sizes that shards of two or three ranks cut in the middle; the gradients are powers of two
-    times the input.
-    """
+    """Sizes that shards cut in the middle; gradients are powers of two times the input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""Stage 0 with `overlap_comm`: buckets leave while backward goes on, compiled or not, and nothing
-but the time of the reduction changes.
-"""
+"""Stage 0 with `overlap_comm`: buckets leave during backward, and only the time changes."""
 
 from __future__ import annotations
 

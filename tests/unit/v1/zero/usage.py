@@ -1,7 +1,4 @@
-"""A small model, engines on it, and what plain torch that sees the whole batch makes of it.
-
-For tests of the ways in which scripts drive an engine.
-"""
+"""A small model, engines on it, and plain torch over the whole batch, for scripts' ways."""
 
 from __future__ import annotations
 

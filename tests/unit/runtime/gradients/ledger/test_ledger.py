@@ -1,6 +1,4 @@
-"""The ledger's arithmetic: fingerprints, and how a deviation is explained. No ranks, no
-optimizers.
-"""
+"""The ledger's arithmetic: fingerprints, and how a deviation is explained."""
 
 from __future__ import annotations
 

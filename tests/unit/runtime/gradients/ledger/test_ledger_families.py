@@ -1,9 +1,7 @@
-"""How the reports of ranks that hold different parameters become findings. Pure: no ranks, no
-optimizers.
+"""How the reports of ranks that hold different parameters become findings.
 
-Four ranks, two stages of two data-parallel ranks: "own" is a parameter of each stage, "tied" is
-shared by both; "expert" has the same name on all ranks, but ranks 0 and 2 hold another one than 1
-and 3.
+Four ranks, two stages of two: "own" is a parameter of each stage, "tied" is shared by both;
+"expert" has the same name on all, but ranks 0 and 2 hold another one than 1 and 3.
 """
 
 from __future__ import annotations
@@ -23,9 +21,7 @@ TOLERANCE = 1e-3
 
 
 class Scene:
-    """What four ranks contributed to three pieces each in two micro-batches, and what each of them
-    found.
-    """
+    """What four ranks contributed to three pieces in two micro-batches, and what each found."""
 
     def __init__(self) -> None:
         self.parts = torch.randn(4, 2, 3, DIMS, generator=torch.Generator().manual_seed(1))

@@ -1,6 +1,4 @@
-"""The configurations of the pipeline's contract suite: pairs of values, and the whole product.
-Pure, as `contract.matrix`.
-"""
+"""The pipeline's contract suite: pairs of values, and the whole product, as `contract.matrix`."""
 
 from __future__ import annotations
 
@@ -16,11 +14,9 @@ SHARES = 6
 
 @dataclass(frozen=True)
 class PipeCase(Case):
-    """One configuration of a pipeline; `world` is stages times data-parallel ranks, `stage` that of
-    ZeRO.
+    """One configuration of a pipeline; `world` is stages times data-parallel ranks.
 
     Attributes:
-        pipe: Pipeline stages.
         schedule: "1f1b", "interleaved" (two model chunks per stage) or "zero_bubble".
         checkpoint: Layers per recomputed segment, 0 for none.
         dynamic: Micro-batches have different numbers of rows.

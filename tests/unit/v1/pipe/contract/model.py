@@ -1,5 +1,4 @@
-"""The layers and the data of the pipeline's contract suite: every kind of parameter and hand-over
-that a stage can get wrong.
+"""The layers and data of the pipeline's contract: all that a stage can get wrong.
 
 What travels is a tuple of the hidden states and a boolean tensor that says who takes a branch.
 """
@@ -106,9 +105,7 @@ Layer = nn.Module | Callable[[Any], Any]
 
 
 def make_layers(tied: bool, seed: int = 0) -> list[Layer]:
-    """All layers with the same weights for the same seed; with `tied` the last one's weight equals
-    the first one's.
-    """
+    """All layers with the same weights for the same seed; `tied`: the last has the first's."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         layers: list[Layer] = [
@@ -134,9 +131,7 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def parameter_groups(named: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
-    """Matrices with weight decay, the rest without; one is empty on a stage that has none of
-    them.
-    """
+    """Matrices with weight decay, the rest without; a stage may have none of one."""
     return [
         {"params": [p for p in named.values() if p.dim() >= 2], "weight_decay": 0.1},
         {"params": [p for p in named.values() if p.dim() < 2], "weight_decay": 0.0},
@@ -146,8 +141,7 @@ def parameter_groups(named: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
 def micro_batch(step: int, replica: int, micro: int, replicas: int, dynamic: bool) -> Micro:
     """What data-parallel rank `replica` sees in micro-batch `micro` of `step`: different for each.
 
-    The branch is taken, in turns, by the last rank only, by nobody, by every second row of
-    everybody.
+    The branch is taken, in turns, by the last rank, nobody, every second row of everybody.
     """
     generator = torch.Generator().manual_seed(1_000 * step + 100 * replica + micro)
     rows = int(torch.randint(1, 6, (), generator=generator)) if dynamic else ROWS

@@ -57,9 +57,7 @@ class Chain(nn.Module):
                 param.copy_(masters[SHARED if shared else name])
 
     def backward(self, micro: Micro, factor: float, scale: float) -> float:
-        """Add the gradients of a micro-batch, in the order of operations that training code has;
-        returns its loss.
-        """
+        """Add the gradients of a micro-batch in training's order of operations; the loss."""
         loss = self(micro)
         (loss / factor * scale).backward()
         return loss.item()
@@ -84,9 +82,8 @@ def merged_sizes(sizes: dict[str, float], tied: bool) -> dict[str, float]:
 def is_exact(case: PipeCase) -> bool:
     """Whether the engine has the reference's order of additions, to the last bit.
 
-    Clipping has a square root of sums in another order; one stage that has both uses of a shared
-    weight adds them in autograd's. ZeRO's parameters lie in one buffer, not aligned, for which
-    matrix kernels may add in another order.
+    Clipping has a square root of sums in another order; a stage with both uses of a shared weight
+    adds them in autograd's; ZeRO's buffer is not aligned, which matrix kernels may mind.
     """
     return (
         case.precision == "fp32"
@@ -143,9 +140,7 @@ def _sizes(chain: Chain, case: PipeCase, step: int) -> dict[str, float]:
 
 
 def fp32_run(case: PipeCase, steps: int) -> list[tuple[Expected, float]]:
-    """One process that trains with torch alone, from the first step to the last; with the mean loss
-    of each step.
-    """
+    """One process of torch alone, from the first step to the last; with each mean loss."""
     return _fp32_run(
         case.replicas, case.accumulation, case.clip, case.dynamic, case.tied, is_exact(case), steps
     )

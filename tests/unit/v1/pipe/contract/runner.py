@@ -1,6 +1,4 @@
-"""Runs one configuration of the pipeline's contract suite on this rank and compares it with the
-reference. Collective.
-"""
+"""Runs one configuration of the pipeline's contract on this rank and compares it. Collective."""
 
 from __future__ import annotations
 
@@ -89,9 +87,7 @@ class PipeRun(Checks):
         return loss
 
     def _observe_gradients(self) -> None:
-        """Read the reduced gradients right before each step, which `train_batch` takes by
-        itself.
-        """
+        """Read the reduced gradients right before each step, which `train_batch` takes itself."""
         original: Callable[..., None] = self.engine._take_model_step
 
         def observed(*args: Any) -> None:
@@ -146,9 +142,7 @@ class PipeRun(Checks):
             self.fail(step, f"loss {found!r} is not {wanted!r}")
 
     def _check_model(self, step: int, masters: Tensors) -> None:
-        """Parameters are the rounded masters, frozen ones are untouched, and no step was
-        skipped.
-        """
+        """Parameters are the rounded masters, frozen ones untouched, no step was skipped."""
         for name, param in self.params.items():
             if not torch.equal(param.detach(), masters[name].to(self.dtype)):
                 self.fail(step, f"{name} is not its master rounded to {self.dtype}")
@@ -178,11 +172,9 @@ class PipeRun(Checks):
 
 
 def leave_together() -> None:
-    """End a test in which a batch failed: its connections are closed, so the harness's barrier
-    would have nothing to run on.
+    """End a test in which a batch failed: closed connections leave the harness's barrier nothing.
 
-    A rank that has noticed stays until the others have, so that none of them notices that it left
-    instead.
+    A rank that has noticed stays until the others have, which would notice that it left instead.
     """
     store = dist.get_store()
     store.set(f"noticed/{dist.get_rank()}", "1")

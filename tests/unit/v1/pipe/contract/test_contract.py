@@ -1,9 +1,7 @@
-"""The pipeline's contract: losses, gradients, norm and parameters of every configuration equal
-those of one process.
+"""The pipeline's contract: losses, gradients, norm and parameters equal those of one process.
 
-`make test` runs a subset in which every pair of values occurs; `pytest -m contract
-tests/unit/v1/pipe` the whole product. The bounds, and where they are zero, stand in `reference`;
-faults that these tests were seen to find in `test_contract_bites`.
+`make test` runs a subset with every pair of values; `-m contract` the whole product. The bounds,
+and where they are zero, stand in `reference`, the faults found in `test_contract_bites`.
 """
 
 from __future__ import annotations

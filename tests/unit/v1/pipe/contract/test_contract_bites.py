@@ -1,6 +1,4 @@
-"""The pipeline's contract finds what it is there for: the engine is broken on purpose, and the
-suite has to say so.
-"""
+"""The pipeline's contract finds what it is there for: the engine is broken on purpose."""
 
 from __future__ import annotations
 
@@ -52,9 +50,7 @@ INTERLEAVED = case(0, "fp32", False, "interleaved", accumulation=7)
 def instead(
     patch: pytest.MonkeyPatch, kind: type[schedule.PipeInstruction], execute: Callable[..., None]
 ) -> None:
-    """Execute an instruction otherwise; `execute` gets what is executed now as its first
-    argument.
-    """
+    """Execute an instruction otherwise; `execute` gets what is executed now."""
     original = PipelineEngine._INSTRUCTION_MAP[kind]
 
     def replaced(self: PipelineEngine, **kwargs: Any) -> None:

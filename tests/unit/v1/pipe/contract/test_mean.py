@@ -1,6 +1,4 @@
-"""A pipeline of m micro-batches trains as a plain engine that accumulates them: the gradient is the
-mean over the whole batch.
-"""
+"""A pipeline of m micro-batches trains as a plain engine that accumulates them."""
 
 from __future__ import annotations
 

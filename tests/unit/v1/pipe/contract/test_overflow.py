@@ -1,6 +1,4 @@
-"""A gradient that overflows on one stage: all stages skip the step, adapt the scale alike, and go
-on.
-"""
+"""A gradient that overflows on one stage: all skip the step, adapt the scale, go on."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ def config_without_patience(case: PipeCase) -> dict[str, Any]:
 
 
 class OverflowRun(PipeRun):
-    """One weight's gradient, on one stage and data-parallel rank, is infinite in the steps that are
-    told to be.
-    """
+    """One weight's gradient on one stage and rank is infinite in the steps that are told."""
 
     def __init__(self, case: PipeCase, stage: int) -> None:
         super().__init__(case)
@@ -64,11 +60,7 @@ class OverflowRun(PipeRun):
             )
 
     def check(self) -> None:
-        """Overflow twice, then train.
-
-        Raises:
-            AssertionError: What any rank found.
-        """
+        """Overflow twice, then train; an AssertionError tells what any rank found."""
         scales = [LOSS_SCALE / 2, LOSS_SCALE / 4] if self.pipe_case.adaptive else [LOSS_SCALE] * 2
         for step, scale in enumerate(scales):
             self.overflow(step, (step + 1, step + 1, False, scale))

@@ -1,6 +1,4 @@
-"""Activations whose number, shapes and dtypes change: right results, no hang, and no more
-descriptions than are needed.
-"""
+"""Activations whose number, shapes and dtypes change: right results, no hang, few descriptions."""
 
 from __future__ import annotations
 
@@ -171,11 +169,7 @@ def make_engine(stages: int, schedule: str, dynamic: bool) -> PipelineEngine:
 
 
 def check_loss(found: torch.Tensor, wanted: float, what: str) -> None:
-    """Sums of a handful of losses, in another order.
-
-    Raises:
-        AssertionError: They differ by more than that.
-    """
+    """Compare sums of a handful of losses, in another order."""
     if not abs(found.item() - wanted) <= 2e-6 * abs(wanted):
         raise AssertionError(f"{what}: loss {found.item()!r} is not {wanted!r}")
 

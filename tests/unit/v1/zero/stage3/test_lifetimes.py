@@ -1,6 +1,4 @@
-"""How long what is whole at stage 3 is right: edits inside forwards, blocks that begin in one pass
-and end in another, gathers that fail.
-"""
+"""How long what is whole at stage 3 is right: edits in forwards, split passes, failed gathers."""
 
 from __future__ import annotations
 

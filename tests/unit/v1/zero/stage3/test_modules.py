@@ -1,6 +1,4 @@
-"""Modules that use their parameters in other ways than a forward of their own: torch's attention,
-recurrent cells, parametrizations, clones, function transforms.
-"""
+"""Modules that use parameters without a forward: attention, cells, parametrizations, clones."""
 
 from __future__ import annotations
 

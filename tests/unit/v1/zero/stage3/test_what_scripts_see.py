@@ -1,6 +1,4 @@
-"""What scripts see of sharded weights and gradients: state dicts, saved or only asked for, and
-`averaged_gradients`.
-"""
+"""What scripts see of sharded weights and gradients: state dicts and `averaged_gradients`."""
 
 from __future__ import annotations
 
