@@ -2,8 +2,7 @@
 back.
 
 Everyone who writes, finds or sorts such files takes their names from here; `constants` has the
-prefixes, which are upstream's names. `utils.zero_to_fp32` writes them out once more, because a copy
-of it must work without this package.
+prefixes, which are upstream's names.
 
 In the folder of a tag (MM: model-parallel rank, RR: rank, LL: layer):
 

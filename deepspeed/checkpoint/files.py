@@ -8,6 +8,7 @@ rename. Stands in `zero_to_fp32.py` beside every checkpoint too, so it needs tor
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import os
@@ -77,6 +78,8 @@ def read_file(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
 
             content = read_dcp(path, content)
         return content
+    except CheckpointError:
+        raise
     except Exception as error:  # torch raises many kinds for a damaged file
         size = os.path.getsize(path)
         raise CheckpointError(
@@ -85,13 +88,28 @@ def read_file(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
         ) from error
 
 
+class _StandIn:
+    """An object of a class that is not there: has its attributes, runs nothing."""
+
+
+class _NumberStandIn(int):
+    """A member of an enumeration that is not there."""
+
+
 def safe_classes() -> list[Any]:
     """Classes that checkpoint files may contain beside tensors and plain containers.
 
     Files name a class by its path, and so does the list of those that are known: they are the
     runtime's, which stands above this package and need not be loaded to write or to look at a
-    folder. Only the list is imported from, never what a file names.
+    folder. Only the list is imported from, never what a file names. A program that stands alone
+    has stand-ins for them.
     """
+    if not __name__.startswith("deepspeed."):
+        own = [path for path in PICKLED_CLASSES if path.startswith("deepspeed.")]
+        return [
+            argparse.Namespace,
+            *((_NumberStandIn if path.endswith("Enum") else _StandIn, path) for path in own),
+        ]
     paths = (path.rsplit(".", 1) for path in PICKLED_CLASSES)
     return [getattr(importlib.import_module(module), name) for module, name in paths]
 

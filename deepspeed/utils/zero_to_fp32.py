@@ -4,11 +4,10 @@ and as a command.
 
     python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR [--safe_serialization] [--max_shard_size 5GB]
 
-This file needs torch (and uses safetensors and xxhash where they are installed) and nothing of the
-package around it, because a copy lies beside every checkpoint and must work where the package is
-not installed; names that it shares with the format's definitions are therefore written out again.
-It reads ZeRO 0 to 3, pipelines and experts. Shards are mapped, so memory holds one output file at a
-time.
+Saving leaves this file beside the checkpoints, together with the modules of the package that it
+reads by, as one program that needs torch alone (and uses safetensors and xxhash where they are
+installed). It reads ZeRO 0 to 3, pipelines and experts. Shards are mapped, so memory holds one
+output file at a time.
 """
 
 from __future__ import annotations
@@ -22,82 +21,70 @@ import os
 import re
 import sys
 import tempfile
-import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 
-logger = logging.getLogger("zero_to_fp32")
+from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint import file_names
+from deepspeed.checkpoint.experts import expert_number, expert_prefix, renumbered
+from deepspeed.checkpoint.files import (
+    CheckpointError,
+    lead_model_file,
+    load_data,
+    read_by,
+    read_file,
+)
+from deepspeed.checkpoint.resharding.cuts import (
+    ParallelDegrees,
+    data_ranks,
+    zero3_partitioned_param_info,
+)
+from deepspeed.checkpoint.resharding.saved_optimizer import FP32
+from deepspeed.checkpoint.resharding.saved_weights import SavedRank, tied_names
 
-_MODEL_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-_ZERO3_MODEL_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
-_LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
-_EXPERT_FILE = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
-_SHARD_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_EXPERT_OPTIMIZER_FILE = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_EXPERT_NAME = re.compile(r"^(.*\bdeepspeed_experts\.)(\d+)(\..+)$")
-_DCP_FOLDER = "torch.distributed.checkpoint folder"
-_STAGE3 = 3
+__all__ = ["zero3_partitioned_param_info"]
+
+logger = logging.getLogger("zero_to_fp32")
 
 
 # Reading files
 
 
-class _Data:
-    """Stands in for the classes whose instances are in checkpoint files: keeps their attributes,
-    runs nothing of theirs.
-    """
-
-    numel: int
-    start: int
-
-
-class _Stage(int):
-    """Stands in for the enumeration of ZeRO stages."""
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """Map files of torch's format, and raise what a program without the package has a name for."""
+    with read_by(_load_mapped):
+        try:
+            yield
+        except CheckpointError as error:
+            raise ValueError(str(error)) from error
 
 
-_ALLOWED: list[Any] = [
-    (_Data, "deepspeed.utils.tensor_fragment.fragment_address"),
-    (_Data, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
-    (_Data, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
-    (_Stage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
-    (_Data, "deepspeed.checkpoint.universal_checkpoint.SubparamShape"),
-    argparse.Namespace,
-]
-
-
-def _read(path: str) -> Any:
-    """The content of a file of `torch.save`; nothing but data is unpickled, and tensors stay in the
-    file until they are used.
-    """
-    try:
-        with torch.serialization.safe_globals(_ALLOWED):
-            # Files of the format before zip archives can't be mapped.
-            content = torch.load(
-                path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-            )
-    except FileNotFoundError:
-        raise
-    except Exception as error:  # torch raises many kinds for a damaged file
-        told = [
-            line.strip() for line in str(error).splitlines() if "WeightsUnpickler error" in line
-        ]
-        reason = (told or str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(
-            f"{path} cannot be read: {reason}. It is damaged, or holds objects that are not data"
-        ) from error
-    if isinstance(content, dict) and _DCP_FOLDER in content:
-        raise ValueError(
-            f"{path} keeps its tensors in {content[_DCP_FOLDER]}, in the format of "
+def _load_mapped(path: str, map_location: str) -> Any:
+    content = load_data(path, map_location, mmap=True)
+    if isinstance(content, dict) and keys.DCP_FOLDER in content:
+        raise CheckpointError(
+            f"{path} keeps its tensors in {content[keys.DCP_FOLDER]}, in the format of "
             "torch.distributed.checkpoint, which is not read here: convert the folder with "
             "deepspeed.checkpoint.ds_to_universal, or save with another checkpoint.writer than "
             '"dcp"'
         )
+    if file_names.is_stage3_model_file(os.path.basename(path)):
+        names = filter(file_names.is_stage3_model_file, os.listdir(os.path.dirname(path)))
+        content.setdefault(keys.DP_WORLD_SIZE, sum(1 for _ in names))
     return content
+
+
+def _read(path: str) -> Any:
+    """The content of a file; nothing but data is unpickled."""
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"can't find '{path}'")
+    with _reading():
+        return read_file(path)
 
 
 def _check_manifest(folder: str) -> None:
@@ -106,7 +93,7 @@ def _check_manifest(folder: str) -> None:
     Raises:
         ValueError: A file that is read here is missing or not the one that was saved.
     """
-    path = os.path.join(folder, "manifest.json")
+    path = os.path.join(folder, file_names.MANIFEST)
     if not os.path.isfile(path):
         return
     try:
@@ -117,7 +104,10 @@ def _check_manifest(folder: str) -> None:
         raise ValueError(f"{path} is damaged: {error!r}") from error
     for name, record in records.items():
         file_path = os.path.join(folder, name)
-        if name.endswith("_states.pt") and not _is_saved_file(file_path, *record):
+        is_read = file_names.is_layer_or_expert_file(name) or name.endswith(
+            (keys.MODEL_FILE_SUFFIX, keys.OPTIM_FILE_SUFFIX)
+        )
+        if is_read and not _is_saved_file(file_path, *record):
             raise ValueError(
                 f"{file_path} is not the file that was saved: the size and checksum in {path} are "
                 "others"
@@ -177,12 +167,12 @@ def get_checkpoint_files(checkpoint_dir: str, glob_pattern: str) -> list[str]:
 
 def get_optim_files(checkpoint_dir: str) -> list[str]:
     """Paths of the optimizer files in a tag's folder."""
-    return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
+    return get_checkpoint_files(checkpoint_dir, f"*{keys.OPTIM_FILE_SUFFIX}")
 
 
 def get_model_state_files(checkpoint_dir: str) -> list[str]:
     """Paths of the model files in a tag's folder, one per part of the model (ZeRO-3: per rank)."""
-    return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
+    return get_checkpoint_files(checkpoint_dir, f"*{keys.MODEL_FILE_SUFFIX}")
 
 
 def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
@@ -192,10 +182,8 @@ def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
         FileNotFoundError: It does not exist.
     """
     _listing(checkpoint_dir)
-    path = os.path.join(
-        checkpoint_dir,
-        f"{'zero_pp_rank_0_' if zero_stage == _STAGE3 else ''}mp_rank_00_model_states.pt",
-    )
+    name = file_names.stage3_model_file(0, 0) if zero_stage == 3 else file_names.model_file(0)
+    path = os.path.join(checkpoint_dir, name)
     if not os.path.isfile(path):
         raise FileNotFoundError(f"can't find model states file at '{path}'")
     return path
@@ -205,16 +193,6 @@ def _listing(folder: str) -> list[str]:
     if not os.path.isdir(folder):
         raise FileNotFoundError(f"Directory '{folder}' doesn't exist")
     return sorted(os.listdir(folder), key=natural_keys)
-
-
-def _matching(folder: str, pattern: re.Pattern[str]) -> Iterator[tuple[tuple[int, ...], str]]:
-    """(numbers in the name, path) of the files whose names match; a number that is not there is
-    0.
-    """
-    for name in _listing(folder):
-        match = pattern.fullmatch(name)
-        if match is not None:
-            yield tuple(int(number or 0) for number in match.groups()), os.path.join(folder, name)
 
 
 # Tensors that are still in their files
@@ -321,330 +299,162 @@ def to_torch_tensor(
     return {name: whole[id(tensor)] for name, tensor in state_dict.items()}
 
 
-# Masters of ZeRO 0 to 2
+# Weights of a folder
 
 
-class _Masters:
-    """Pieces of fp32 master weights by parameter name, as they are found in the optimizer files of
-    one part of the model.
-    """
-
-    def __init__(self) -> None:
-        self.shapes: dict[str, torch.Size] = {}
-        self._pieces: dict[str, list[torch.Tensor]] = {}
-
-    def covered(self, name: str) -> int:
-        """How many of a parameter's elements are known."""
-        return sum(piece.numel() for piece in self._pieces.get(name, ()))
-
-    def add(self, name: str, shape: torch.Size, piece: torch.Tensor) -> None:
-        """Take the next elements of a parameter."""
-        self.shapes[name] = shape
-        self._pieces.setdefault(name, []).append(piece)
-
-    def tensors(self, folder: str) -> dict[str, LazyTensor]:
-        """The parameters.
-
-        Raises:
-            ValueError: Elements are missing, or there are too many.
-        """
-        for name, shape in self.shapes.items():
-            if name in self._pieces and self.covered(name) != shape.numel():
-                raise ValueError(
-                    f"{folder} holds {self.covered(name)} of the {shape.numel()} fp32 elements of "
-                    f"{name}"
-                )
-        return {
-            name: LazyTensor(pieces, self.shapes[name]) for name, pieces in self._pieces.items()
-        }
-
-
-def _renumber(name: str, offsets: Mapping[str, int]) -> str:
-    """An expert's name, numbered over all ranks: `offsets` has by layer the number of the rank's
-    first expert.
-    """
-    match = _EXPERT_NAME.match(name)
-    return name if match is None else f"{match[1]}{int(match[2]) + offsets[match[1]]}{match[3]}"
-
-
-def _experts_per_rank(names: Iterable[str]) -> dict[str, int]:
-    held: dict[str, set[str]] = {}
-    for match in filter(None, map(_EXPERT_NAME.match, names)):
-        held.setdefault(match[1], set()).add(match[2])
-    return {prefix: len(numbers) for prefix, numbers in held.items()}
-
-
-def _expert_ranks_of(name: str, model: Mapping[str, Any]) -> int:
-    """Over how many ranks the rows of a parameter that has one for each expert are spread; 1: each
-    has it whole.
-    """
-    for layer in model.get("ds_autoep_layers") or ():
-        if name.startswith(f"{layer['expert_key_prefix']}."):
-            return int(layer["ep_size"])
-    return 1
-
-
-def _whole(shape: torch.Size, ranks: int) -> torch.Size:
-    return torch.Size((ranks * shape[0], *shape[1:])) if ranks > 1 else shape
-
-
-def _add_shards(masters: _Masters, files: Mapping[int, str], model: Mapping[str, Any]) -> None:
-    """What a ZeRO rank has of a parameter comes after what the ranks before it have; rows of
-    experts come in the order of the experts.
-    """
-    count, shapes = (
-        len(files),
-        {name: shape for group in model["param_shapes"] for name, shape in group.items()},
-    )
-    data_first = _comes_data_first(model)
-    per_rank = _experts_per_rank(shapes)
-    packed = {name: _expert_ranks_of(name, model) for name in shapes}
-    rows: dict[str, list[tuple[int, torch.Tensor]]] = {}
-    for rank, path in sorted(files.items()):
-        state = _read(path)["optimizer_state_dict"]
-        shards = state["partition_count"]
-        for index, flat in enumerate(state["single_partition_of_fp32_groups"]):
-            addresses = _addresses(state, index, model["param_shapes"], masters, flat.numel())
-            owners = shards[index] if isinstance(shards, list) else shards
-            has_experts = any(_EXPERT_NAME.match(name) or packed[name] > 1 for name in addresses)
-            expert_ranks = count // owners if has_experts else 1
-            if rank >= count or (addresses and owners * expert_ranks != count):
-                raise ValueError(
-                    f"{path} is one of {owners} shards, the folder has {count}: some are missing "
-                    "or another run's"
-                )
-            own = rank // owners if data_first else rank % expert_ranks
-            offsets = {prefix: held * own for prefix, held in per_rank.items()}
-            for name, (start, numel) in addresses.items():
-                piece = flat[start : start + numel]
-                if packed[name] > 1:
-                    rows.setdefault(name, []).append((own, piece))
-                else:
-                    masters.add(_renumber(name, offsets), shapes[name], piece)
-    for name, pieces in rows.items():
-        for _, piece in sorted(pieces, key=lambda found: found[0]):
-            masters.add(name, _whole(shapes[name], packed[name]), piece)
-
-
-def _addresses(
-    state: Mapping[str, Any],
-    index: int,
-    shapes: Sequence[Mapping[str, torch.Size]],
-    masters: _Masters,
-    room: int,
-) -> dict[str, tuple[int, int]]:
-    """(start, number of elements) of each parameter in a rank's buffer of group `index`; old files
-    don't say, but have an order.
-    """
-    if state.get("param_slice_mappings") is not None:
-        return {
-            name: (found.start, found.numel)
-            for name, found in state["param_slice_mappings"][index].items()
-        }
-    addresses, at = {}, 0
-    for name, shape in shapes[index].items():
-        count = min(shape.numel() - masters.covered(name), room - at)
-        if count > 0:
-            addresses[name] = (at, count)
-            at += count
-    return addresses
-
-
-def _add_whole(
-    masters: _Masters,
-    state: Mapping[str, Any],
-    offsets: Mapping[str, int],
-    rows: Mapping[str, tuple[int, bool]],
-) -> None:
-    """Masters of a run without ZeRO; in fp32 it has none, and the names tell which weights are
-    trained. `rows`: parameters with a row for each expert, over how many ranks they are spread and
-    whether these rows are new.
-    """
-    flat, separate = state.get("fp32_groups_flat"), state.get("fp32_groups")
-    known = set(masters.shapes)
-    for index, group in enumerate(state.get("param_shapes") or ()):
-        at = 0
-        for position, (local, shape) in enumerate(group.items()):
-            name, start = _renumber(local, offsets), at
-            at += shape.numel()
-            ranks, are_new = rows.get(local, (1, name not in known))
-            if not are_new:  # several expert ranks hold it
-                continue
-            masters.shapes[name] = whole = _whole(shape, ranks)
-            if flat is not None:
-                masters.add(name, whole, flat[index][start:at])
-            elif separate is not None:
-                masters.add(name, whole, separate[index][position].reshape(-1))
-
-
-def _add_expert_ranks(
-    masters: _Masters, files: Mapping[int, str], model: Mapping[str, Any]
-) -> None:
-    """Without ZeRO the ranks of different experts keep whole state in files of their own, ordered
-    by the largest expert group.
-    """
-    taken: set[tuple[str, int]] = set()
-    for rank, path in sorted(files.items()):
-        state = _read(path)["optimizer"]
-        sizes, data_first = (
-            state.get("expert_group_sizes") or {},
-            state.get("use_data_before_expert_parallelism"),
-        )
-        names = [name for group in state.get("param_shapes") or () for name in group]
-        held = _experts_per_rank(names)
-        rows = {}
-        for name in names:
-            ranks = _expert_ranks_of(name, model)
-            if ranks > 1:
-                place = (name, rank * ranks // len(files) if data_first else rank % ranks)
-                rows[name] = (ranks, place not in taken)
-                taken.add(place)
-        own = {
-            prefix: rank * size // len(files) if data_first else rank % size
-            for prefix, size in sizes.items()
-        }
-        offsets = {prefix: count * own[prefix] for prefix, count in held.items()}
-        _add_whole(masters, state, offsets, rows)
-
-
-def _masters_of_part(folder: str, part: int, model: Mapping[str, Any]) -> _Masters:
-    masters = _Masters()
-    shards = {
-        rank: path for (rank, of_part), path in _matching(folder, _SHARD_FILE) if of_part == part
-    }
-    expert_ranks = {
-        rank: path
-        for (rank, of_part), path in _matching(folder, _EXPERT_OPTIMIZER_FILE)
-        if of_part == part
-    }
-    if shards:
-        _add_shards(masters, shards, model)
-        missing = [
-            name
-            for group in model["param_shapes"]
-            for name in group
-            if name not in masters.shapes and group[name].numel()
-        ]
-        if missing:
-            raise ValueError(f"{folder} holds none of the fp32 elements of {missing[0]}")
-    elif model.get("param_shapes"):
-        raise FileNotFoundError(
-            f"{folder} holds no *_optim_states.pt of model-parallel rank {part}, where its fp32 "
-            "weights are"
-        )
-    elif expert_ranks:
-        _add_expert_ranks(masters, expert_ranks, model)
-    elif model.get("optimizer") is not None:
-        _add_whole(masters, model["optimizer"], {}, {})
-    return masters
-
-
-# Weights of ZeRO 0 to 2
-
-
-def _models(folder: str) -> dict[int, dict[str, Any]]:
-    """Part of the model -> content of its model file."""
-    models = {part: _read(path) for (part,), path in _matching(folder, _MODEL_FILE)}
-    if not models:
-        raise FileNotFoundError(
-            f"can't find mp_rank_*_model_states.pt in directory '{folder}'; it holds "
-            f"{_listing(folder)}"
-        )
-    first = next(iter(models.values()))
-    parts = int(first.get("mp_world_size") or 1)
-    if sorted(models) != list(range(parts)):
+def _read_folder(folder: str, exclude_frozen: bool) -> dict[str, LazyTensor]:
+    """Masters where there are any, else the weights themselves, in the model's order."""
+    _check_ranks(folder)
+    saved = SavedRank(folder, 0, masters_only=True)
+    local = {saved.local(name) for name in saved.fragments}
+    for name, shape in saved.shapes.items():
+        if shape.numel() and name not in local:
+            raise ValueError(
+                f"{folder} holds none of the fp32 elements of {name}: *_optim_states.pt are "
+                "missing, or another run's"
+            )
+    if exclude_frozen and not saved.shapes:
         raise ValueError(
-            f"{folder} was saved by {parts} model-parallel ranks, but holds the model files of "
-            f"ranks {sorted(models)}"
+            f"exclude_frozen_parameters: {folder} was saved without ZeRO and does not say what is "
+            "trained"
         )
-    tensor_size = (first.get("checkpoint_parallel_dimensions") or {}).get("tp_degree", 1)
-    slices = max((number for (_, number), _ in _matching(folder, _LAYER_FILE)), default=0) + 1
-    if max(tensor_size, slices) > 1 or parts > 1 and first["module"] is not None:
-        raise _slices_error(folder)
-    return models
+    places = {name: place for place, name in enumerate(saved.shapes)}
+    tensors = {
+        name: LazyTensor(saved.pieces(name, FP32), saved.shape(name))
+        for name in sorted(saved.fragments, key=lambda name: places[saved.local(name)])
+        if FP32 in saved.fragments[name][0].values
+    }
+    weights = _weights(folder, saved, tensors)
+    if not tensors and any(
+        value.dtype in (torch.float16, torch.bfloat16) for value in weights.values()
+    ):
+        logger.warning(
+            "%s holds no fp32 weights by name: these are its 16-bit weights, in fp32", folder
+        )
+    for name, value in weights.items():
+        tensors.setdefault(name, LazyTensor([value], value.shape))
+    for name, shards in saved.weights.frozen.items():
+        tensors[name] = LazyTensor([piece.values for piece in shards.pieces], shards.shape)
+    for name, shape in saved.shapes.items():
+        if not shape.numel():
+            tensors.setdefault(name, LazyTensor([], shape))
+    ties = _ties(saved, weights, list(tensors))
+    state: dict[str, LazyTensor] = {}
+    for name in dict.fromkeys([*weights, *saved.weights.frozen, *tensors, *ties]):
+        source = ties.get(name, name)
+        is_kept = (
+            not exclude_frozen
+            or saved.local(source) in saved.shapes
+            or saved.weights.is_buffer(source)
+        )
+        if source in tensors and is_kept:
+            state[name] = tensors[source]
+    return state
 
 
-def _slices_error(folder: str) -> ValueError:
-    return ValueError(
-        f"{folder} was saved with tensor parallelism, and only the model knows how its weights are "
-        "sliced: convert it with deepspeed.checkpoint.ds_to_universal"
-    )
+def _check_ranks(folder: str) -> None:
+    """Raise if model files are missing, or weights are slices."""
+    listing = _listing(folder)
+    found = [name for name in listing if file_names.is_model_file(name)]
+    of_stage3 = [name for name in listing if file_names.is_stage3_model_file(name)]
+    if not found and not of_stage3:
+        raise FileNotFoundError(
+            f"can't find mp_rank_*_model_states.pt in directory '{folder}'; it holds {listing}"
+        )
+    first = read_file(lead_model_file(folder) if of_stage3 else os.path.join(folder, found[0]))
+    degrees = ParallelDegrees.of_file(first)
+    if not of_stage3 and found != [file_names.model_file(part) for part in range(degrees.parts)]:
+        raise ValueError(
+            f"{folder} was saved by {degrees.parts} model-parallel ranks, but holds the model "
+            f"files {found}"
+        )
+    layers = filter(None, map(file_names.parse_layer_file, listing))
+    slices = {0, *(layer.tensor_parallel_rank for layer in layers)}
+    if degrees.tensor > 1 or len(slices) > 1:
+        raise ValueError(
+            f"{folder} was saved with tensor parallelism, and only the model knows how its weights "
+            "are sliced: convert it with deepspeed.checkpoint.ds_to_universal"
+        )
+    if of_stage3 and len(of_stage3) != data_ranks(first, folder):
+        raise ValueError(
+            f"expected the model files of {data_ranks(first, folder)} ranks under '{folder}' but "
+            f"found {len(of_stage3)} files"
+        )
 
 
 def _weights(
-    folder: str,
-    models: Mapping[int, Mapping[str, Any]],
-    shapes: Mapping[str, torch.Size],
-    masters: Mapping[str, LazyTensor],
+    folder: str, saved: SavedRank, masters: Mapping[str, LazyTensor]
 ) -> dict[str, torch.Tensor]:
-    """All weights and buffers in the model's own dtype; `shapes` are those of the trained
-    parameters.
+    """Weights and buffers in the model's own dtype; what the file of a tied layer of a pipeline
+    holds has the names of the tied module.
     """
-    found: dict[str, Any] = {}
-    for model in models.values():
-        found.update(model["module"] or {})
-        for name, fragment in (model.get("frozen_param_fragments") or {}).items():
-            found.setdefault(name, fragment)
-    named = {*shapes, *_buffer_names(models), *found}
-    tied: dict[str, Any] = {}
-    for (layer, _), path in _matching(folder, _LAYER_FILE):
-        content = _read(path)
-        prefix = str(layer)
-        if content and not any(f"{layer}.{name}" in named for name in content):
-            prefix = _tied_module(content, shapes, {**tied, **masters}) or prefix
-        values = {f"{prefix}.{name}": value for name, value in content.items()}
-        found.update(values)
-        tied.update(values)
-    for _, path in _matching(folder, _EXPERT_FILE):
-        found.update(_read(path))
-    skipped = [name for name, value in found.items() if not isinstance(value, torch.Tensor)]
-    if skipped:
-        logger.warning("left out, because they are no tensors: %s", ", ".join(skipped))
-    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
-
-
-def _buffer_names(models: Mapping[int, Mapping[str, Any]]) -> set[str]:
-    return {name for model in models.values() for name in model.get("buffer_names") or ()}
+    weights = saved.weights
+    if weights.extra:
+        logger.warning("left out, because they are no tensors: %s", ", ".join(weights.extra))
+    renamed: dict[str, str] = {}
+    tied: dict[str, LazyTensor] = {}
+    for file in filter(None, map(file_names.parse_layer_file, _listing(folder))):
+        prefix = f"{file.layer}."
+        content = {
+            name.removeprefix(prefix): value
+            for name, value in weights.values.items()
+            if name.startswith(prefix)
+        }
+        if any(
+            prefix + name in saved.fragments or weights.is_buffer(prefix + name) for name in content
+        ):
+            continue
+        module = _tied_module(content, saved, {**tied, **masters}) if content else None
+        for name, value in content.items() if module is not None else ():
+            renamed[prefix + name] = f"{module}.{name}"
+            tied[f"{module}.{name}"] = LazyTensor([value], value.shape)
+    return {renamed.get(name, name): value for name, value in weights.values.items()}
 
 
 def _tied_module(
-    content: Mapping[str, Any], shapes: Mapping[str, torch.Size], values: Mapping[str, Any]
+    content: Mapping[str, torch.Tensor], saved: SavedRank, values: Mapping[str, LazyTensor]
 ) -> str | None:
     """The tied module of a pipeline that a layer's file holds: the one with these names, shapes
     and, where known, values.
     """
-    for prefix in dict.fromkeys(
-        ".".join(name.split(".")[:2]) for name in shapes if name.startswith("tied_modules.")
-    ):
-        trained = [
-            name.removeprefix(f"{prefix}.") for name in shapes if name.startswith(f"{prefix}.")
-        ]
+    trained = [name for name in saved.fragments if name.startswith("tied_modules.")]
+    for prefix in dict.fromkeys(".".join(name.split(".")[:2]) for name in trained):
+        own = {
+            name.removeprefix(f"{prefix}."): name
+            for name in trained
+            if name.startswith(f"{prefix}.")
+        }
         if all(
             name in content
-            and content[name].shape == shapes[full]
+            and content[name].shape == saved.shape(full)
             and (
                 full not in values
                 or torch.equal(values[full].contiguous().to(content[name].dtype), content[name])
             )
-            for name, full in ((name, f"{prefix}.{name}") for name in trained)
+            for name, full in own.items()
         ):
             return prefix
     return None
 
 
-def _tied_names(
-    models: Mapping[int, Mapping[str, Any]],
-    weights: Mapping[str, torch.Tensor],
-    first: Iterable[str],
+def _ties(
+    saved: SavedRank, weights: Mapping[str, torch.Tensor], names: Sequence[str]
 ) -> dict[str, str]:
-    """Name -> the name whose value it shares; those of `first` keep their own."""
-    ties = {
-        name: other
-        for model in models.values()
-        for name, other in _pairs(model.get("shared_params"))
-    }
+    """Name -> the name of `names` whose value it shares, as model files say, or because both are
+    one tensor in their files; trained ones keep their own.
+    """
+    listed: dict[str, list[str]] = {}
+    for model in saved.weights.models:
+        for tied, source in tied_names(model).items():
+            listed.setdefault(source, []).append(tied)
+    ties: dict[str, str] = {}
+    for name in names:
+        local = saved.local(name)
+        for tied in listed.get(local, ()):
+            moved = (expert_number(name) or 0) - (expert_number(local) or 0)
+            ties[renumbered(tied, {expert_prefix(tied) or "": moved})] = name
     owners: dict[Any, str] = {}
-    for name in [*(name for name in weights if name in set(first)), *weights]:
+    for name in sorted(weights, key=lambda name: name not in saved.fragments):
         value = weights[name]
         place = (value.data_ptr(), value.dtype, value.shape, value.stride())
         if value.numel() and owners.setdefault(place, name) != name:
@@ -652,47 +462,7 @@ def _tied_names(
     return ties
 
 
-def _pairs(shared: Any) -> list[tuple[str, str]]:
-    return list(shared.items() if isinstance(shared, Mapping) else map(tuple, shared or ()))
-
-
-def _read_below_stage3(folder: str, exclude_frozen: bool) -> dict[str, LazyTensor]:
-    """Masters where there are any, else the weights themselves, in the model's order."""
-    models = _models(folder)
-    shapes: dict[str, torch.Size] = {}
-    masters: dict[str, LazyTensor] = {}
-    for part, model in models.items():
-        of_part = _masters_of_part(folder, part, model)
-        shapes = {**of_part.shapes, **shapes}
-        # Of several stages with one tied weight the first is taken.
-        masters = {**of_part.tensors(folder), **masters}
-    weights = _weights(folder, models, shapes, masters)
-    if not masters and any(
-        value.dtype in (torch.float16, torch.bfloat16) for value in weights.values()
-    ):
-        logger.warning(
-            "%s holds no fp32 weights by name: these are its 16-bit weights, in fp32", folder
-        )
-    if exclude_frozen and not shapes:
-        raise ValueError(
-            f"exclude_frozen_parameters: {folder} was saved without ZeRO and does not say what is "
-            "trained"
-        )
-    ties = _tied_names(models, weights, shapes)
-    kept = {*shapes, *_buffer_names(models)} if exclude_frozen else {*weights, *shapes}
-    state: dict[str, LazyTensor] = {}
-    for name in [*weights, *(name for name in masters if name not in weights), *ties]:
-        source = ties.get(name, name)
-        if source in kept:
-            known = state.get(source) or masters.get(source)
-            state[name] = (
-                known if known is not None else LazyTensor([weights[source]], weights[source].shape)
-            )
-            state.setdefault(source, state[name])
-    return state
-
-
-# ZeRO-3
+# Upstream's functions for files of ZeRO
 
 
 @dataclass
@@ -737,7 +507,7 @@ def parse_model_states(files: Sequence[str]) -> list[zero_model_state]:
             zero_model_state(
                 buffers={name: module[name] for name in saved["buffer_names"] if name in module},
                 param_shapes=saved["param_shapes"],
-                shared_params=_pairs(saved.get("shared_params")),
+                shared_params=list(tied_names(saved).items()),
                 ds_version=saved.get("ds_version"),
                 frozen_param_shapes=saved.get("frozen_param_shapes"),
                 frozen_param_fragments=saved.get("frozen_param_fragments"),
@@ -779,142 +549,6 @@ def parse_optim_states(
             f"{len(files)} files"
         )
     return stage, world_size, [list(state[key]) for state in states]
-
-
-def zero3_partitioned_param_info(unpartitioned_numel: int, world_size: int) -> tuple[int, int]:
-    """Elements of a parameter that each ZeRO-3 rank has, and how many of all of them are
-    padding.
-    """
-    partitioned = -(-unpartitioned_numel // world_size)
-    return partitioned, partitioned * world_size - unpartitioned_numel
-
-
-def _counts_of_groups(folder: str, model: Mapping[str, Any]) -> tuple[list[int], bool]:
-    """Over how many ranks each group of parameters is cut: experts over those that hold the same
-    ones; and whether these are neighbours.
-    """
-    saved = _read(get_optim_files(folder)[0])["optimizer_state_dict"]["partition_count"]
-    counts = saved if isinstance(saved, list) else [saved] * len(model["param_shapes"])
-    return counts, _comes_data_first(model)
-
-
-def _comes_data_first(model: Mapping[str, Any]) -> bool:
-    """Whether ranks with the same experts are neighbours in the run that saved a model file."""
-    return bool((model.get("ds_config") or {}).get("use_data_before_expert_parallelism", False))
-
-
-class _HeldExperts:
-    """Which of the experts stand in the files of one rank of ZeRO-3, by the names there.
-
-    Args:
-        model: Content of its model file.
-        rank: Which rank it is of
-        ranks: all that have files.
-    """
-
-    def __init__(self, model: Mapping[str, Any], rank: int, ranks: int) -> None:
-        self._model, self._rank, self._ranks = model, rank, ranks
-        self._held = _experts_per_rank(model["module"] or {})
-
-    def share_and_place(self, name: str) -> tuple[int, int]:
-        """Which share of its layer's experts the rank holds, and which of those that hold it the
-        rank is.
-        """
-        match = _EXPERT_NAME.match(name)
-        sizes = self._model.get("expert_group_sizes") or {}
-        shares = _expert_ranks_of(name, self._model) if match is None else sizes.get(match[1], 1)
-        if _comes_data_first(self._model):
-            return divmod(self._rank, self._ranks // shares)
-        return self._rank % shares, self._rank // shares
-
-    def of_all(self, name: str) -> str:
-        """The name with its expert numbered over all ranks."""
-        share, _ = self.share_and_place(name)
-        return _renumber(name, {prefix: number * share for prefix, number in self._held.items()})
-
-
-def _frozen_of_stage3(model_files: Sequence[str]) -> dict[str, LazyTensor]:
-    """What was not trained, of the model files of all ranks in order: each has an equal part of
-    every parameter, and of experts a part of those that it holds, or of their rows.
-    """
-    shapes: dict[str, torch.Size] = {}
-    pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}
-    for rank, path in enumerate(model_files):
-        model = _read(path)
-        held = _HeldExperts(model, rank, len(model_files))
-        for local, saved_shape in (model.get("frozen_param_shapes") or {}).items():
-            name, rows = held.of_all(local), _expert_ranks_of(local, model)
-            share, place = held.share_and_place(local)
-            shapes[name] = torch.Size(saved_shape)
-            shard = model["frozen_param_fragments"][local].reshape(-1)
-            numel = shapes[name].numel() // rows
-            first = min(place * shard.numel(), numel)
-            start = first + (share * numel if rows > 1 else 0)
-            pieces.setdefault(name, []).append((start, shard[: numel - first]))
-    return {
-        name: LazyTensor([piece for _, piece in sorted(pieces[name], key=_first)], shape)
-        for name, shape in shapes.items()
-    }
-
-
-def _first(piece: tuple[int, torch.Tensor]) -> int:
-    return piece[0]
-
-
-def _read_stage3(
-    folder: str, model_files: Sequence[str], exclude_frozen: bool
-) -> dict[str, LazyTensor]:
-    models = parse_model_states(model_files)
-    _, world_size, flat_groups = parse_optim_states(get_optim_files(folder), folder)
-    if len(models) != world_size:
-        raise ValueError(
-            f"expected the model files of {world_size} ranks under '{folder}' but found "
-            f"{len(models)} files"
-        )
-    first, content = models[0], _read(model_files[0])
-    state: dict[str, LazyTensor] = {}
-    for rank, path in enumerate(model_files):
-        experts = _HeldExperts(_read(path), rank, world_size)
-        for name, value in models[rank].buffers.items():
-            state.setdefault(experts.of_all(name), LazyTensor([value], value.shape))
-    if not exclude_frozen:
-        state |= _frozen_of_stage3(model_files)
-    starts = [0, *accumulate(buffer.numel() for buffer in flat_groups[0])]
-    counts, data_first = _counts_of_groups(folder, content)
-    held = _experts_per_rank(content["module"] or {})
-    offset = 0
-    for group, count in zip(first.param_shapes, counts, strict=True):
-        shares = world_size // count  # different experts
-        for name, shape in group.items():
-            partitioned, _ = zero3_partitioned_param_info(shape.numel(), count)
-            rows: list[torch.Tensor] = []
-            for share in range(shares):
-                ranks = (
-                    range(share * count, (share + 1) * count)
-                    if data_first
-                    else range(share, world_size, shares)
-                )
-                own = [flat_groups[rank] for rank in ranks]
-                part = GatheredTensor(own, starts, offset, partitioned, shape)
-                of_all = _renumber(name, {prefix: size * share for prefix, size in held.items()})
-                state[of_all] = part
-                rows += part.elements()
-            if _expert_ranks_of(name, content) > 1:
-                state[name] = LazyTensor(rows, _whole(shape, shares))
-            offset += partitioned
-    # Buffers may be padded so that ranks communicate in aligned pieces; more than that are elements
-    # of another model.
-    if not 0 <= starts[-1] - offset < 2 * world_size * len(flat_groups[0]):
-        raise ValueError(
-            f"{folder}: the shards have {starts[-1]} elements per rank, the parameters {offset}"
-        )
-    for local, local_source in first.shared_params:
-        for share in range(world_size if _EXPERT_NAME.match(local) else 1):
-            offsets = {prefix: number * share for prefix, number in held.items()}
-            source = _renumber(local_source, offsets)
-            if source in state:
-                state[_renumber(local, offsets)] = state[source]
-    return state
 
 
 # What scripts call
@@ -963,15 +597,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """
     folder = _folder_of(checkpoint_dir, tag)
     _check_manifest(folder)
-    stage3 = list(_matching(folder, _ZERO3_MODEL_FILE))
-    if any(part for (_, part), _ in stage3):
-        raise _slices_error(folder)
-    state = (
-        _read_stage3(folder, [path for _, path in stage3], exclude_frozen_parameters)
-        if stage3
-        else None
-    )
-    state = _read_below_stage3(folder, exclude_frozen_parameters) if state is None else state
+    with _reading():
+        state = _read_folder(folder, exclude_frozen_parameters)
     return OrderedDict(state) if lazy_mode else to_torch_tensor(state)
 
 

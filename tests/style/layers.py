@@ -42,7 +42,6 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "utils.timer",
             "utils.torch",
             "utils.z3_leaf_module",
-            "utils.zero_to_fp32",
         ),
     ),
     (
@@ -55,7 +54,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     (
         "What needs ranks and no engine: experts, long sequences, files of checkpoints, watching",
-        ("checkpoint", "moe", "monitor", "profiling", "sequence"),
+        ("checkpoint", "moe", "monitor", "profiling", "sequence", "utils.zero_to_fp32"),
     ),
     (
         "The configuration",

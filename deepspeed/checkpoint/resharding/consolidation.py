@@ -8,32 +8,17 @@ parameter is asked for, so memory is bounded by that parameter.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
-from deepspeed.checkpoint.experts import (
-    PackedExperts,
-    expert_number,
-    expert_prefix,
-    experts_per_rank,
-    renumbered,
-)
 from deepspeed.checkpoint.files import CheckpointError, lead_model_file, read_file
 from deepspeed.checkpoint.resharding.cuts import ParallelDegrees
-from deepspeed.checkpoint.resharding.saved_optimizer import (
-    FP32,
-    SavedFragment,
-    SavedOptimizer,
-    parameter_shapes,
-)
 from deepspeed.checkpoint.resharding.saved_weights import (
-    FrozenShards,
-    SavedWeights,
-    WeightPiece,
+    SavedRank,
 )
 from deepspeed.checkpoint.resharding.tensor_parallel import SlicePatterns
 
@@ -109,7 +94,7 @@ class ConsolidatedCheckpoint:
                 "parameters are sliced. Give it to save_checkpoint(client_state={...})"
             )
         self.patterns = SlicePatterns((info or {}) if tensor_rank is None else {})
-        self._ranks = [_TensorParallelRank(folder, rank) for rank in read]
+        self._ranks = [SavedRank(folder, rank) for rank in read]
         for rank in self._ranks:
             self.options = {**rank.saved.options, **self.options}
             self.scaler = self.scaler or rank.saved.scaler
@@ -178,110 +163,3 @@ class ConsolidatedCheckpoint:
 
     def entry(self, name: str, slot: str) -> Mapping[str, Any]:
         return self.patterns.merged(name, self.slices(name, slot))
-
-
-class _TensorParallelRank:
-    """What the stages of one tensor-parallel rank hold."""
-
-    def __init__(self, folder: str, rank: int) -> None:
-        self.folder = folder
-        self.saved = SavedOptimizer(folder, rank)
-        self.weights = SavedWeights(folder, rank, self.saved.degrees)
-        self.shapes: dict[str, torch.Size] = {}
-        self.groups: dict[str, int] = {}
-        self.fragments: dict[str, list[SavedFragment]] = {}
-        self._alone: dict[str, Mapping[str, Any]] = {}
-        self._packed = PackedExperts(self.weights.models[0])
-        for model in self.weights.models:
-            self._note_shapes(
-                parameter_shapes(model) or parameter_shapes(model.get(keys.OPTIMIZER) or {})
-            )
-        for name in sorted(os.listdir(folder)):
-            if file_names.parse_expert_optimizer_file(name) is not None:
-                optimizer = (
-                    read_file(os.path.join(folder, name), mmap=True).get(keys.OPTIMIZER) or {}
-                )
-                self._note_shapes(parameter_shapes(optimizer))
-        for fragment in self.saved.fragments() if self.saved.has_state else ():
-            if fragment.is_state_alone:
-                self._alone[fragment.name] = fragment.shared
-                continue
-            self.fragments.setdefault(fragment.name, []).append(fragment)
-            if fragment.group is not None:
-                self.groups[fragment.name] = fragment.group
-        self._held = experts_per_rank(self.shapes)
-        weights = self.weights.values
-        # A tied weight's second name has the first one's memory.
-        trained = {weights[name].data_ptr() for name in self.fragments if name in weights}
-        untrained = {
-            name: weights[name]
-            for name in weights
-            if name not in self.fragments and not self.weights.is_buffer(name)
-        }
-        self.frozen = dict(self.weights.frozen)
-        self.frozen |= {
-            name: FrozenShards(value.shape, [WeightPiece(name, 0, value.reshape(-1))])
-            for name, value in untrained.items()
-            if value.data_ptr() not in trained
-        }
-
-    def _note_shapes(self, groups: Sequence[Mapping[str, torch.Size]]) -> None:
-        for shapes in groups:
-            for name, shape in shapes.items():
-                self.shapes.setdefault(name, self._packed.whole_shape(name, shape))
-
-    def local(self, name: str) -> str:
-        """The name that a rank has for it: files number all experts, a rank its own."""
-        prefix, number = expert_prefix(name), expert_number(name)
-        if prefix is None or number is None or not self._held.get(prefix):
-            return name
-        return renumbered(name, {prefix: number % self._held[prefix] - number})
-
-    def alone(self, name: str) -> Mapping[str, Any]:
-        """What an optimizer of whole parameters keeps of this one."""
-        return self._alone.get(name, {})
-
-    def slots(self, name: str) -> list[str]:
-        if name in self.frozen:
-            return [FP32]
-        has_weight = FP32 in self.fragments[name][0].values or name in self.weights.values
-        return [
-            *([FP32] if has_weight else []),
-            *(key for key in self.fragments[name][0].values if key != FP32),
-        ]
-
-    def tensor(self, name: str, slot: str) -> torch.Tensor:
-        """State of a parameter in its shape.
-
-        Raises:
-            CheckpointError: Elements are missing or there twice.
-        """
-        if name not in self.fragments:
-            return _widened(self.frozen[name].whole())
-        fragments = sorted(self.fragments[name], key=lambda fragment: fragment.start)
-        if slot == FP32 and FP32 not in fragments[0].values:
-            return _widened(self.weights.values[name])
-        shape, end = self.shapes[self.local(name)], 0
-        for fragment in fragments:
-            if fragment.start != end or slot not in fragment.values:
-                raise CheckpointError(
-                    f"{self.folder}: {name} {slot} lacks elements {end} to {fragment.start}, or "
-                    "has some twice"
-                )
-            end += fragment.numel
-        if end != shape.numel():
-            raise CheckpointError(
-                f"{self.folder}: {name} {slot} has {end} elements, its shape {tuple(shape)} has "
-                f"{shape.numel()}"
-            )
-        flat = (
-            fragments[0].values[slot]
-            if len(fragments) == 1
-            else torch.cat([fragment.values[slot] for fragment in fragments])
-        )
-        return flat.reshape(shape)
-
-
-def _widened(value: torch.Tensor) -> torch.Tensor:
-    """Weights without a master, in fp32; rounding them back gives the same."""
-    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value

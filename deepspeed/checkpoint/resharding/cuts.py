@@ -26,7 +26,6 @@ from deepspeed.checkpoint.experts import (
     experts_per_rank,
     renumbered,
 )
-from deepspeed.utils.zero_to_fp32 import zero3_partitioned_param_info
 
 
 def data_ranks(model: Mapping[str, Any], where: str) -> int:
@@ -82,6 +81,14 @@ class ParallelDegrees(NamedTuple):
         first.
         """
         return range(tensor_rank, self.parts, self.tensor)
+
+
+def zero3_partitioned_param_info(unpartitioned_numel: int, world_size: int) -> tuple[int, int]:
+    """Elements of a parameter that each ZeRO-3 rank has, and how many of all of them are
+    padding.
+    """
+    partitioned = -(-unpartitioned_numel // world_size)
+    return partitioned, partitioned * world_size - unpartitioned_numel
 
 
 class Run(NamedTuple):

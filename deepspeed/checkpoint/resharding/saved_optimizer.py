@@ -121,6 +121,8 @@ class SavedOptimizer:
     Args:
         folder: The tag's folder.
         tensor_rank: Whose slices to read, where the model is tensor parallel.
+        masters_only: Read nothing else, which shards of older releases are enough for, and pass
+            over state whose parameters have no names.
 
     Attributes:
         degrees: How the run that saved the folder divided the model.
@@ -134,8 +136,9 @@ class SavedOptimizer:
         CheckpointError: A file is missing or damaged.
     """
 
-    def __init__(self, folder: str, tensor_rank: int = 0) -> None:
+    def __init__(self, folder: str, tensor_rank: int = 0, masters_only: bool = False) -> None:
         self.folder = folder
+        self._masters_only = masters_only
         first = read_file(lead_model_file(folder), mmap=True)
         self.degrees = ParallelDegrees.of_file(first)
         self._parts = self.degrees.ranks_of_slice(tensor_rank)
@@ -214,6 +217,8 @@ class SavedOptimizer:
         for rank, path in sorted(files.items()):
             state = read_file(path, mmap=True)[keys.OPTIMIZER_STATE_DICT]
             self._keep_scaler(state)
+            if self._masters_only:
+                state = _masters_alone(state, groups, done)
             if keys.FP32_FLAT_GROUPS in state:
                 yield from self._cut(state, model, rank, count, path)
                 continue
@@ -320,6 +325,8 @@ class SavedOptimizer:
         self, state: Mapping[str, Any], offsets: Mapping[str, int], firsts: Mapping[str, int]
     ) -> Iterator[SavedFragment]:
         if state.get(keys.PARAM_SHAPES) is None:
+            if self._masters_only:
+                return
             raise CheckpointError(
                 f"the optimizer state in {self.folder} has no parameter names: it can be loaded by "
                 "the same model with the same parameter groups and pipeline stages only"
@@ -405,6 +412,44 @@ def _state_of(
     base: Mapping[str, Any], group: Mapping[str, Any], position: int
 ) -> Mapping[str, Any]:
     return base["state"].get(group["params"][position], {}) if group["params"] else {}
+
+
+class _Address(NamedTuple):
+    start: int
+    numel: int
+
+
+def _masters_alone(
+    state: Mapping[str, Any],
+    groups: Sequence[Mapping[str, torch.Size]],
+    done: Mapping[tuple[str, int], int],
+) -> Mapping[str, Any]:
+    """A shard without what the wrapped optimizer keeps; `done` as in `_shard`. Shards of releases
+    that do not say where parameters lie have them in the order of the model file.
+    """
+    if keys.FP32_FLAT_GROUPS in state:
+        one = {"params": range(len(state[keys.FP32_FLAT_GROUPS]))}
+        return {**state, keys.OPTIMIZER_STATE_DICT: {"param_groups": [one], "state": {}}}
+    masters = state[keys.SINGLE_PARTITION_OF_FP32_GROUPS]
+    counts, mappings = state[keys.PARTITION_COUNT], state.get(keys.PARAM_SLICE_MAPPINGS)
+    if mappings is None:
+        mappings = []
+        for shapes, master in zip(groups, masters, strict=True):
+            addresses, at = {}, 0
+            for name, shape in shapes.items():
+                count = min(shape.numel() - done.get((name, 0), 0), master.numel() - at)
+                if count > 0:
+                    addresses[name] = _Address(at, count)
+                    at += count
+            mappings.append(addresses)
+    return {
+        **state,
+        keys.PARTITION_COUNT: counts if isinstance(counts, list) else [counts] * len(masters),
+        keys.PARAM_SLICE_MAPPINGS: mappings,
+        keys.GROUP_PADDINGS: [0] * len(masters),
+        keys.BASE_OPTIMIZER_STATE: [{}] * len(masters),
+        keys.BASE_OPTIMIZER_PARAM_GROUPS: None,
+    }
 
 
 def _shard(

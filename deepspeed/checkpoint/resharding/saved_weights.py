@@ -12,7 +12,14 @@ import torch
 
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
-from deepspeed.checkpoint.experts import PackedExperts, of_first_expert
+from deepspeed.checkpoint.experts import (
+    PackedExperts,
+    expert_number,
+    expert_prefix,
+    experts_per_rank,
+    of_first_expert,
+    renumbered,
+)
 from deepspeed.checkpoint.files import (
     CheckpointError,
     has_weights_in_shards,
@@ -22,6 +29,7 @@ from deepspeed.checkpoint.files import (
 from deepspeed.checkpoint.resharding.cuts import HeldExperts, ParallelDegrees, data_ranks
 from deepspeed.checkpoint.resharding.saved_optimizer import (
     FP32,
+    SavedFragment,
     SavedOptimizer,
     parameter_shapes,
 )
@@ -229,3 +237,134 @@ def saved_state(model: Mapping[str, Any], in_shards: bool) -> dict[str, Any]:
 def tied_names(model: Mapping[str, Any]) -> dict[str, str]:
     """Name -> first name, of the tied weights that a model file lists."""
     return dict(model.get(keys.SHARED_PARAMS) or {})
+
+
+class SavedRank:
+    """What the stages of one tensor-parallel rank hold, by parameter.
+
+    Args:
+        folder: The tag's folder.
+        rank: The tensor-parallel rank.
+        masters_only: See `SavedOptimizer`.
+
+    Attributes:
+        fragments: Name -> optimizer state, of what is trained.
+        frozen: Name -> shards, of all other parameters.
+        shapes: Shapes of what is trained, by the names that one rank has for it.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+    """
+
+    def __init__(self, folder: str, rank: int, masters_only: bool = False) -> None:
+        self.folder = folder
+        self.saved = SavedOptimizer(folder, rank, masters_only)
+        self.weights = SavedWeights(folder, rank, self.saved.degrees)
+        self.shapes: dict[str, torch.Size] = {}
+        self.groups: dict[str, int] = {}
+        self.fragments: dict[str, list[SavedFragment]] = {}
+        self._alone: dict[str, Mapping[str, Any]] = {}
+        self._packed = PackedExperts(self.weights.models[0])
+        for model in self.weights.models:
+            self._note_shapes(
+                parameter_shapes(model) or parameter_shapes(model.get(keys.OPTIMIZER) or {})
+            )
+        for name in sorted(os.listdir(folder)):
+            if file_names.parse_expert_optimizer_file(name) is not None:
+                optimizer = (
+                    read_file(os.path.join(folder, name), mmap=True).get(keys.OPTIMIZER) or {}
+                )
+                self._note_shapes(parameter_shapes(optimizer))
+        for fragment in self.saved.fragments() if self.saved.has_state else ():
+            if fragment.is_state_alone:
+                self._alone[fragment.name] = fragment.shared
+                continue
+            self.fragments.setdefault(fragment.name, []).append(fragment)
+            if fragment.group is not None:
+                self.groups[fragment.name] = fragment.group
+        held = [*self.shapes, *(self.weights.models[0].get(keys.MODULE) or ())]
+        self._held = experts_per_rank(held)
+        weights = self.weights.values
+        # A tied weight's second name has the first one's memory.
+        trained = {weights[name].data_ptr() for name in self.fragments if name in weights}
+        untrained = {
+            name: weights[name]
+            for name in weights
+            if name not in self.fragments and not self.weights.is_buffer(name)
+        }
+        self.frozen = dict(self.weights.frozen)
+        self.frozen |= {
+            name: FrozenShards(value.shape, [WeightPiece(name, 0, value.reshape(-1))])
+            for name, value in untrained.items()
+            if value.data_ptr() not in trained
+        }
+
+    def _note_shapes(self, groups: Sequence[Mapping[str, torch.Size]]) -> None:
+        for shapes in groups:
+            for name, shape in shapes.items():
+                self.shapes.setdefault(name, self._packed.whole_shape(name, shape))
+
+    def local(self, name: str) -> str:
+        """The name that a rank has for it: files number all experts, a rank its own."""
+        prefix, number = expert_prefix(name), expert_number(name)
+        if prefix is None or number is None or not self._held.get(prefix):
+            return name
+        return renumbered(name, {prefix: number % self._held[prefix] - number})
+
+    def alone(self, name: str) -> Mapping[str, Any]:
+        """What an optimizer of whole parameters keeps of this one."""
+        return self._alone.get(name, {})
+
+    def slots(self, name: str) -> list[str]:
+        if name in self.frozen:
+            return [FP32]
+        has_weight = FP32 in self.fragments[name][0].values or name in self.weights.values
+        return [
+            *([FP32] if has_weight else []),
+            *(key for key in self.fragments[name][0].values if key != FP32),
+        ]
+
+    def tensor(self, name: str, slot: str) -> torch.Tensor:
+        """State of a parameter in its shape.
+
+        Raises:
+            CheckpointError: Elements are missing or there twice.
+        """
+        if name not in self.fragments:
+            return _widened(self.frozen[name].whole())
+        if slot == FP32 and FP32 not in self.fragments[name][0].values:
+            return _widened(self.weights.values[name])
+        pieces = self.pieces(name, slot)
+        flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return flat.reshape(self.shape(name))
+
+    def shape(self, name: str) -> torch.Size:
+        """Shape of what is trained."""
+        return self.shapes[self.local(name)]
+
+    def pieces(self, name: str, slot: str) -> list[torch.Tensor]:
+        """State of what is trained in order, each piece 1-D.
+
+        Raises:
+            CheckpointError: Elements are missing or there twice.
+        """
+        shape, end = self.shape(name), 0
+        fragments = sorted(self.fragments[name], key=lambda fragment: fragment.start)
+        for fragment in fragments:
+            if fragment.start != end or slot not in fragment.values:
+                raise CheckpointError(
+                    f"{self.folder}: {name} {slot} lacks elements {end} to {fragment.start}, or "
+                    "has some twice"
+                )
+            end += fragment.numel
+        if end != shape.numel():
+            raise CheckpointError(
+                f"{self.folder}: {name} {slot} has {end} elements, its shape {tuple(shape)} has "
+                f"{shape.numel()}"
+            )
+        return [fragment.values[slot] for fragment in fragments]
+
+
+def _widened(value: torch.Tensor) -> torch.Tensor:
+    """Weights without a master, in fp32; rounding them back gives the same."""
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value

@@ -22,14 +22,18 @@ renames of 4 the older `T` is in `D/.T.replaced`; loading puts it back.
 
 from __future__ import annotations
 
-import filecmp
+import ast
+import functools
+import importlib
+import inspect
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed import utils
+from deepspeed import _lazy
 from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.file_writer import FileRecord
 from deepspeed.checkpoint.files import CheckpointError, replace_folder, write_latest
@@ -39,9 +43,8 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
     CheckpointEngine,
 )
 from deepspeed.runtime.checkpointing.folders import Put, StorageNode
+from deepspeed.utils import zero_to_fp32
 from deepspeed.utils.logging import log_once, logger
-
-_CONVERTER = os.path.join(os.path.dirname(utils.__file__), "zero_to_fp32.py")
 
 
 @dataclass(frozen=True)
@@ -133,13 +136,71 @@ def put_converter(save_dir: str) -> None:
     """`zero_to_fp32.py` beside the checkpoints, as upstream's users expect: it runs without this
     package.
     """
-    path = os.path.join(save_dir, os.path.basename(_CONVERTER))
-    if os.path.isfile(path) and filecmp.cmp(_CONVERTER, path, shallow=False):
-        return
+    path = os.path.join(save_dir, "zero_to_fp32.py")
+    source = converter().encode()
+    if os.path.isfile(path):
+        with open(path, "rb") as file:
+            if file.read() == source:
+                return
     temporary = os.path.join(save_dir, file_names.saving(os.path.basename(path)))
-    shutil.copyfile(_CONVERTER, temporary)
+    with open(temporary, "wb") as file:
+        file.write(source)
     try:
         os.chmod(temporary, 0o755)
     except OSError as error:  # Azure's and FUSE's file systems have no modes
         log_once(f"{path} is not executable, call it by python: {error}")
     os.replace(temporary, path)
+
+
+@functools.lru_cache(maxsize=1)
+def converter() -> str:
+    """The source of `utils.zero_to_fp32` as a program that stands alone: the modules of this
+    package that it reads by stand before it, all in one namespace.
+    """
+    parts: dict[str, str] = {}
+    imports: set[str] = set()
+    modules: set[str] = set()
+
+    def add(name: str) -> None:
+        if name in parts or name == _lazy.__name__:
+            return
+        source = inspect.getsource(importlib.import_module(name))
+        lines = source.splitlines()
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("deepspeed"):
+                package = importlib.import_module(str(node.module))
+                for imported in node.names:
+                    if hasattr(package, "__path__"):
+                        modules.add(imported.asname or imported.name)
+                        add(f"{node.module}.{imported.name}")
+                    else:
+                        add(package.__name__)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                imports.add(ast.unparse(node))
+            elif not _is_of_the_module(node):
+                continue
+            for number in range(node.lineno - 1, node.end_lineno or 0):
+                lines[number] = ""
+        body = re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)).strip()
+        parts[name] = f"# {name}\n\n\n{body}\n"
+
+    add(zero_to_fp32.__name__)
+    aliases = " = ".join(sorted(modules))
+    return "\n\n".join(
+        (
+            f'#!/usr/bin/env python\n"""{zero_to_fp32.__doc__}"""\n',
+            "\n".join(sorted(imports)) + "\n",
+            "class _ThisFile:\n    def __getattr__(self, name):\n        return globals()[name]\n",
+            f"{aliases} = _ThisFile()\n",
+            *parts.values(),
+        )
+    )
+
+
+def _is_of_the_module(node: ast.stmt) -> bool:
+    """Whether it is a docstring, for type checkers alone, or a name that Python has a use for."""
+    return (
+        (isinstance(node, ast.Expr) and node.lineno <= 2)
+        or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+        or (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("__"))
+    )

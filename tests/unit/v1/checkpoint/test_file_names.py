@@ -14,12 +14,7 @@ import deepspeed
 from deepspeed.checkpoint import file_names
 
 PACKAGE = Path(deepspeed.__file__).parent
-# `zero_to_fp32` stands alone.
-MAY_WRITE_NAMES = (
-    "checkpoint/constants.py",
-    "checkpoint/file_names.py",
-    "utils/zero_to_fp32.py",
-)
+MAY_WRITE_NAMES = ("checkpoint/constants.py", "checkpoint/file_names.py")
 # Keys of transformers' configurations and of ours.
 OTHER_WORDS = ("layer_types", "layer_specs")
 PARTS_OF_NAMES = (

@@ -170,7 +170,7 @@ def test_a_class_that_the_client_allows(tmp_path: Path) -> None:
 
 
 def test_classes_that_the_format_contains(tmp_path: Path) -> None:
-    """Exactly these, under the paths that files name; a copy of `zero_to_fp32` knows the same."""
+    """Exactly these, under the paths that files name."""
     known = [f"{known.__module__}.{known.__qualname__}" for known in safe_classes()]
     assert known == [
         "deepspeed.utils.tensor_fragment.fragment_address",
@@ -180,11 +180,6 @@ def test_classes_that_the_format_contains(tmp_path: Path) -> None:
         "argparse.Namespace",
         "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
     ]
-    names = [
-        entry[1] if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
-        for entry in zero_to_fp32._ALLOWED
-    ]
-    assert sorted(names) == sorted(known)
 
 
 READ_ALONE = """
@@ -359,9 +354,9 @@ class TestPrograms(DistributedTest):
             else ()
         ):
             with planted(Path(str(tmpdir), "t"), name, marker):
-                with pytest.raises(ValueError, match=f"{name} cannot be read"):
+                with pytest.raises(ValueError, match=rf"{name} \(\d+ bytes\) cannot be read"):
                     zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(str(tmpdir), out)
-                with pytest.raises(ValueError, match=f"{name} cannot be read"):
+                with pytest.raises(ValueError, match=rf"{name} \(\d+ bytes\) cannot be read"):
                     zero_to_fp32.load_state_dict_from_zero_checkpoint(engine.module, str(tmpdir))
                 with pytest.raises(SystemExit, match="1"):
                     zero_to_fp32.main([str(tmpdir), out])
