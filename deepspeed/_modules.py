@@ -71,7 +71,7 @@ DOORS: dict[str, dict[str, str]] = {
         "PartitionedParameterCoordinator": "deepspeed.runtime.zero.gathering.coordinator"
     },
     "deepspeed.utils.config": {
-        "DeepSpeedThroughputTimerConfig": "deepspeed.runtime.config_models.observe"
+        "DeepSpeedThroughputTimerConfig": "deepspeed.runtime.config_models.features"
     },
 }
 """Module -> name -> the module that has it."""

@@ -6,6 +6,6 @@ from deepspeed.comm.constants import *  # noqa: F403  # upstream's path of these
 __getattr__ = lazy_attributes(
     __name__,
     dict.fromkeys(
-        ("CommsLoggerConfig", "DeepSpeedCommsConfig"), "deepspeed.runtime.config_models.observe"
+        ("CommsLoggerConfig", "DeepSpeedCommsConfig"), "deepspeed.runtime.config_models.features"
     ),
 )

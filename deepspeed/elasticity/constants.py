@@ -14,5 +14,5 @@ LATEST_ELASTICITY_VERSION = 0.2
 MINIMUM_DEEPSPEED_VERSION = "0.3.8"
 
 __getattr__ = lazy_attributes(
-    __name__, tables=("deepspeed.runtime.config_models.naming:ELASTICITY",)
+    __name__, tables=("deepspeed.runtime.config_models.getters:ELASTICITY",)
 )

@@ -11,6 +11,6 @@ _MODELS = (
 )
 __getattr__ = lazy_attributes(
     __name__,
-    dict.fromkeys(_MODELS, "deepspeed.runtime.config_models.observe")
+    dict.fromkeys(_MODELS, "deepspeed.runtime.config_models.features")
     | {"get_monitor_config": "deepspeed.runtime.config_models.getters"},
 )

@@ -2,4 +2,4 @@
 
 from deepspeed._lazy import lazy_attributes
 
-__getattr__ = lazy_attributes(__name__, tables=("deepspeed.runtime.config_models.naming:NEBULA",))
+__getattr__ = lazy_attributes(__name__, tables=("deepspeed.runtime.config_models.getters:NEBULA",))

@@ -4,6 +4,6 @@ from deepspeed._lazy import lazy_attributes
 
 __getattr__ = lazy_attributes(
     __name__,
-    {"DeepSpeedFlopsProfilerConfig": "deepspeed.runtime.config_models.observe"},
-    tables=("deepspeed.runtime.config_models.naming:FLOPS_PROFILER",),
+    {"DeepSpeedFlopsProfilerConfig": "deepspeed.runtime.config_models.features"},
+    tables=("deepspeed.runtime.config_models.getters:FLOPS_PROFILER",),
 )

@@ -5,5 +5,5 @@
 from deepspeed._lazy import lazy_attributes
 
 __getattr__ = lazy_attributes(
-    __name__, tables=("deepspeed.runtime.config_models.naming:FLOPS_PROFILER",)
+    __name__, tables=("deepspeed.runtime.config_models.getters:FLOPS_PROFILER",)
 )

@@ -1,9 +1,8 @@
 """The training configuration: what the user gave, validated, with the batch numbers resolved.
 
-A key is read in one spelling, ``config.tree.block.key``; keys, types and documentation live in
-``config_models``. What is derived is an attribute of ``DeepSpeedConfig`` (batch numbers, sizes of
-groups, ``communication_data_type``, ``optimizer_name``, ``monitor_config``); its other attributes
-are upstream's names for parts of the tree, which only scripts read.
+A key is read in one spelling, ``config.tree.block.key`` (``config_models``). What is derived is an
+attribute of ``DeepSpeedConfig``; its others are upstream's names for parts of the tree, which only
+scripts read.
 """
 
 from __future__ import annotations
@@ -19,12 +18,14 @@ import torch
 from deepspeed import comm as dist
 from deepspeed._lazy import lazy_attributes
 from deepspeed.elasticity.batch import elastic_batch_sizes
-from deepspeed.runtime.config_models.batch import BatchSizes, WorldSize, resolve_batch_sizes
 from deepspeed.runtime.config_models.enums import ZeroStageEnum
-from deepspeed.runtime.config_models.shard_groups import (
+from deepspeed.runtime.config_models.sizes import (
+    BatchSizes,
+    WorldSize,
     check_secondary,
     divisors,
     instances_at_stage_3,
+    resolve_batch_sizes,
 )
 from deepspeed.runtime.config_models.source import load_config
 from deepspeed.runtime.config_utils import (
@@ -37,8 +38,8 @@ from deepspeed.runtime.constants import DEEPSPEED_OPTIMIZERS, TENSOR_CORE_ALIGN_
 from deepspeed.utils.logging import print_dist, warn_once
 
 if TYPE_CHECKING:
+    from deepspeed.runtime.config_models.features import DeepSpeedMonitorConfig
     from deepspeed.runtime.config_models.getters import get_zero_config
-    from deepspeed.runtime.config_models.observe import DeepSpeedMonitorConfig
     from deepspeed.runtime.config_models.training import TrainingConfig
 
 __all__ = [
@@ -100,13 +101,7 @@ class DtypeEnum(Enum):
 
 
 def data_parallel_world_size(mpu: Any = None, mesh_device: Any = None) -> WorldSize:
-    """Return how many ranks share the data, and how that was found out.
-
-    Args:
-        mpu: model-parallel unit with ``get_data_parallel_world_size`` or sizes of the other kinds
-            of parallelism.
-        mesh_device: device mesh with a dimension named ``data_parallel``.
-    """
+    """Return how many ranks share the data, as the mpu says, or the mesh's ``data_parallel``."""
     if mpu is None and mesh_device is not None:
         return WorldSize(
             mesh_device.get_group(mesh_dim="data_parallel").size(),
@@ -144,9 +139,7 @@ def _env_world_size() -> int:
 def read_tree(
     config: str | os.PathLike[str] | dict[str, Any],
 ) -> tuple[TrainingConfig, dict[str, Any]]:
-    """Return the typed configuration, its batch sizes as given, and the dict that it was read from,
-    under present names.
-    """
+    """Return the typed configuration, and the dict of present names that it was read from."""
     # startup: the models need pydantic, whose import alone is longer than deepspeed's may be.
     from deepspeed.runtime.config_models.reader import (
         apply_deprecated_names,
@@ -264,9 +257,7 @@ class DeepSpeedConfig:
         return train // size
 
     def _beside_sequences(self, world: WorldSize, mpu: Any, mesh_device: Any) -> WorldSize:
-        """Divide `world` by `sequence_parallel_size`, unless an mpu or a mesh says how ranks share
-        sequences.
-        """
+        """Divide `world` by `sequence_parallel_size`, unless an mpu or a mesh says who shares."""
         tree = self.tree
         wanted = tree.sequence_parallel_size
         if mpu is None and mesh_device is None:
@@ -311,7 +302,6 @@ class DeepSpeedConfig:
     gradient_accumulation_steps: int
 
     def _check_together(self, world: WorldSize) -> None:
-        """Refuse values that are right by themselves but not together."""
         tree = self.tree
         if tree.fp16.enabled and tree.bf16.enabled:
             raise DeepSpeedConfigError(
@@ -319,23 +309,17 @@ class DeepSpeedConfig:
             )
         self._check_instances(world)
         stage = int(tree.zero_optimization.stage)
-        if (
-            not tree.managed_gradient_accumulation
-            and stage < 2
-            and tree.zero_optimization.overlap_comm
-        ):
+        overlaps = tree.zero_optimization.overlap_comm
+        if not tree.managed_gradient_accumulation and stage < 2 and overlaps:
             raise DeepSpeedConfigError(
                 "managed_gradient_accumulation: false supports ZeRO overlap_comm only with ZeRO "
                 f"stage 2 or 3: at stage {stage} gradients are reduced when step() is called, and "
                 "no backward is left to overlap with; use zero_optimization.overlap_comm: false"
             )
-        if (
-            tree.fp16.enabled
-            and tree.vocabulary_size
-            and tree.vocabulary_size % TENSOR_CORE_ALIGN_SIZE
-        ):
+        vocabulary = tree.vocabulary_size
+        if tree.fp16.enabled and vocabulary and vocabulary % TENSOR_CORE_ALIGN_SIZE:
             warn_once(
-                f"vocabulary_size: {tree.vocabulary_size} is not a multiple of "
+                f"vocabulary_size: {vocabulary} is not a multiple of "
                 f"{TENSOR_CORE_ALIGN_SIZE}; tensor cores will not be used for its matrices"
             )
 
@@ -421,7 +405,7 @@ class DeepSpeedConfig:
     def monitor_config(self) -> DeepSpeedMonitorConfig:
         """The four monitor blocks together."""
         # startup: as in the constructor.
-        from deepspeed.runtime.config_models.observe import DeepSpeedMonitorConfig
+        from deepspeed.runtime.config_models.features import DeepSpeedMonitorConfig
 
         names = DeepSpeedMonitorConfig.model_fields
         return DeepSpeedMonitorConfig(**{name: getattr(self.tree, name) for name in names})
@@ -440,7 +424,7 @@ class DeepSpeedConfig:
         print_dist(f"  json = {text}", ranks=[0])
 
     def print(self, name: str) -> None:
-        """Print, under a headline, the resolved configuration and what the user gave."""
+        """Print the resolved configuration under a headline, and what the user gave."""
         resolved = _without_secrets(self.tree.model_dump(mode="json", by_alias=True, fallback=str))
         lines = [
             f"  {key.ljust(40, '.')} {json.dumps(value)}" for key, value in sorted(resolved.items())
@@ -450,7 +434,6 @@ class DeepSpeedConfig:
 
 
 def _without_secrets(value: Any) -> Any:
-    """Nested dictionaries with the value of every ``api_key`` hidden."""
     if not isinstance(value, dict):
         return value
     return {

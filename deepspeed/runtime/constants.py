@@ -2,7 +2,7 @@
 
 Written here are those that are no keys of the configuration. The names of keys and their defaults
 (``TRAIN_BATCH_SIZE``, ``FP16_LOSS_SCALE_DEFAULT``, ...) are derived from the models on first use
-(``deepspeed.runtime.config_models.naming``).
+(``deepspeed.runtime.config_models.getters``).
 """
 
 from deepspeed._lazy import lazy_attributes

@@ -3,8 +3,8 @@
 from deepspeed._lazy import lazy_attributes
 
 _NAMES = {
-    "DeepSpeedFP16Config": "deepspeed.runtime.config_models.precision",
-    "DeepSpeedBF16Config": "deepspeed.runtime.config_models.precision",
+    "DeepSpeedFP16Config": "deepspeed.runtime.config_models.training",
+    "DeepSpeedBF16Config": "deepspeed.runtime.config_models.training",
     "get_float16_config": "deepspeed.runtime.config_models.getters",
     "get_bfloat16_config": "deepspeed.runtime.config_models.getters",
     "FP16": "deepspeed.runtime.constants",

@@ -380,7 +380,7 @@ def become_template(with_deepspeed: bool = True) -> None:
     if with_deepspeed:
         with contextlib.suppress(Exception):
             from deepspeed._absent import reason
-            from deepspeed.runtime.config_models.observe import DeepSpeedMonitorConfig
+            from deepspeed.runtime.config_models.features import DeepSpeedMonitorConfig
             from deepspeed.runtime.config_models.reader import read_block
             from deepspeed.runtime.config_models.training import TrainingConfig
 

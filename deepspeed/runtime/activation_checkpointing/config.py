@@ -5,5 +5,5 @@ from deepspeed._lazy import lazy_attributes
 __getattr__ = lazy_attributes(
     __name__,
     {"DeepSpeedActivationCheckpointingConfig": "deepspeed.runtime.config_models.features"},
-    tables=("deepspeed.runtime.config_models.naming:ACTIVATION_CHECKPOINTING",),
+    tables=("deepspeed.runtime.config_models.getters:ACTIVATION_CHECKPOINTING",),
 )

@@ -15,34 +15,29 @@ from pydantic_core import PydanticCustomError
 from deepspeed.runtime.config_models.base import read_boolean, read_integer, read_number, read_text
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 
-_READERS: dict[Any, Callable[[Any], Any]] = {
+Kind = Any  # an annotation: a class, or one of `typing`'s forms
+_READERS: dict[Kind, Callable[[object], object]] = {
     bool: read_boolean,
     int: read_integer,
     float: read_number,
     str: read_text,
 }
-_NAMES: dict[Any, str] = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    types.NoneType: "null",
-}
+_NAMES = dict(zip(_READERS, ("true or false", "an integer", "a number", "a string"), strict=True))
+_NAMES[types.NoneType] = "null"
 # What else a script's dict may hold is for the class to judge.
 _OF_JSON = (str, int, float, list, tuple, dict, types.NoneType)
 
 
 class _Wrong(ValueError):
-    """A value is not of the kind that was asked for."""
+    """A value is not of its kind."""
 
 
-def read_arguments(cls: Callable[..., Any], given: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Read ``given``, which stands at ``path``, as keyword arguments of an optimizer or schedule,
-    whose first argument is the engine's to give.
-
-    Raises:
-        DeepSpeedConfigError: a line for each key that the class does not know, or needs and has
-            not got, or cannot take the value of.
+def read_arguments(
+    cls: Callable[..., object], given: Mapping[str, Any], path: str
+) -> dict[str, Any]:
+    """Read ``given``, at ``path``, as keyword arguments of an optimizer or schedule, whose first is
+    the engine's to give. DeepSpeedConfigError has a line for each key that the class does not know,
+    or needs and has not got, or cannot take the value of.
     """
     _, *accepted = inspect.signature(cls).parameters.values()
     names = [parameter.name for parameter in accepted if parameter.name != "model_params"]
@@ -68,7 +63,7 @@ def read_arguments(cls: Callable[..., Any], given: Mapping[str, Any], path: str)
     return read
 
 
-def _kinds(cls: Any) -> dict[str, Any]:
+def _kinds(cls: Callable[..., object]) -> dict[str, Kind]:
     try:
         # Some of torch's classes import names of annotations for type checkers alone.
         return get_type_hints(cls.__init__, localns=vars(collections.abc))
@@ -76,7 +71,7 @@ def _kinds(cls: Any) -> dict[str, Any]:
         return {}
 
 
-def read_argument(value: Any, kind: Any, path: str) -> Any:
+def read_argument(value: object, kind: Kind, path: str) -> Any:
     """Read ``value`` as an annotation says; numbers and booleans may be spelled as text."""
     try:
         return _read(value, kind)
@@ -87,7 +82,7 @@ def read_argument(value: Any, kind: Any, path: str) -> Any:
         ) from None
 
 
-def _read(value: Any, kind: Any) -> Any:
+def _read(value: object, kind: Kind) -> object:
     origin, inner = get_origin(kind), get_args(kind)
     if not isinstance(value, _OF_JSON):
         return value
@@ -105,7 +100,7 @@ def _read(value: Any, kind: Any) -> Any:
     return value
 
 
-def _read_any(value: Any, kinds: tuple[Any, ...]) -> Any:
+def _read_any(value: object, kinds: tuple[Kind, ...]) -> object:
     for kind in kinds:
         try:
             if _name(kind):
@@ -115,11 +110,11 @@ def _read_any(value: Any, kinds: tuple[Any, ...]) -> Any:
     raise _Wrong
 
 
-def _is_list(origin: Any) -> bool:
+def _is_list(origin: Kind) -> bool:
     return isinstance(origin, type) and issubclass(origin, Iterable) and origin is not dict
 
 
-def _read_list(value: Any, origin: Any, inner: tuple[Any, ...]) -> Any:
+def _read_list(value: object, origin: Kind, inner: tuple[Kind, ...]) -> object:
     if not isinstance(value, (list, tuple)):
         raise _Wrong
     has_length = origin is tuple and ... not in inner
@@ -130,7 +125,7 @@ def _read_list(value: Any, origin: Any, inner: tuple[Any, ...]) -> Any:
     return tuple(read) if origin is tuple else read
 
 
-def _name(kind: Any) -> str:
+def _name(kind: Kind) -> str:
     """Return what a user is told of it; nothing for what JSON has not."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):

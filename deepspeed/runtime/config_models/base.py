@@ -1,8 +1,8 @@
 """Base class and value types of every configuration model.
 
-Owns how a JSON value becomes a Python value: as upstream reads it where the value has one meaning
-(``"8"`` is 8 and ``1`` is true, with a line in the debug log), looser where clients rely on it
-(``2e8`` is an integer), and stricter where leniency hides a mistake (``true`` is no number).
+JSON values are read as upstream does where they have one meaning (``"8"`` is 8, ``1`` true), looser
+where clients rely on it (``2e8`` is an integer), and stricter where leniency hides a mistake
+(``true`` is no number).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from deepspeed.utils.logging import logger
 
 Default = TypeVar("Default")
 Block = TypeVar("Block", bound=BaseModel)
+T = TypeVar("T")
 
 # Filled in by client libraries.
 AUTO = "auto"
@@ -54,9 +55,7 @@ def option(
     le: float | None = None,
     alias: str | None = None,
 ) -> Default:
-    """Return the pydantic field of a key: its default, its documentation in one sentence, its
-    limits, and `needs`: what this release lacks, without which the key has no effect.
-    """
+    """Return the field of a key; `needs` is what this release lacks for it to have an effect."""
     extra: JsonDict | None = None if needs is None else {"needs": needs}
     field: Default = Field(
         default, description=doc, ge=ge, gt=gt, le=le, alias=alias, json_schema_extra=extra
@@ -71,7 +70,7 @@ def block(
     needs: str | None = None,
     alias: str | None = None,
 ) -> Block:
-    """Return the pydantic field of a block whose keys have defaults, described by its model."""
+    """Return the field of a block whose keys have defaults, described by its model."""
     doc = doc or " ".join((model.__doc__ or "").split())
     extra: JsonDict | None = None if needs is None else {"needs": needs}
     field: Block = Field(
@@ -81,7 +80,7 @@ def block(
 
 
 def needs(field: FieldInfo) -> str | None:
-    """Return what this release lacks, without which a key has no effect."""
+    """Return what this release lacks for a key to have an effect."""
     extra = field.json_schema_extra
     return str(extra["needs"]) if isinstance(extra, dict) and "needs" in extra else None
 
@@ -98,7 +97,7 @@ def _wrong(expected: str) -> PydanticCustomError:
     return PydanticCustomError("wrong_type", "{expected}", {"expected": expected})
 
 
-def _read_as(value: Any, meant: Any) -> Any:
+def _read_as(value: object, meant: T) -> T:
     logger.debug("configuration: %r is read as %r", value, meant)
     return meant
 
@@ -117,7 +116,7 @@ def plain_number(value: Any) -> Any:
     return value
 
 
-def read_integer(value: Any) -> Any:
+def read_integer(value: object) -> int:
     """Read what is an integer, or spells one."""
     value = plain_number(value)
     if isinstance(value, float) and value.is_integer():
@@ -127,7 +126,7 @@ def read_integer(value: Any) -> Any:
     return value
 
 
-def _size(value: Any) -> Any:
+def _size(value: object) -> int:
     if value == AUTO:
         # Clients fill sizes in at some stages and leave them at others (trl's reference models).
         raise PydanticUseDefault
@@ -138,13 +137,13 @@ def _size(value: Any) -> Any:
     return read_integer(value)
 
 
-def _interval(value: Any) -> Any:
+def _interval(value: object) -> int | None:
     value = plain_number(value)
     # accelerate writes infinity for "never".
     return None if value is None or value == math.inf else read_integer(value)
 
 
-def read_number(value: Any) -> Any:
+def read_number(value: object) -> float:
     """Read what is a number, or spells one."""
     value = plain_number(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -152,7 +151,7 @@ def read_number(value: Any) -> Any:
     return float(value)
 
 
-def read_boolean(value: Any) -> Any:
+def read_boolean(value: object) -> bool:
     """Read what upstream takes for true or false."""
     if isinstance(value, bool):
         return value
@@ -163,7 +162,7 @@ def read_boolean(value: Any) -> Any:
     raise _wrong("true or false")
 
 
-def read_text(value: Any) -> Any:
+def read_text(value: object) -> str:
     """Read text."""
     if not isinstance(value, str):
         raise _wrong("a string")
@@ -171,15 +170,16 @@ def read_text(value: Any) -> Any:
 
 
 Int = Annotated[int, BeforeValidator(read_integer)]
-Size = Annotated[int, BeforeValidator(_size)]
+Natural = Annotated[int, BeforeValidator(read_integer), Field(ge=0)]
+Count = Annotated[int, BeforeValidator(read_integer), Field(ge=1)]
+Size = Annotated[int, BeforeValidator(_size), Field(ge=0)]
+Interval = Annotated[int | None, BeforeValidator(_interval)]
+Float = Annotated[float, BeforeValidator(read_number)]
+Part = Annotated[float, BeforeValidator(read_number), Field(ge=0.0, le=1.0)]
+Bool = Annotated[bool, BeforeValidator(read_boolean)]
+Text = Annotated[str, BeforeValidator(read_text)]
 
 
 def is_size(field: FieldInfo) -> bool:
     """Whether a field is a `Size`, which may be left at "auto"."""
     return any(getattr(item, "func", None) is _size for item in field.metadata)
-
-
-Interval = Annotated[int | None, BeforeValidator(_interval)]
-Float = Annotated[float, BeforeValidator(read_number)]
-Bool = Annotated[bool, BeforeValidator(read_boolean)]
-Text = Annotated[str, BeforeValidator(read_text)]

@@ -1,7 +1,5 @@
 """From a user's dict to a validated model, and the wording of everything that can be wrong with it.
-
-Owns: deprecated names, dotted keys, unknown keys and their nearest known one, left-over ``"auto"``,
-the text of type errors. Does not own what values mean (``refusals``, ``deepspeed.runtime.config``).
+What values mean is not looked at here (``refusals``, ``deepspeed.runtime.config``).
 """
 
 from __future__ import annotations
@@ -66,7 +64,6 @@ def known_fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
 
 
 def _field_at(model: type[BaseModel], path: str) -> FieldInfo | None:
-    """Return the field at a dotted path below ``model``, or None when the path is unknown."""
     first, _, rest = path.partition(".")
     field = known_fields(model).get(first)
     if field is None or not rest:
@@ -84,7 +81,7 @@ def _look_up(config: Block, path: str) -> tuple[Block, str] | None:
     return (block, last) if isinstance(block, dict) and last in block else None
 
 
-def _put(config: Block, path: str, value: Any) -> None:
+def _put(config: Block, path: str, value: object) -> None:
     """Set a dotted path, making the blocks on the way."""
     *parents, last = path.split(".")
     block = config
@@ -96,9 +93,7 @@ def _put(config: Block, path: str, value: Any) -> None:
 
 
 def apply_dotted_keys(model: type[BaseModel], config: Block) -> None:
-    """Turn top-level keys such as ``"zero_optimization.stage"`` (trl writes them) into nested ones,
-    which they win over; a dotted key whose path is unknown stays, and is reported later.
-    """
+    """Nest top-level keys such as ``"zero_optimization.stage"`` (trl writes them), if known."""
     for key in [key for key in config if "." in str(key)]:
         if _field_at(model, key) is not None:
             _put(config, key, config.pop(key))
@@ -109,7 +104,7 @@ def apply_deprecated_names(config: Block) -> None:
     replaced: list[str] = []
     zero = config.get("zero_optimization")
     if isinstance(zero, bool):
-        # Read lazily below as a block: the oldest form of the key was a switch for stage 1.
+        # The oldest form of the key was a switch for stage 1.
         config["zero_optimization"] = {"stage": int(zero)}
         replaced.append('zero_optimization: true/false (use {"stage": ...})')
     for old, new in RENAMED.items():
@@ -148,8 +143,7 @@ def _apply_cpu_switches(config: Block) -> Iterator[str]:
                 _put(config, f"{block_path}.pin_memory", pin_value)
 
 
-def _autos_within(value: Any, path: str) -> Iterator[Finding]:
-    """Yield each "auto" inside a value that no model describes."""
+def _autos_within(value: object, path: str) -> Iterator[Finding]:
     if value == AUTO:
         yield Finding(path, "auto", None)
     elif isinstance(value, dict):
@@ -181,7 +175,7 @@ def findings(model: type[BaseModel], block: Block, path: str = "") -> Iterator[F
 
 @cache
 def all_paths(model: type[BaseModel], prefix: str = "") -> tuple[str, ...]:
-    """Return the dotted path of every key at and below a model."""
+    """List the dotted paths of all keys below a model."""
     paths: list[str] = []
     for key, field in known_fields(model).items():
         paths.append(prefix + key)
@@ -194,11 +188,10 @@ def all_paths(model: type[BaseModel], prefix: str = "") -> tuple[str, ...]:
 def nearest_known(
     path: str, level: type[BaseModel], root: type[BaseModel], prefix: str
 ) -> str | None:
-    """Return the known path most like an unknown one.
+    """Return the known path most like an unknown one below `root`, which is at `prefix`.
 
-    The same name elsewhere in the tree wins (a key in the wrong block), then a similar name in the
-    same block, then a similar one anywhere; elsewhere only names that few blocks have. `level` is
-    the model of the block it stands in, `root`, at `prefix`, the one that the search starts at.
+    The same name elsewhere wins (a key in the wrong block), then a similar one in the same block,
+    `level`, then a similar one anywhere; elsewhere only names that few blocks have.
     """
     parent, _, key = path.rpartition(".")
     leaves: dict[str, list[str]] = {}
@@ -224,15 +217,12 @@ def _unknown_line(finding: Finding, root: type[BaseModel], prefix: str) -> str:
 
 
 _EXPECTED = {
-    "model_type": "an object",
-    "model_attributes_type": "an object",
-    "dict_type": "an object",
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "an object"),
     "list_type": "a list",
     "greater_than_equal": "at least {ge}",
     "greater_than": "more than {gt}",
     "less_than_equal": "at most {le}",
-    "enum": "one of {expected}",
-    "literal_error": "one of {expected}",
+    **dict.fromkeys(("enum", "literal_error"), "one of {expected}"),
     "path_type": "a path",
 }
 
@@ -249,20 +239,16 @@ def _error_line(error: ErrorDetails, prefix: str) -> str:
     )
 
 
-def without_autos(value: Any) -> Any:
-    """Return a copy of nested dicts without the entries that are "auto"."""
+def _without_autos(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    return {key: without_autos(inner) for key, inner in value.items() if inner != AUTO}
+    return {key: _without_autos(inner) for key, inner in value.items() if inner != AUTO}
 
 
 def read_block(model: type[Model], block: Any, path: str = "", drop_autos: bool = False) -> Model:
     """Validate a block, which stands at `path`, without changing it. `drop_autos` reads "auto" as
-    not given: of a configuration that its owner has not filled in yet.
-
-    Raises:
-        DeepSpeedConfigError: naming every unknown key with the nearest known one, every left-over
-            "auto", or every value of a wrong type.
+    not given: of a configuration that its owner has not filled in yet. DeepSpeedConfigError names
+    every unknown key, every left-over "auto", or every value of a wrong type.
     """
     if not isinstance(block, dict):
         where = path or "the configuration"
@@ -270,7 +256,7 @@ def read_block(model: type[Model], block: Any, path: str = "", drop_autos: bool 
             f"{where}: {block!r} ({type(block).__name__}) is of the wrong type: expected an object"
         )
     if drop_autos:
-        block = without_autos(block)
+        block = _without_autos(block)
     found = list(findings(model, block, path))
     lines = [_unknown_line(finding, model, path) for finding in found if finding.kind == "unknown"]
     autos = [finding.path for finding in found if finding.kind == "auto"]

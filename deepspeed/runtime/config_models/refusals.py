@@ -1,7 +1,5 @@
-"""What this release does not honour, as data: refused values, and keys without effect.
-
-When a feature arrives, its rows are deleted here, or ``needs=`` of its keys, and nothing else
-changes. ``reader`` has checked types before.
+"""What this release does not honour, as data: refused values, and keys without effect. When a
+feature arrives, its rows are deleted here, or ``needs=`` of its keys.
 """
 
 from __future__ import annotations
@@ -48,6 +46,10 @@ class Inert(NamedTuple):
     without: str
 
 
+def _under(block: str, *refusals: Refusal) -> tuple[Refusal, ...]:
+    return tuple(refusal._replace(path=f"{block}.{refusal.path}") for refusal in refusals)
+
+
 LATER = "comes in a later release"
 LATER_MANY = "come in a later release"
 OUT = "is out of scope"
@@ -55,52 +57,47 @@ ONEBIT = ("onebitadam", "onebitlamb", "zerooneadam")
 MUP = ("muadam", "muadamw", "musgd")
 
 
-def _given(value: Any) -> bool:
+def _given(value: object) -> bool:
     return True
 
 
-def _above_one(value: Any) -> bool:
-    return bool(value > 1)
+def _above_one(value: int) -> bool:
+    return value > 1
 
 
-def _enabled_somewhere(value: Any) -> bool:
+def _is_nvme(value: OffloadDeviceEnum) -> bool:
+    return value == OffloadDeviceEnum.nvme
+
+
+def _enabled_somewhere(value: object) -> bool:
     """Whether a free-form block switches anything on."""
-    if not isinstance(value, dict):
-        return False
-    return any(
-        _enabled_somewhere(v) or (isinstance(v, bool) and v and key == "enabled")
-        for key, v in value.items()
+    return isinstance(value, dict) and any(
+        _enabled_somewhere(inner) or (inner is True and key == "enabled")
+        for key, inner in value.items()
     )
 
 
+_NVME = f'NVMe offload {LATER}; use "cpu"'
+_ROUNDED = f"rounded weights, which are not those of one process, {LATER}; use false"
+_PRECISIONS = 'is not supported; use "fp16", "bf16" or "torch_autocast"'
+
 REFUSALS: tuple[Refusal, ...] = (
-    Refusal(
-        "zero_optimization.offload_optimizer.device",
-        f'NVMe offload {LATER}; use "cpu"',
-        lambda v: v == OffloadDeviceEnum.nvme,
-        Scope.VALUE,
-    ),
-    Refusal(
-        "zero_optimization.offload_optimizer.super_offload", f"SuperOffload {LATER}; use false"
-    ),
-    Refusal("zero_optimization.zenflow", f"ZenFlow {LATER}; remove the block", _given),
-    Refusal("zero_optimization.legacy_stage1", "there is one implementation of stage 1; use false"),
-    Refusal(
-        "zero_optimization.zero_quantized_weights",
-        f"gathering rounded weights, which are not those of one process, {LATER}; use false",
-    ),
-    Refusal(
-        "zero_optimization.zero_quantized_nontrainable_weights",
-        f"gathering rounded weights, which are not those of one process, {LATER}; use false",
-    ),
-    Refusal(
-        "zero_optimization.zero_quantized_gradients",
-        f"reducing rounded gradients, which are not those of one process, {LATER}; use false",
-    ),
-    Refusal(
-        "zero_optimization.zeropp_loco_param",
-        f"it needs quantized gradients, which {LATER_MANY}; remove the key",
-        _given,
+    *_under(
+        "zero_optimization",
+        Refusal("offload_optimizer.device", _NVME, _is_nvme, Scope.VALUE),
+        Refusal("offload_optimizer.super_offload", f"SuperOffload {LATER}; use false"),
+        Refusal("zenflow", f"ZenFlow {LATER}; remove the block", _given),
+        Refusal("legacy_stage1", "there is one implementation of stage 1; use false"),
+        Refusal("zero_quantized_weights", f"gathering {_ROUNDED}"),
+        Refusal("zero_quantized_nontrainable_weights", f"gathering {_ROUNDED}"),
+        Refusal(
+            "zero_quantized_gradients", f"reducing {_ROUNDED.replace('weights', 'gradients', 1)}"
+        ),
+        Refusal(
+            "zeropp_loco_param",
+            f"it needs quantized gradients, which {LATER_MANY}; remove the key",
+            _given,
+        ),
     ),
     Refusal(
         "optimizer.type",
@@ -123,8 +120,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("fp16.fp16_master_weights_and_grads", f"fp16 master weights {LATER_MANY}; use false"),
     Refusal("bf16.bf16_master_weights_and_grads", f"bf16 master weights {LATER_MANY}; use false"),
     Refusal("bf16.bf16_optimizer_states", f"bf16 optimizer state {LATER}; use false"),
-    feature("amp.enabled", 'Apex AMP is not supported; use "fp16", "bf16" or "torch_autocast"'),
-    feature("msamp.enabled", 'MS-AMP is not supported; use "fp16", "bf16" or "torch_autocast"'),
+    feature("amp.enabled", f"Apex AMP {_PRECISIONS}"),
+    feature("msamp.enabled", f"MS-AMP {_PRECISIONS}"),
     Refusal("sparse_gradients", f"sparse gradients {LATER_MANY}; use false and dense embeddings"),
     Refusal(
         "disable_allgather", 'use false; "zero_optimization.allgather_partitions": false broadcasts'
@@ -140,19 +137,22 @@ REFUSALS: tuple[Refusal, ...] = (
         "by what the losses of unequal batches are weighed only the script knows; use false, and "
         "the loop of docs/data.md",
     ),
-    Refusal(
-        "checkpoint.writer.type",
-        'it writes nothing that could be loaded; use "torch", "fast" or "dcp"',
-        lambda v: v == "MOCK",
-        Scope.VALUE,
+    *_under(
+        "checkpoint.writer",
+        Refusal(
+            "type",
+            'it writes nothing that could be loaded; use "torch", "fast" or "dcp"',
+            lambda v: v == "MOCK",
+            Scope.VALUE,
+        ),
+        Refusal(
+            "data_parallel",
+            "every rank writes files of its own, and ranks of a pipeline stage share its layers by "
+            "checkpoint.parallel_write; remove the key",
+            _given,
+        ),
+        Refusal("io_multiplier", "a byte is written once; use 1", _above_one),
     ),
-    Refusal(
-        "checkpoint.writer.data_parallel",
-        "every rank writes files of its own, and ranks of a pipeline stage share its layers by "
-        "checkpoint.parallel_write; remove the key",
-        _given,
-    ),
-    Refusal("checkpoint.writer.io_multiplier", "a byte is written once; use 1", _above_one),
     feature("nebula.enabled", "Nebula is not supported; use false and save to a file system"),
     feature(
         "datastates_ckpt.enabled",
@@ -167,32 +167,31 @@ REFUSALS: tuple[Refusal, ...] = (
         "pipeline.seed_layers",
         "give it to PipelineModule(seed_layers=True), which builds the layers",
     ),
-    Refusal(
-        "tensor_parallel.tensor_parallel.tp_size",
-        "it is of inference; use tensor_parallel.autotp_size",
-        _above_one,
+    *_under(
+        "tensor_parallel",
+        Refusal(
+            "tensor_parallel.tp_size",
+            "it is of inference; use tensor_parallel.autotp_size",
+            _above_one,
+        ),
+        Refusal(
+            "tensor_parallel.tp_grain_size",
+            "slices are of whole heads, or of single elements; use 1",
+            _above_one,
+        ),
+        Refusal("tensor_parallel.mpu", "give it to deepspeed.initialize(mpu=...)", _given),
+        Refusal(
+            "tensor_parallel.tp_group",
+            "give deepspeed.initialize(mpu=...) an object that knows the group",
+            _given,
+        ),
+        Refusal("injection_policy_tuple", "use tensor_parallel.partition_config", _given),
+        Refusal(
+            "keep_module_on_host",
+            "layers are cut where the model is, and then moved; use false and a model on the host",
+        ),
+        Refusal("replace_with_kernel_inject", f"inference {OUT}; use false"),
     ),
-    Refusal(
-        "tensor_parallel.tensor_parallel.tp_grain_size",
-        "slices are of whole heads, or of single elements; use 1",
-        _above_one,
-    ),
-    Refusal(
-        "tensor_parallel.tensor_parallel.mpu", "give it to deepspeed.initialize(mpu=...)", _given
-    ),
-    Refusal(
-        "tensor_parallel.tensor_parallel.tp_group",
-        "give deepspeed.initialize(mpu=...) an object that knows the group",
-        _given,
-    ),
-    Refusal(
-        "tensor_parallel.injection_policy_tuple", "use tensor_parallel.partition_config", _given
-    ),
-    Refusal(
-        "tensor_parallel.keep_module_on_host",
-        "layers are cut where the model is, and then moved; use false and a model on the host",
-    ),
-    Refusal("tensor_parallel.replace_with_kernel_inject", f"inference {OUT}; use false"),
     feature(
         "compile.deepcompile",
         f"DeepCompile {LATER}; use false, and engine.compile() for torch.compile",
@@ -207,31 +206,22 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("sparse_attention", f"sparse attention {OUT}; remove the block"),
 )
 
-AT_STAGE_3: tuple[Refusal, ...] = (
+AT_STAGE_3 = _under(
+    "zero_optimization",
+    Refusal("offload_param.device", _NVME, _is_nvme, Scope.VALUE),
     Refusal(
-        "zero_optimization.offload_param.device",
-        f'NVMe offload {LATER}; use "cpu"',
-        lambda v: v == OffloadDeviceEnum.nvme,
-        Scope.VALUE,
-    ),
-    Refusal(
-        "zero_optimization.mics_hierarchical_params_gather",
+        "mics_hierarchical_params_gather",
         "a gather of mics_shard_size ranks is one collective, whose way over nodes is the "
         "backend's; use false",
     ),
-    Refusal("zero_optimization.elastic_checkpoint", f"at stage 3 it {LATER}; use false"),
+    Refusal("elastic_checkpoint", f"at stage 3 it {LATER}; use false"),
+    Refusal("use_all_reduce_for_fetch_params", "it moves twice the bytes; use false"),
     Refusal(
-        "zero_optimization.use_all_reduce_for_fetch_params", "it moves twice the bytes; use false"
-    ),
-    Refusal(
-        "zero_optimization.allgather_sequential",
+        "allgather_sequential",
         "use false, and stage3_prefetch_bucket_size 0 for one gather at a time",
     ),
-    Refusal("zero_optimization.override_module_apply", f"it {LATER}; use true", lambda v: not v),
-    Refusal(
-        "zero_optimization.enable_sanity_checks",
-        'use false, and "verify": {"streams": true} to check',
-    ),
+    Refusal("override_module_apply", f"it {LATER}; use true", lambda v: not v),
+    Refusal("enable_sanity_checks", 'use false, and "verify": {"streams": true} to check'),
 )
 """What only stage 3 does not honour."""
 
@@ -268,7 +258,7 @@ def value_at(tree: BaseModel, path: str) -> Any:
 
 
 def as_given(path: str, given: Mapping[str, Any]) -> str:
-    """Return a dotted path with the names that the user wrote, by field or by alias."""
+    """Return a dotted path with the names that the user wrote, fields' or aliases."""
     names: list[str] = []
     model: type[BaseModel] | None = TrainingConfig
     block: Any = given
@@ -280,8 +270,7 @@ def as_given(path: str, given: Mapping[str, Any]) -> str:
     return ".".join(names)
 
 
-def refusals_of(tree: TrainingConfig, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one line per refused value: key as in ``given``, value, remedy."""
+def _refusals_of(tree: TrainingConfig, given: Mapping[str, Any]) -> Iterator[str]:
     has_stage_3 = tree.zero_optimization.stage == ZeroStageEnum.weights
     for refusal in (*REFUSALS, *(AT_STAGE_3 if has_stage_3 else BELOW_STAGE_3)):
         value = value_at(tree, refusal.path)
@@ -309,25 +298,15 @@ def inert_keys_of(tree: TrainingConfig, given: Mapping[str, Any]) -> Iterator[st
             path = as_given(f"tensor_parallel.{key}", given)
             yield f"{path}={value!r} (has no effect without autotp_size)"
     zero = tree.zero_optimization
-    offload = zero.offload_optimizer
-    if (
-        offload
-        and offload.device != OffloadDeviceEnum.none
-        and zero.stage == ZeroStageEnum.disabled
+    for name, is_in_vain, where in (
+        ("offload_optimizer", zero.stage == ZeroStageEnum.disabled, "at stage 0"),
+        ("offload_param", not has_stage_3, f"without {STAGE_3}"),
     ):
-        yield (
-            f"zero_optimization.offload_optimizer.device={offload.device.value!r} "
-            "(has no effect at stage 0)"
-        )
-    if (
-        zero.offload_param
-        and zero.offload_param.device != OffloadDeviceEnum.none
-        and not has_stage_3
-    ):
-        yield (
-            f"zero_optimization.offload_param.device={zero.offload_param.device.value!r} "
-            f"(has no effect without {STAGE_3})"
-        )
+        offload = getattr(zero, name)
+        if is_in_vain and offload and offload.device != OffloadDeviceEnum.none:
+            yield (
+                f"zero_optimization.{name}.device={offload.device.value!r} (has no effect {where})"
+            )
 
 
 def _keys_of_absent_features(tree: TrainingConfig) -> Iterator[str]:
@@ -354,6 +333,6 @@ def _changed(block: BaseModel | None) -> Iterator[tuple[str, Any]]:
 
 def refuse_unsupported(tree: TrainingConfig, given: Mapping[str, Any]) -> None:
     """Raise one line for each value that this release does not honour, named as in ``given``."""
-    lines = list(refusals_of(tree, given))
+    lines = list(_refusals_of(tree, given))
     if lines:
         raise DeepSpeedConfigError("\n".join(lines))

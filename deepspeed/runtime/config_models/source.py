@@ -1,7 +1,4 @@
-"""Where a configuration comes from: a dict, a JSON or hjson file, or base64-encoded JSON.
-
-Owns reading and the errors of reading; what the keys mean is ``config_models``' business.
-"""
+"""Where a configuration comes from: a dict, a JSON or hjson file, or base64-encoded JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigError, dict_raise_erro
 from deepspeed.utils.logging import warn_once
 
 
-def load_config(source: Any) -> dict[str, Any]:
+def load_config(source: object) -> dict[str, Any]:
     """Return a dict of the caller's own from a dict, the path of a JSON or hjson file, or a string
     of base64-encoded JSON.
     """
@@ -42,9 +39,7 @@ def load_config(source: Any) -> dict[str, Any]:
 
 def _decode_base64(text: str) -> str | None:
     try:
-        decoded = base64.b64decode(text.encode("ascii"), altchars=b"-_", validate=True).decode(
-            "utf-8"
-        )
+        decoded = base64.b64decode(text.encode("ascii"), b"-_", validate=True).decode("utf-8")
     except (binascii.Error, UnicodeError):
         return None
     return decoded if decoded.lstrip().startswith("{") else None
@@ -64,7 +59,7 @@ def _parse(text: str, origin: str) -> dict[str, Any]:
     return parsed
 
 
-def _parse_hjson(text: str, origin: str, json_error: json.JSONDecodeError) -> Any:
+def _parse_hjson(text: str, origin: str, json_error: json.JSONDecodeError) -> object:
     # optional: only a file that is not JSON needs the hjson reader.
     import hjson
 

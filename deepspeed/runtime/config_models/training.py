@@ -1,4 +1,6 @@
-"""The root of the configuration: one field per top-level JSON key."""
+"""The root of the configuration, one field per top-level JSON key, and the blocks of its number
+formats, optimizer, schedule and checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -7,32 +9,121 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from deepspeed.runtime.config_models import features, observe, precision, zero
+from deepspeed.runtime.config_models import features, zero
 from deepspeed.runtime.config_models.base import (
     Bool,
+    Count,
     DeepSpeedConfigModel,
     Float,
-    Int,
     Interval,
+    Natural,
     Size,
     Text,
     block,
     option,
     plain_number,
 )
+from deepspeed.runtime.config_utils import DeepSpeedConfigError, parse_dtype
 from deepspeed.runtime.constants import CHECKPOINT_TAG_VALIDATION_MODES
 from deepspeed.utils.logging import log_levels
+
+
+def checked_dtype_name(value: str | None) -> str | None:
+    """Return what names a dtype, or is None."""
+    try:
+        parse_dtype(value)
+    except DeepSpeedConfigError as error:
+        raise PydanticCustomError("wrong_type", '"fp32", "fp16", "bf16" or null') from error
+    return value
+
+
+class DeepSpeedFP16Config(DeepSpeedConfigModel):
+    """Training in fp16 with loss scaling."""
+
+    enabled: Bool = option(False, "Train in fp16.")
+    auto_cast: Bool = option(False, "Cast the floating-point inputs of forward to fp16.")
+    loss_scale: Float = option(0.0, "Static loss scale; 0 chooses dynamic scaling.", ge=0)
+    initial_scale_power: Natural = option(16, "Dynamic scaling starts at 2 to this power.")
+    loss_scale_window: Count = option(1000, "Clean steps after which the dynamic scale doubles.")
+    hysteresis: Count = option(2, "Overflows needed before the dynamic scale is halved.")
+    consecutive_hysteresis: Bool = option(False, "Refill the hysteresis on clean steps too.")
+    min_loss_scale: Natural = option(1, "Least dynamic scale, at which overflow is an error.")
+    fp16_master_weights_and_grads: Bool = option(False, "Master weights and gradients in fp16.")
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the loss scale adapts."""
+        return self.loss_scale == 0
+
+    def initial_dynamic_scale(self) -> int:
+        """Return the scale that dynamic scaling starts with."""
+        return 1 << self.initial_scale_power
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """Return the keyword arguments of ``DynamicLossScaler``."""
+        return {
+            "init_scale": self.initial_dynamic_scale(),
+            "scale_window": self.loss_scale_window,
+            "min_scale": self.min_loss_scale,
+            "delayed_shift": self.hysteresis,
+            "consecutive_hysteresis": self.consecutive_hysteresis,
+        }
+
+
+class DeepSpeedBF16Config(DeepSpeedConfigModel):
+    """Training in bf16 with fp32 master weights."""
+
+    enabled: Bool = option(False, "Train in bf16.")
+    immediate_grad_update: Bool = option(False, "Add each gradient to the fp32 sum as it is made.")
+    check_grad_overflow: Bool = option(True, "Skip the step of all if a gradient is not finite.")
+    bf16_master_weights_and_grads: Bool = option(False, "Master weights and gradients in bf16.")
+    bf16_optimizer_states: Bool = option(False, "Keep optimizer state in bf16.")
+
+
+class DataTypesConfig(DeepSpeedConfigModel):
+    """Types of intermediate buffers: "fp32", "fp16", "bf16" or null."""
+
+    grad_accum_dtype: Text | None = option(None, "Type that gradients add up in; null: their own.")
+    param_dtype: Text | None = option(None, "Type of parameters, as the enabled precision says.")
+    buffer_dtype: Text | None = option(
+        None, "Type that module buffers are cast to; null: each keeps the type it was made in."
+    )
+
+    _check = field_validator("grad_accum_dtype", "param_dtype", "buffer_dtype")(checked_dtype_name)
+
+
+class TorchAutocastConfig(DeepSpeedConfigModel):
+    """torch.autocast around forward."""
+
+    enabled: Bool = option(False, "Run forward under torch.autocast.")
+    dtype: Text | None = option(None, "Autocast type; null: torch's default for the device.")
+    lower_precision_safe_modules: list[Text] | None = option(
+        None,
+        "Class paths of modules whose gradients may be communicated in the autocast type; null: a "
+        "built-in list.",
+    )
+
+    _check = field_validator("dtype")(checked_dtype_name)
+
+
+class AmpConfig(DeepSpeedConfigModel):
+    """NVIDIA Apex AMP; its remaining keys are Apex's."""
+
+    model_config = ConfigDict(extra="allow")
+
+    enabled: Bool = option(False, "Use NVIDIA Apex AMP.")
+
 
 WRITER_TYPES = ("TORCH", "PYTHON", "FAST", "DCP", "MOCK")
 
 
-def _tag_validation(value: Any) -> Any:
+def _tag_validation(value: object) -> str:
     if not isinstance(value, str) or value.upper() not in CHECKPOINT_TAG_VALIDATION_MODES:
         raise PydanticCustomError("wrong_mode", '"Warn", "Ignore" or "Fail"')
     return value.upper()
 
 
-def _log_level(value: Any) -> Any:
+def _log_level(value: object) -> object:
     if value is not None and str(value).lower() not in log_levels:
         raise PydanticCustomError(
             "wrong_level",
@@ -42,7 +133,7 @@ def _log_level(value: Any) -> Any:
     return value
 
 
-def _params(value: Any) -> Any:
+def _params(value: object) -> object:
     if not isinstance(value, dict):
         return {} if value is None else value
     return {key: plain_number(item) for key, item in value.items()}
@@ -65,21 +156,17 @@ class OptimizerConfig(DeepSpeedConfigModel):
 class SchedulerConfig(DeepSpeedConfigModel):
     """The learning-rate schedule that the engine builds."""
 
-    type: Text | None = option(
-        None, "Name of a class of deepspeed.runtime.lr_schedules or torch.optim.lr_scheduler."
-    )
+    type: Text | None = option(None, "A class of runtime.lr_schedules or torch.optim.lr_scheduler.")
     params: Params = option({}, "Keyword arguments of the schedule.")
 
 
 class ParallelWriteConfig(DeepSpeedConfigModel):
     """Writing checkpoints in parallel."""
 
-    pipeline_stage: Bool = option(
-        False, "Let the data ranks of a pipeline stage share the writing."
-    )
+    pipeline_stage: Bool = option(False, "Let data ranks of a pipeline stage share the writing.")
 
 
-def _writer_type(value: Any) -> Any:
+def _writer_type(value: object) -> str:
     if not isinstance(value, str) or value.upper() not in WRITER_TYPES:
         raise PydanticCustomError("wrong_writer", '"torch" (or "python"), "fast" or "dcp"')
     return {"PYTHON": "TORCH"}.get(value.upper(), value.upper())
@@ -93,9 +180,7 @@ class CheckpointWriterConfig(DeepSpeedConfigModel):
         '"torch" (or "python"): torch.save; "fast": the same files without CRC-32 sums; '
         '"dcp": tensors in the format of torch.distributed.checkpoint.',
     )
-    decoupled: Bool = option(
-        False, "Copy to host memory and write in the background while training goes on."
-    )
+    decoupled: Bool = option(False, "Copy to host memory, and write while training goes on.")
     io_buffer_size: Size = option(
         16 << 20, 'Bytes of a buffer of a file being written; "dcp" buffers itself.', ge=1
     )
@@ -104,7 +189,7 @@ class CheckpointWriterConfig(DeepSpeedConfigModel):
     )
     show_statistics: Bool = option(False, "Log size and speed of each file.")
     data_parallel: Text | None = option(None, "Ranks that share one file.")
-    io_multiplier: Int = option(1, "How often each byte is written.", ge=1)
+    io_multiplier: Count = option(1, "How often each byte is written.")
 
 
 class CheckpointConfig(DeepSpeedConfigModel):
@@ -120,13 +205,9 @@ class CheckpointConfig(DeepSpeedConfigModel):
         "load_checkpoint reads universal checkpoints, which ds_to_universal makes, and takes its "
         "tag from latest_universal.",
     )
-    use_node_local_storage: Bool = option(
-        False, "Every node has a checkpoint folder of its own, with what its ranks load."
-    )
+    use_node_local_storage: Bool = option(False, "Every node has a checkpoint folder of its own.")
     parallel_write: ParallelWriteConfig = block(ParallelWriteConfig)
-    checkpoint_serialization: Bool = option(
-        True, "Write in torch's zip format; false: in that before torch 1.6."
-    )
+    checkpoint_serialization: Bool = option(True, "Write torch's zip format; false: the older one.")
     verify: Literal["full", "sizes", "off"] = option(
         "full",
         'What loading checks against the manifest first: "full": every file\'s checksum, "sizes": '
@@ -141,11 +222,10 @@ class CheckpointConfig(DeepSpeedConfigModel):
     writer: CheckpointWriterConfig | None = option(
         None, 'How files are written; null: in the foreground, as with type "torch".'
     )
-    keep_last: Int | None = option(
+    keep_last: Count | None = option(
         None,
         "Remove the oldest published checkpoints of the folder when there are more than so many; "
         "null keeps all.",
-        ge=1,
     )
 
 
@@ -153,90 +233,64 @@ class TrainingConfig(DeepSpeedConfigModel):
     """The configuration of training."""
 
     # Batch
-    train_batch_size: Int | None = option(None, "Samples per optimizer step over all ranks.", ge=1)
-    train_micro_batch_size_per_gpu: Int | None = option(
-        None, "Samples per forward on one rank.", ge=1
-    )
-    gradient_accumulation_steps: Int | None = option(
-        None, "Micro-batches per optimizer step.", ge=1
-    )
+    train_batch_size: Count | None = option(None, "Samples per optimizer step over all ranks.")
+    train_micro_batch_size_per_gpu: Count | None = option(None, "Samples per forward on one rank.")
+    gradient_accumulation_steps: Count | None = option(None, "Micro-batches per optimizer step.")
 
     # Optimizer and schedule
     optimizer: OptimizerConfig | None = option(None, "The optimizer that the engine builds.")
-    scheduler: SchedulerConfig | None = option(
-        None, "The learning-rate schedule that the engine builds."
-    )
+    scheduler: SchedulerConfig | None = option(None, "The schedule that the engine builds.")
     gradient_clipping: Float = option(1.0, "Largest global gradient norm; 0: no clipping.", ge=0)
 
     # Gradient reduction
-    communication_data_type: Text | None = option(
-        None, 'Type gradients are reduced in: "fp32", "fp16" or "bf16".'
-    )
-    seq_parallel_communication_data_type: Text = option(
-        "fp32", "The same between sequence-parallel ranks."
-    )
-    prescale_gradients: Bool = option(
-        False, "Divide gradients before the reduction instead of after it."
-    )
+    communication_data_type: Text | None = option(None, 'Type reduced in: "fp32", "fp16", "bf16".')
+    seq_parallel_communication_data_type: Text = option("fp32", "Sequence-parallel ranks' type.")
+    prescale_gradients: Bool = option(False, "Divide gradients before the reduction, not after.")
     gradient_predivide_factor: Float = option(
         1.0,
         "The part divided before the reduction, without prescale_gradients. Not given, fp16 takes "
         "a power of two near the root of the number of ranks.",
         gt=0,
     )
-    gradient_allreduce_op: Literal["mean", "sum"] = option(
-        "mean", "Average or add gradients over ranks."
-    )
-    sparse_gradients: Bool = option(
-        False, "Reduce gradients of sparse embeddings as sparse tensors."
-    )
-    disable_allgather: Bool = option(
-        False, "Broadcast updated parameters instead of gathering them."
-    )
-    managed_gradient_accumulation: Bool = option(
-        True, "The engine counts micro-batches; otherwise the caller does."
-    )
+    gradient_allreduce_op: Literal["mean", "sum"] = option("mean", "Average or add over ranks.")
+    sparse_gradients: Bool = option(False, "Reduce gradients of sparse embeddings as sparse.")
+    disable_allgather: Bool = option(False, "Broadcast updated parameters, not gather them.")
+    managed_gradient_accumulation: Bool = option(True, "Micro-batches are counted for the caller.")
 
     # Number formats
-    fp16: precision.DeepSpeedFP16Config = block(precision.DeepSpeedFP16Config)
-    bf16: precision.DeepSpeedBF16Config = block(precision.DeepSpeedBF16Config)
-    data_types: precision.DataTypesConfig = block(precision.DataTypesConfig)
-    torch_autocast: precision.TorchAutocastConfig = block(precision.TorchAutocastConfig)
-    amp: precision.AmpConfig = block(precision.AmpConfig)
-    msamp: features.OpenFeatureConfig = block(
-        features.OpenFeatureConfig, "MS-AMP (written by accelerate)."
-    )
+    fp16: DeepSpeedFP16Config = block(DeepSpeedFP16Config)
+    bf16: DeepSpeedBF16Config = block(DeepSpeedBF16Config)
+    data_types: DataTypesConfig = block(DataTypesConfig)
+    torch_autocast: TorchAutocastConfig = block(TorchAutocastConfig)
+    amp: AmpConfig = block(AmpConfig)
+    msamp: features.OpenFeatureConfig = block(features.OpenFeatureConfig, "MS-AMP (of accelerate).")
 
     # ZeRO
     zero_optimization: zero.DeepSpeedZeroConfig = block(zero.DeepSpeedZeroConfig)
     zero_allow_untested_optimizer: Bool = option(
         False, "Try an unknown optimizer on small tensors, and use it with ZeRO if it can be."
     )
-    zero_force_ds_cpu_optimizer: Bool = option(
-        True, "Offloading insists on an optimizer of deepspeed.ops."
-    )
+    zero_force_ds_cpu_optimizer: Bool = option(True, "Offload deepspeed.ops' optimizers only.")
 
     # Watching a run
-    steps_per_print: Interval = option(
-        None, "Steps between two progress lines; null or infinity: never."
-    )
+    steps_per_print: Interval = option(None, "Steps from line to line; null or infinity: never.")
     wall_clock_breakdown: Bool = option(False, "Time forward, backward and step.")
     memory_breakdown: Bool = option(False, "Log memory at each phase.")
     dump_state: Bool = option(False, "Log the configuration at start.")
     log_level: Annotated[str | None, BeforeValidator(_log_level)] = option(
         None, 'Level of the log: "debug", "info", "warning", "error" or "critical".'
     )
-    timers: observe.TimersConfig = block(observe.TimersConfig)
-    comms_logger: observe.CommsLoggerConfig = block(observe.CommsLoggerConfig)
-    verify: observe.VerifyConfig = block(observe.VerifyConfig)
-    flops_profiler: observe.DeepSpeedFlopsProfilerConfig = block(
-        observe.DeepSpeedFlopsProfilerConfig
+    timers: features.TimersConfig = block(features.TimersConfig)
+    comms_logger: features.CommsLoggerConfig = block(features.CommsLoggerConfig)
+    verify: features.VerifyConfig = block(features.VerifyConfig)
+    flops_profiler: features.DeepSpeedFlopsProfilerConfig = block(
+        features.DeepSpeedFlopsProfilerConfig
     )
-    tensorboard: observe.TensorBoardConfig = block(observe.TensorBoardConfig)
-    wandb: observe.WandbConfig = block(observe.WandbConfig)
-    csv_monitor: observe.CSVConfig = block(observe.CSVConfig)
-    comet: observe.CometConfig = block(observe.CometConfig)
-    watch: observe.WatchConfig = block(observe.WatchConfig)
+    tensorboard: features.TensorBoardConfig = block(features.TensorBoardConfig)
+    wandb: features.WandbConfig = block(features.WandbConfig)
+    csv_monitor: features.CSVConfig = block(features.CSVConfig)
+    comet: features.CometConfig = block(features.CometConfig)
+    watch: features.WatchConfig = block(features.WatchConfig)
 
     # Data
     dataloader_drop_last: Bool = option(False, "Drop the last incomplete batch.")
@@ -246,24 +300,16 @@ class TrainingConfig(DeepSpeedConfigModel):
     # Checkpoints
     checkpoint: CheckpointConfig = block(CheckpointConfig)
     nebula: features.DeepSpeedNebulaConfig = block(features.DeepSpeedNebulaConfig)
-    datastates_ckpt: features.OpenFeatureConfig = block(
-        features.OpenFeatureConfig, "DataStates checkpoints."
-    )
+    datastates_ckpt: features.OpenFeatureConfig = block(features.OpenFeatureConfig, "DataStates.")
 
     # Parallelism
     pipeline: features.PipelineConfig = block(features.PipelineConfig)
     tensor_parallel: features.TPTrainingConfig = block(features.TPTrainingConfig)
-    inference: dict[str, Any] | None = option(
-        None, "Inference engine.", needs="the inference engine"
-    )
+    inference: dict[str, Any] | None = option(None, "Inference.", needs="the inference engine")
     expert_parallel: features.ExpertParallelConfig = block(features.ExpertParallelConfig)
     use_data_before_expert_parallelism: Bool = option(False, "Order of data and expert ranks.")
-    sequence_parallel_size: Int | None = option(
-        None, "Ranks that one sequence is split over.", ge=1
-    )
-    data_parallel_size: Int | None = option(
-        None, "Data-parallel ranks beside sequence parallelism.", ge=1
-    )
+    sequence_parallel_size: Count | None = option(None, "Ranks that one sequence is split over.")
+    data_parallel_size: Count | None = option(None, "Data ranks beside those of sequences.")
     elasticity: features.ElasticityConfig = block(features.ElasticityConfig)
 
     # Memory and compilation
@@ -273,9 +319,7 @@ class TrainingConfig(DeepSpeedConfigModel):
     aio: features.AioConfig = block(features.AioConfig)
     compile: features.CompileConfig = block(features.CompileConfig)
     graph_harvesting: Bool = option(False, "CUDA graphs of repeated kernels.")
-    vocabulary_size: Int | None = option(
-        None, "Vocabulary size; a multiple of 8 uses tensor cores.", ge=1
-    )
+    vocabulary_size: Count | None = option(None, "Vocabulary; a multiple of 8 uses tensor cores.")
 
     # Other features
     hybrid_engine: features.HybridEngineConfig = block(features.HybridEngineConfig)
@@ -294,5 +338,5 @@ class TrainingConfig(DeepSpeedConfigModel):
     model_config = ConfigDict(extra="forbid")
 
     _dtypes = field_validator("communication_data_type", "seq_parallel_communication_data_type")(
-        precision.checked_dtype_name
+        checked_dtype_name
     )

@@ -1,6 +1,4 @@
-"""The ``zero_optimization`` block: what is sharded, in which pieces it is communicated, and where
-it is kept.
-"""
+"""The ``zero_optimization`` block: what is sharded, how it travels, and where it is kept."""
 
 from __future__ import annotations
 
@@ -13,9 +11,12 @@ from pydantic_core import PydanticCustomError
 
 from deepspeed.runtime.config_models.base import (
     Bool,
+    Count,
     DeepSpeedConfigModel,
-    Float,
+    Default,
     Int,
+    Natural,
+    Part,
     Size,
     Text,
     block,
@@ -40,19 +41,19 @@ DEFAULT_LEAF_MODULE_NAMES: list[str] = []
 DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 
 
-def _stage(value: Any) -> Any:
+def _stage(value: object) -> ZeroStageEnum:
     value = plain_number(value)
     if isinstance(value, bool) or value not in (0, 1, 2, 3):
         raise PydanticCustomError("wrong_stage", "0, 1, 2 or 3")
-    return ZeroStageEnum(int(value))
+    return ZeroStageEnum(value)
 
 
-def _device(value: Any) -> Any:
+def _device(value: object) -> object:
     # accelerate and Lightning may hand null for "stay where you are".
     return OffloadDeviceEnum.none if value is None else value
 
 
-def _several(value: Any) -> Any:
+def _several(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
@@ -61,40 +62,35 @@ Device = Annotated[OffloadDeviceEnum, BeforeValidator(_device)]
 Texts = Annotated[list[Text], BeforeValidator(_several)]
 
 
+def _stage_3(key: str, default: Default, doc: str) -> Default:
+    """Return the field of a key that has an effect at stage 3 alone, and says so in its name."""
+    return option(default, f"{doc} (stage 3).", alias=f"stage3_{key}", needs=STAGE_3)
+
+
 class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
     """Parameters off the device (ZeRO-3)."""
 
-    device: Device = option(
-        OffloadDeviceEnum.none, 'Where parameters live between uses: "none", "cpu" or "nvme".'
-    )
+    device: Device = option(OffloadDeviceEnum.none, 'Where parameters are: "none", "cpu", "nvme".')
     nvme_path: Path | None = option(None, "Folder on the NVMe device.", needs=NVME_OFFLOAD)
-    buffer_count: Int = option(5, "Buffers for NVMe transfers.", ge=0, needs=NVME_OFFLOAD)
-    buffer_size: Size = option(int(1e8), "Elements of one NVMe buffer.", ge=0, needs=NVME_OFFLOAD)
-    max_in_cpu: Size = option(
-        int(1e9), "Elements kept in CPU memory when offloading to NVMe.", ge=0, needs=NVME_OFFLOAD
-    )
+    buffer_count: Natural = option(5, "Buffers for NVMe transfers.", needs=NVME_OFFLOAD)
+    buffer_size: Size = option(int(1e8), "Elements of one NVMe buffer.", needs=NVME_OFFLOAD)
+    max_in_cpu: Size = option(int(1e9), "Elements kept in CPU memory.", needs=NVME_OFFLOAD)
     pin_memory: Bool = option(True, "Use page-locked CPU memory.")
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
     """Optimizer state and step off the device."""
 
-    device: Device = option(
-        OffloadDeviceEnum.none, 'Where optimizer state lives: "none", "cpu" or "nvme".'
-    )
+    device: Device = option(OffloadDeviceEnum.none, 'Where state lives: "none", "cpu" or "nvme".')
     nvme_path: Path | None = option(None, "Folder on the NVMe device.", needs=NVME_OFFLOAD)
-    buffer_count: Int = option(4, "Gradient slices on their way to the host at once.", ge=0)
+    buffer_count: Natural = option(4, "Gradient slices on their way to the host at once.")
     pin_memory: Bool = option(True, "Use page-locked CPU memory.")
     pipeline_read: Bool = option(False, "Overlap NVMe reads with the step.", needs=NVME_OFFLOAD)
     pipeline_write: Bool = option(False, "Overlap NVMe writes with the step.", needs=NVME_OFFLOAD)
-    fast_init: Bool = option(
-        False, "Fast initialization when offloading to NVMe.", needs=NVME_OFFLOAD
-    )
-    ratio: Float = option(1.0, "Share of the state that is updated on the CPU.", ge=0.0, le=1.0)
+    fast_init: Bool = option(False, "Initialize fast.", needs=NVME_OFFLOAD)
+    ratio: Part = option(1.0, "Share of the state that is updated on the CPU.")
     super_offload: Bool = option(False, "SuperOffload for Grace-class CPUs.")
-    cpuadam_cores_perc: Float = option(
-        0.8, "Share of the CPU cores that SuperOffload uses.", ge=0.0, le=1.0, needs="SuperOffload"
-    )
+    cpuadam_cores_perc: Part = option(0.8, "Share of the CPU cores.", needs="SuperOffload")
 
 
 class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
@@ -102,25 +98,21 @@ class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
 
     classes: Texts = option(DEFAULT_LEAF_MODULE_CLASSES, "Class paths of leaf modules, or one.")
     names: Texts = option(DEFAULT_LEAF_MODULE_NAMES, "Names of leaf modules, or one.")
-    name_suffixes: Texts = option(
-        DEFAULT_LEAF_MODULE_NAME_SUFFIXES, "Endings of names of leaf modules, or one."
-    )
+    name_suffixes: Texts = option(DEFAULT_LEAF_MODULE_NAME_SUFFIXES, "Endings of names, or one.")
 
 
 class ZenFlowConfig(DeepSpeedConfigModel):
     """ZenFlow, offloading that updates important gradients first."""
 
-    topk_ratio: Float = option(0.1, "Share of gradients updated on the device.", ge=0.0, le=1.0)
+    topk_ratio: Part = option(0.1, "Share of gradients updated on the device.")
     select_strategy: Text = option("auto", "When important gradients are selected anew.")
     select_interval: int | str = option("auto", "Interval of selection.")
     update_interval: int | str = option("auto", "Interval of CPU updates.")
     overlap_step: Bool = option(False, "Overlap the CPU step with training.")
     offload: Bool = option(False, "Offload selective optimizer state.")
-    auto_ratio: Float = option(0.99, "Threshold of the automatic interval.", ge=0.0, le=1.0)
-    full_warm_up_rounds: Int = option(0, "Rounds before selection starts.", ge=0)
-    pt_reserved_cores_perc: Float = option(
-        0.5, "Share of the CPU cores kept for PyTorch.", ge=0.0, le=1.0
-    )
+    auto_ratio: Part = option(0.99, "Threshold of the automatic interval.")
+    full_warm_up_rounds: Natural = option(0, "Rounds before selection starts.")
+    pt_reserved_cores_perc: Part = option(0.5, "Share of the CPU cores kept for PyTorch.")
     steps_per_epoch: Int | None = option(None, "Steps per epoch.")
 
 
@@ -131,38 +123,26 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         ZeroStageEnum.disabled,
         "0: off; 1: shard optimizer state; 2: and gradients; 3: and weights.",
     )
-    contiguous_gradients: Bool = option(
-        True, "Copy gradients into one flat buffer as they are made."
-    )
-    reduce_scatter: Bool = option(
-        True, "Reduce-scatter gradients to their owners instead of all-reducing them."
-    )
-    reduce_bucket_size: Size = option(int(5e8), "Elements reduced by one collective.", ge=0)
+    contiguous_gradients: Bool = option(True, "Copy gradients into one flat buffer as they come.")
+    reduce_scatter: Bool = option(True, "Reduce-scatter gradients, instead of all-reducing them.")
+    reduce_bucket_size: Size = option(int(5e8), "Elements reduced by one collective.")
     use_multi_rank_bucket_allreduce: Bool = option(
         True,
         "Reduce the pieces of several owners in one collective.",
         needs="several collectives per bucket",
     )
-    allgather_partitions: Bool = option(
-        True, "Gather updated parameters by all-gather; otherwise by broadcasts."
-    )
+    allgather_partitions: Bool = option(True, "All-gather updated parameters; false: broadcast.")
     allgather_bucket_size: Size = option(
-        int(5e8), "Elements gathered by one collective on the CPU; devices gather in place.", ge=0
+        int(5e8), "Elements gathered by one collective on the CPU; devices gather in place."
     )
-    overlap_comm: Bool | None = option(
-        None, "Overlap reduction with backward; null: only at stage 3."
-    )
+    overlap_comm: Bool | None = option(None, "Overlap reduction with backward; null: at stage 3.")
     overlap_param_gather: Bool = option(
         False,
         "Gather updated parameters beside the next forward, on devices (stages 1, 2); for scripts "
         "that keep no tensors which share memory with parameters.",
     )
-    load_from_fp32_weights: Bool = option(
-        True, "On loading, take master weights from the checkpoint, not the model."
-    )
-    elastic_checkpoint: Bool = option(
-        False, "Save optimizer state so that another world size can load it."
-    )
+    load_from_fp32_weights: Bool = option(True, "Load master weights, not copy the model's.")
+    elastic_checkpoint: Bool = option(False, "Save so that another world size can load it.")
     offload_param: DeepSpeedZeroOffloadParamConfig | None = option(
         None, "Parameters off the device (stage 3)."
     )
@@ -170,109 +150,73 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         None, "Optimizer off the device."
     )
     zenflow: ZenFlowConfig | None = option(None, "ZenFlow.")
-    sub_group_size: Size = option(int(1e9), "Elements updated at a time.", ge=0, needs=SUB_GROUPS)
-    prefetch_bucket_size: Size = option(
-        int(5e7),
-        "Elements gathered ahead (stage 3); 0: none.",
-        ge=0,
-        alias="stage3_prefetch_bucket_size",
-        needs=STAGE_3,
+    sub_group_size: Size = option(int(1e9), "Elements updated at a time.", needs=SUB_GROUPS)
+    prefetch_bucket_size: Size = _stage_3(
+        "prefetch_bucket_size", int(5e7), "Elements gathered ahead; 0: none"
     )
-    param_persistence_threshold: Size = option(
+    param_persistence_threshold: Size = _stage_3(
+        "param_persistence_threshold",
         int(1e5),
-        "Parameters of up to so many elements stay whole between steps (stage 3).",
-        ge=0,
-        alias="stage3_param_persistence_threshold",
-        needs=STAGE_3,
+        "Parameters of up to so many elements stay whole between steps",
     )
-    model_persistence_threshold: Size = option(
-        sys.maxsize,
-        "Elements that may stay whole together (stage 3).",
-        ge=0,
-        alias="stage3_model_persistence_threshold",
-        needs=STAGE_3,
+    model_persistence_threshold: Size = _stage_3(
+        "model_persistence_threshold", sys.maxsize, "Elements that may stay whole together"
     )
-    max_live_parameters: Size = option(
+    max_live_parameters: Size = _stage_3(
+        "max_live_parameters", int(1e9), "Elements whole at a time, but for what is in use"
+    )
+    max_reuse_distance: Size = _stage_3(
+        "max_reuse_distance",
         int(1e9),
-        "Elements whole at a time, but for what is in use (stage 3).",
-        ge=0,
-        alias="stage3_max_live_parameters",
-        needs=STAGE_3,
+        "Keep a parameter whole that is used again within so many elements",
     )
-    max_reuse_distance: Size = option(
-        int(1e9),
-        "Keep a parameter whole that is used again within so many elements (stage 3).",
-        ge=0,
-        alias="stage3_max_reuse_distance",
-        needs=STAGE_3,
-    )
-    gather_16bit_weights_on_model_save: Bool = option(
+    gather_16bit_weights_on_model_save: Bool = _stage_3(
+        "gather_16bit_weights_on_model_save",
         False,
-        "Let weights be gathered on one rank for export (stage 3).",
-        alias="stage3_gather_16bit_weights_on_model_save",
-        needs=STAGE_3,
+        "Let weights be gathered on one rank for export",
     )
-    module_granularity_threshold: Size = option(
+    module_granularity_threshold: Size = _stage_3(
+        "module_granularity_threshold",
         0,
         "A module with at most so many elements per module in it, itself counted, is gathered as "
-        "one with all that is below it (stage 3); 0: none.",
-        ge=0,
-        alias="stage3_module_granularity_threshold",
-        needs=STAGE_3,
+        "one with all that is below it; 0: none",
     )
-    unit_fusion_size: Size = option(
+    unit_fusion_size: Size = _stage_3(
+        "unit_fusion_size",
         800_000,
         "Gather neighbouring modules together, up to so many elements, of which each has up to an "
-        "eighth (stage 3); not more than prefetch_bucket_size, reduce_bucket_size and "
-        "max_live_parameters. 0: none.",
-        ge=0,
-        alias="stage3_unit_fusion_size",
-        needs=STAGE_3,
+        "eighth; not more than prefetch_bucket_size, reduce_bucket_size and max_live_parameters. "
+        "0: none",
     )
-    use_all_reduce_for_fetch_params: Bool = option(
-        False,
-        "Gather parameters by all-reduce (stage 3).",
-        alias="stage3_use_all_reduce_for_fetch_params",
-        needs=STAGE_3,
+    use_all_reduce_for_fetch_params: Bool = _stage_3(
+        "use_all_reduce_for_fetch_params", False, "Gather parameters by all-reduce"
     )
-    allgather_sequential: Bool = option(
-        False,
-        "Gather parameters one after another (stage 3).",
-        alias="stage3_allgather_sequential",
-        needs=STAGE_3,
+    allgather_sequential: Bool = _stage_3(
+        "allgather_sequential", False, "Gather parameters one after another"
     )
-    ignore_unused_parameters: Bool = option(
-        True, "Accept parameters without a gradient; otherwise they are an error."
-    )
+    ignore_unused_parameters: Bool = option(True, "Accept parameters without a gradient.")
     legacy_stage1: Bool = option(False, "The first implementation of stage 1.")
     round_robin_gradients: Bool = option(
         False,
         "Deal parameters to ranks in turn, which balances partial overlap (stages 1, 2).",
         needs=OTHER_STAGES,
     )
-    zero_hpz_partition_size: Int = option(
+    zero_hpz_partition_size: Natural = option(
         1,
         "Neighbouring ranks that keep copies of gathered shards for backward (stage 3); 1: none.",
-        ge=0,
         needs=STAGE_3,
     )
     zero_quantized_weights: Bool = option(False, "Gather quantized weights (stage 3).")
-    zero_quantized_nontrainable_weights: Bool = option(
-        False, "Keep frozen weights quantized (stage 3)."
-    )
+    zero_quantized_nontrainable_weights: Bool = option(False, "Keep frozen weights quantized.")
     zero_quantized_gradients: Bool = option(False, "Reduce quantized gradients (stage 3).")
-    zeropp_loco_param: dict[str, Any] | None = option(
-        None, "LoCo error feedback of quantized gradients."
-    )
+    zeropp_loco_param: dict[str, Any] | None = option(None, "LoCo error feedback of gradients.")
     mics_shard_size: Int = option(
         -1,
         "Neighbouring ranks that share one set of shards, of which there are several (stage 3); "
         "-1: all ranks share one.",
         needs=STAGE_3,
     )
-    mics_hierarchical_params_gather: Bool = option(
-        False, "Gather MiCS shards in two levels.", needs=STAGE_3
-    )
+    mics_hierarchical_params_gather: Bool = option(False, "Gather in two levels.", needs=STAGE_3)
     memory_efficient_linear: Bool = option(
         True,
         "Linear layers that do not keep weights for backward.",
@@ -281,21 +225,15 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     pipeline_loading_checkpoint: Bool = option(
         False, "Overlap loading a checkpoint with initialization.", needs=NVME_OFFLOAD
     )
-    override_module_apply: Bool = option(
-        True, "Gather parameters inside Module.apply (stage 3).", needs=STAGE_3
-    )
-    log_trace_cache_warnings: Bool = option(
-        False, "Warn when the order of modules changes.", needs=TRACE
-    )
-    enable_sanity_checks: Bool = option(
-        False, "Check the bookkeeping of gathered parameters (stage 3).", needs=STAGE_3
-    )
+    override_module_apply: Bool = option(True, "Gather in Module.apply (stage 3).", needs=STAGE_3)
+    log_trace_cache_warnings: Bool = option(False, "Warn when modules come otherwise.", needs=TRACE)
+    enable_sanity_checks: Bool = option(False, "Check what is gathered (stage 3).", needs=STAGE_3)
     save_muon_momentum_buffer_in_memory: Bool = option(
         False, "Keep Muon's momentum on the device; not with `offload_optimizer`."
     )
     leaf_module: DeepSpeedZeroLeafModuleConfig = block(DeepSpeedZeroLeafModuleConfig, needs=STAGE_3)
-    num_optimizer_instances: Int = option(
-        1, "Replicas of the sharded state in the data-parallel group (stages 1 to 3).", ge=1
+    num_optimizer_instances: Count = option(
+        1, "Replicas of the sharded state in the data-parallel group (stages 1 to 3)."
     )
 
     @model_validator(mode="after")

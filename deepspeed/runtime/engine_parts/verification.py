@@ -20,7 +20,7 @@ from deepspeed.runtime.engine_parts.patches import tell_of_patches
 from deepspeed.runtime.gradients.observer import UNOBSERVED
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.config_models.observe import VerifyConfig
+    from deepspeed.runtime.config_models.features import VerifyConfig
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedger
 

@@ -9,7 +9,7 @@ from deepspeed.runtime.step_observers.step_observer import StepObserver
 from deepspeed.utils.timer import Span, begin_span, end_span
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.config_models.observe import DeepSpeedFlopsProfilerConfig
+    from deepspeed.runtime.config_models.features import DeepSpeedFlopsProfilerConfig
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 

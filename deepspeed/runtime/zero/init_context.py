@@ -31,7 +31,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import DATA_BEFORE_EXPERTS
 from deepspeed.comm.initialization import ensure_distributed
 from deepspeed.comm.parallel_map import OptimizerInstances, split_into_instances
-from deepspeed.runtime.config_models.shard_groups import instances_at_stage_3
+from deepspeed.runtime.config_models.sizes import instances_at_stage_3
 from deepspeed.runtime.config_models.source import load_config
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.module_hooks.parameter_reads import watch_reads

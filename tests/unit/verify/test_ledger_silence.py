@@ -17,7 +17,7 @@ from torch import nn
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
-from deepspeed.runtime.config_models.observe import VerifyConfig
+from deepspeed.runtime.config_models.features import VerifyConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.engine_parts.verification import wanted_checks
 from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedger, GradientLedgerError
