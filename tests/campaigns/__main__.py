@@ -1,7 +1,5 @@
 """`python tests/campaigns` lists the campaigns, `python tests/campaigns NAME` runs one."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

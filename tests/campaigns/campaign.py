@@ -1,7 +1,5 @@
 """What a campaign is, and how it runs a command and keeps what the command printed."""
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

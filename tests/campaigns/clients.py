@@ -1,7 +1,5 @@
 """Client libraries, unmodified, in virtual environments of their own outside the tree."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import subprocess

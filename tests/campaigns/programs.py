@@ -1,7 +1,5 @@
 """Campaigns that are programs of their own: random trials, which the suite plays a few of."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Campaigns that are a selection of tests: pytest runs more of what the suite runs a share of."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """The document that says with which versions the suite was run: read, merged and written."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@ Python, the clients' tests with the oldest and newest of each library. Each has 
 into which the version in question goes first; all else is as `make test` pins it.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import os

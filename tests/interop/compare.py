@@ -8,8 +8,6 @@ after 4; each then loads what either side saved and trains the last 4 again. The
 `worker.py`'s.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@ Runs jobs (JSON) from the file named first one after the other, each on two proc
 this one, which has imported everything. Uses nothing but names that both have.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import multiprocessing

@@ -4,8 +4,6 @@ pytest evaluates fixtures and parameters once, in its own process; their values 
 ranks. How ranks are made, watched and ended is in `rank_server`.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib.metadata

@@ -1,7 +1,5 @@
 """Small models, batches and configurations for tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

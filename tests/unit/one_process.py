@@ -1,7 +1,5 @@
 """The reference of most tests: one process that sees the batches of all ranks, in plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small models and loaders under the names and signatures that suites for upstream import."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """What this release does not have says so by name: packages, modules, names, imports."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """What a user is told who gives `initialize` something wrong; the other ranks when one dies."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re

@@ -1,7 +1,5 @@
 """`import deepspeed` is quick, starts nothing, and leaves everything within reach."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

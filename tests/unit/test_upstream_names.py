@@ -3,8 +3,6 @@
 `upstream_names.txt` is read off DeepSpeed 0.19.6. `pytest -s` prints the table.
 """
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

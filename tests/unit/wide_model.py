@@ -1,7 +1,5 @@
 """A model with much state and next to no activations, for tests that measure memory."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

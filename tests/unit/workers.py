@@ -4,8 +4,6 @@ A run of one file, with a debugger, or with `-n 0` stays in one process: startin
 long as a small file. Each worker has a rank template of its own (`rank_server`).
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which device a process uses, by its local rank and by what it sees."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Iterator

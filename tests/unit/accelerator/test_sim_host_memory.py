@@ -1,7 +1,5 @@
 """Page-locked memory of the simulated device: the host's own, reached by copies on streams."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """What the host waits for on the simulated device, counted by kind and by place."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any

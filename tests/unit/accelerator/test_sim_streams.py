@@ -1,7 +1,5 @@
 """The simulated device: what is not ordered is wrong every time, the rest is the host's result."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The engine on the simulated device: right as it is, not-a-number with a wait missing."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Campaigns: one way to give them parameters, and what the one of versions reads and writes."""
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import subprocess

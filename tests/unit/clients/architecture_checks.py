@@ -1,7 +1,5 @@
 """Holds one architecture at stage 3 to plain torch: its weights, however made, and a step."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ Together they have what stage 3 may stumble over: tied weights, `_init_weights` 
 made of models, packed and unpacked experts, buffers, two stacks, recurrence, foreign reads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Holds one architecture to plain torch on a launcher's ranks; rank 0 writes what differs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

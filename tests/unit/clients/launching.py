@@ -1,7 +1,5 @@
 """Runs a client's script in processes: by this launcher, torchrun, or forked from the template."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

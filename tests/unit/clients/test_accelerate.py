@@ -1,7 +1,5 @@
 """A loop with accelerate, unmodified, trains, accumulates, clips, saves and goes on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The program of each page of docs/clients trains on two processes, learns, leaves a checkpoint."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

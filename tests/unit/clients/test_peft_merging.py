@@ -1,7 +1,5 @@
 """Adapters that peft merges into a sharded base and takes out again, as trl and ms-swift do."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """accelerate and the Trainer, unmodified, train with split sequences as torch with whole ones."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """accelerate and the Trainer, unmodified, train with layers cut over ranks, save whole weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from unit.clients.launching import launch, need

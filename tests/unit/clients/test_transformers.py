@@ -1,7 +1,5 @@
 """transformers.Trainer, unmodified, trains, evaluates, saves and resumes as on DeepSpeed."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

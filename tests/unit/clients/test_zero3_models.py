@@ -1,7 +1,5 @@
 """Models of transformers at stage 3: made, loaded, resized, trained, asked to generate, saved."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A GPT-2 of some thousand parameters, built from a configuration, and data that it can learn."""
 
-from __future__ import annotations
-
 import torch
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel

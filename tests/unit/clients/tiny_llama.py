@@ -1,7 +1,5 @@
 """A Llama of some thousand parameters, built from a configuration."""
 
-from __future__ import annotations
-
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 

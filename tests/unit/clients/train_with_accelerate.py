@@ -1,7 +1,5 @@
 """A user's script: accelerate's documented loop with a DeepSpeed plugin, saved and gone on from."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

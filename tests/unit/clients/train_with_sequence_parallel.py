@@ -1,7 +1,5 @@
 """A user's script: sequences split by accelerate's configuration, in a loop and in the Trainer."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

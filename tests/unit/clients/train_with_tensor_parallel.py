@@ -3,8 +3,6 @@
 Writes the largest difference of a saved weight to plain torch, relative to how far it moved.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """A user's script: transformers.Trainer with a configuration full of "auto"."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

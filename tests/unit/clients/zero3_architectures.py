@@ -1,7 +1,5 @@
 """Architectures of transformers at stage 3: which equal plain torch, with several seeds."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import random

@@ -1,7 +1,5 @@
 """Trainers of trl at stage 3: each goes on in new processes as a run that did not stop."""
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

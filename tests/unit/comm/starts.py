@@ -4,8 +4,6 @@ A start is told of if it stands, with its stacks, if a rank ends with a code oth
 what C++ says of a thread that was cut off ("terminate called") when the interpreter ends.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import itertools

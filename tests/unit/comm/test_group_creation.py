@@ -1,7 +1,5 @@
 """Groups are made by who is in them: few calls in any world, and nobody waits for nobody."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Waits of a device, which events tell of; those of hosts are in `runtime/test_lone_waits.py`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

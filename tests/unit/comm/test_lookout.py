@@ -1,7 +1,5 @@
 """The thread that looks while somebody waits."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

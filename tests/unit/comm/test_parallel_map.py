@@ -1,7 +1,5 @@
 """The map that an engine owns: its axes, what `groups` shows of it, several in one process."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from types import SimpleNamespace

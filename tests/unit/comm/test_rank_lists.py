@@ -1,7 +1,5 @@
 """How ranks divide into groups, without any process group; expert groups are in v1/moe."""
 
-from __future__ import annotations
-
 import pytest
 
 from deepspeed.comm import rank_lists

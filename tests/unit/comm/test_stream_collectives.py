@@ -1,7 +1,5 @@
 """Collectives of the simulated device: ordered by streams, never deadlocking, right numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 are found at once, with both places, and nothing else is.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

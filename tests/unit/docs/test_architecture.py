@@ -1,7 +1,5 @@
 """The page docs/architecture.md says what is there: layers, names, paths, numbers, rooms."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import subprocess

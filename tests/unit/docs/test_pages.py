@@ -1,7 +1,5 @@
 """The pages hang together: links lead somewhere, all pages are listed, none quotes sources."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Starts Python programs forked from this process, which has torch: a tenth of a start's time."""
 
-from __future__ import annotations
-
 import atexit
 import importlib
 import logging

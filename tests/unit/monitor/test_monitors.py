@@ -1,7 +1,5 @@
 """Each monitor by itself, and all of them behind `MonitorMaster`."""
 
-from __future__ import annotations
-
 import csv
 import sys
 import types

@@ -1,7 +1,5 @@
 """What engines write after each step."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

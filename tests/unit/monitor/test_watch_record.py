@@ -1,7 +1,5 @@
 """A run's record, what is kept of it, and the command that draws it."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

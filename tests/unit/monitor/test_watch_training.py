@@ -1,7 +1,5 @@
 """What engines record for `ds_watch`, how little it makes them wait, and how a browser shows it."""
 
-from __future__ import annotations
-
 import math
 import re
 import shutil

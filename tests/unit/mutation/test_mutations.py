@@ -4,8 +4,6 @@ By default the fixes of docs/fixes/ are undone, each as a whole; the campaign `c
 single faults too.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import shutil

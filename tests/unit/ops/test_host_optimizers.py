@@ -1,7 +1,5 @@
 """Host optimizers: all implementations give the same bits, of the published updates."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Newton-Schulz against its polynomial in double precision, and what Muon refuses."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """The optimizers under DeepSpeed's names against torch's own or published formulas in fp64."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

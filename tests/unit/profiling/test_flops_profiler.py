@@ -1,7 +1,5 @@
 """The flops profiler: counts worked out by hand, and what the configuration's block makes."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Names beside the engine's own that client libraries import and call, each used as they use it."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

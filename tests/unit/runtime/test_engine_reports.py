@@ -1,7 +1,5 @@
 """What the engine prints when it is asked to: progress, phases, configuration, communication."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from typing import Any

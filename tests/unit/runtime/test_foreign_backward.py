@@ -1,7 +1,5 @@
 """A loss of one engine that runs through another's model: a GAN, and what else scripts do."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Iterator

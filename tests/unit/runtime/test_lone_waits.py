@@ -2,8 +2,6 @@
 waits says so, and where.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

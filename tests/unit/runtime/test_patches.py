@@ -1,7 +1,5 @@
 """What client libraries put on upstream's classes: it is called, or told by name."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What scripts import of `deepspeed.runtime.utils` and the like; numbers are upstream's."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

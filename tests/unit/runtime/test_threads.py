@@ -2,8 +2,6 @@
 starts none.
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,7 +1,5 @@
 """The programs that edit upstream, and the made-up tree that they edit."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """A made-up source tree: upstream's names, in the shapes that programs look for, not its code."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

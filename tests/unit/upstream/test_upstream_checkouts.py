@@ -1,7 +1,5 @@
 """`make upstream-patches` on a git checkout, which has a harness, tests and branches of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

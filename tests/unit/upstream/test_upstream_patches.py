@@ -1,7 +1,5 @@
 """Programs that edit upstream: on a made-up tree, and on a release where it is there."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import os

@@ -1,7 +1,5 @@
 """Modules marked as leaves by class, name and suffix."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

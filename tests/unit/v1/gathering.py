@@ -1,7 +1,5 @@
 """What each rank has, on every rank."""
 
-from __future__ import annotations
-
 import io
 from typing import Any, TypeVar
 

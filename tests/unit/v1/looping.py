@@ -1,7 +1,5 @@
 """`each`: run a test method for several values inside one launched world, which costs most."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools

@@ -1,7 +1,5 @@
 """Running a test for several values inside one launched world."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 The suite runs a few (`test_families`); `make campaign NAME=families` runs all of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -2,8 +2,6 @@
 package that they have imported: its functions get the code of the changed file.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import linecache

@@ -7,8 +7,6 @@ choice of freed memory that an allocation may take, and looks whether two orders
 that an operator saw or left behind.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -2,8 +2,6 @@
 that do not are left alone.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

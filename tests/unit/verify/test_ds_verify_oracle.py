@@ -1,7 +1,5 @@
 """The numerics oracle on real ranks: silent on what is right, and the right name on what is not."""
 
-from __future__ import annotations
-
 import io
 import json
 from contextlib import redirect_stdout

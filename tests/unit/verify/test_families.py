@@ -2,8 +2,6 @@
 of the size of one is still named.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

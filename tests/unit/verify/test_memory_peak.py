@@ -1,7 +1,5 @@
 """Who holds the simulated device's memory at its peak."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Pieces of work so small that a small model has several, and that no size is forgotten."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 from pathlib import Path

@@ -2,8 +2,6 @@
 test_stream_checker_properties.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 device may choose differ.
 """
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """`python -m unit.clients.matrix [CLIENT ...]` runs clients' scenarios and prints how they end."""
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import subprocess

@@ -1,7 +1,5 @@
 """What users of accelerate do."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -4,8 +4,6 @@ The libraries ask for NCCL, or for no backend at all, and trust bf16 to a GPU al
 gates are opened, as the pages of docs/clients do.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """What users of peft do: adapters on a frozen base, by the Trainer."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A model, samples, and what plain torch makes of them in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import torch

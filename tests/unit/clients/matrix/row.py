@@ -3,8 +3,6 @@
 Scenarios share a process group; one that fails ends the processes, and the others run in new ones.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

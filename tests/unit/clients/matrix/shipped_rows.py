@@ -3,8 +3,6 @@
 What they take from the hub lies in folders (`stand_ins`).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Folders in the place of what clients' programs take from the hub, where libraries look first."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What users of transformers.Trainer do, compared with the same Trainer without DeepSpeed."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -5,8 +5,6 @@ changed must be found exactly once: a fault that no longer fits is an error. `py
 unit.mutation.table fix1` in `tests/` prints the fault as a patch; it needs no torch.
 """
 
-from __future__ import annotations
-
 from unit.mutation.table import checkpoints, parallel, runtime, zero
 from unit.mutation.table.fault import REPOSITORY, Fault
 from unit.mutation.table.fixes import UNDO_FIXES

@@ -1,7 +1,5 @@
 """Prints faults as patches: `python -m unit.mutation.table NAME...`."""
 
-from __future__ import annotations
-
 import sys
 
 from unit.mutation.table import FAULTS, REPOSITORY, UNDO_FIXES

@@ -1,7 +1,5 @@
 """Faults of saving, loading and exporting."""
 
-from __future__ import annotations
-
 from unit.mutation.table.fault import Fault
 
 FAULTS = (

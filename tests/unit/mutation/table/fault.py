@@ -1,7 +1,5 @@
 """What a planted fault is: a change of what is found in the syntax tree of a named function."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import functools

@@ -1,7 +1,5 @@
 """Checkpointed functions against the same without: gradients, random numbers, nesting, refusals."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterator

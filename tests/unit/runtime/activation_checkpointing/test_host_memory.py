@@ -1,7 +1,5 @@
 """Inputs that are copied to the host leave the device, however far the host runs ahead."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpointed layers in an engine: every stage and form of backward trains as plain torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

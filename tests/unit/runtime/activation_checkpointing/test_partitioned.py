@@ -1,7 +1,5 @@
 """Saved inputs in parts over two tensor-parallel ranks, on the host, in long buffers, counted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The tracker of named random states, and the seeds of tensor-parallel ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Values of `optimizer.params` and `scheduler.params`: numbers in text, and what is none."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

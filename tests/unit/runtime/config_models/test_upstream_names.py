@@ -2,8 +2,6 @@
 off DeepSpeed 0.19.6; texts such as ``ACTIVATION_CHKPT_FORMAT`` are this project's own.
 """
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The difficulty of every step, by schedules written out here a second time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

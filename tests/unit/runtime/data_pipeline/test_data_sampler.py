@@ -1,7 +1,5 @@
 """Which samples a step gets, and the files that say how difficult they are."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 from typing import Any

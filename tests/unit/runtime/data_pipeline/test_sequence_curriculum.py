@@ -1,7 +1,5 @@
 """Training with sequences that grow, against one plain process; skips, checkpoints, pipelines."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Batches by their tokens (docs/data.md): another number of samples on each rank, one mean."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The accumulation tracker: the one answer to "is this the boundary"."""
 
-from __future__ import annotations
-
 import pytest
 
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker, BackwardState

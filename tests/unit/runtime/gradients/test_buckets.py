@@ -1,7 +1,5 @@
 """Bucket plans as integers: membership, places against the fragment table, and the launch order."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

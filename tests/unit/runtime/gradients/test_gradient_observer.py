@@ -1,7 +1,5 @@
 """What an observer of gradients hears, in what order and on which ranks; what nobody hears."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import re

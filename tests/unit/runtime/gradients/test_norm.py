@@ -1,7 +1,5 @@
 """Norm, clipping and the non-finite check: fp32 whatever comes in; non-finite stays so."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Two dtypes in one piece of memory: nothing is lost on the way, and no memory is taken for it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

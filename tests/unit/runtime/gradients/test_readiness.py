@@ -1,7 +1,5 @@
 """When buckets are released: in order, as often as hooks are expected, late ones remembered."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """The reduce rule: every case of its derivation, against the mean over ranks and micro-batches."""
 
-from __future__ import annotations
-
 import itertools
 from fractions import Fraction
 

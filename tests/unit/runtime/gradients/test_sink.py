@@ -1,7 +1,5 @@
 """Gradient sinks: the first write replaces, later ones add, and the host's equal the device's."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

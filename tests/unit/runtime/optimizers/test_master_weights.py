@@ -1,7 +1,5 @@
 """What an optimizer keeps by its parameters, once masters take their place."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients scaled and steps skipped without the host's knowing: what each optimizer leaves."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

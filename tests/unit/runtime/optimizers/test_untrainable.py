@@ -1,7 +1,5 @@
 """What may be trained beside what is refused: the ways in which clients make optimizers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

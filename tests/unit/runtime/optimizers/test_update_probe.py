@@ -1,7 +1,5 @@
 """What an optimizer's update of an element depends on, found out by trying it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """When receives are posted: as early as they depend on nothing to come, and not earlier."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Sequence
 

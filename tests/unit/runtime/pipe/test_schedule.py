@@ -1,7 +1,5 @@
 """Pipeline schedules: their instructions, their time and memory against the papers' formulas."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The simulator finds what is wrong with a schedule, and says where: mutations of right ones."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Printed schedules: they read back, the grid shows who computes when, docs have the printer's."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

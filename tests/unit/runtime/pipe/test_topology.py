@@ -1,7 +1,5 @@
 """Coordinates of ranks, against tables written by hand and against their own inverse."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -3,8 +3,6 @@
 The reference has no cache: with one, transformers lets packed documents see each other.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

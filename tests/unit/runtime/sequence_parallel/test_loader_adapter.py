@@ -1,7 +1,5 @@
 """Every rank of a group gets its piece of every rank's batches, in one order."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

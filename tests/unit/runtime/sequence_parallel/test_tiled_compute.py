@@ -4,8 +4,6 @@ Numbers of the exact tests are small integers, whose sums are exact in any order
 over positions are grouped by tile: a few roundings of fp32, 1e-7 each, of a gradient's norm.
 """
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What shards send each other when a layout changes: every element once, both ends alike."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """Parameters move into a flat buffer with their values and views, within the device's memory."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

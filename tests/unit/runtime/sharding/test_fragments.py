@@ -1,7 +1,5 @@
 """The fragment table as integers: every element once, in order, padding at sections' ends."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

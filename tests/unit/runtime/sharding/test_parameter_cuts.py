@@ -1,7 +1,5 @@
 """The layout of stage 3, and the copies between whole parameters and its rows."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Which piece of memory is used again."""
 
-from __future__ import annotations
-
 import torch
 
 from deepspeed.runtime.zero.gathering.memory_pool import MemoryPool, PoolBuffer

@@ -1,7 +1,5 @@
 """What rounding leaves of a sum that is taken back, and what it cannot have left."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

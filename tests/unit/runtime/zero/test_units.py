@@ -1,7 +1,5 @@
 """Which parameters are gathered together."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

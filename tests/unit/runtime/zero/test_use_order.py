@@ -1,7 +1,5 @@
 """The order of units as a hint."""
 
-from __future__ import annotations
-
 from deepspeed.runtime.zero.gathering.coordinator import UseOrder
 
 

@@ -4,8 +4,6 @@ See docs/fixes/fix4.md. Uses only names that upstream DeepSpeed has too, so it r
 against an installed one.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Run as ``python disk_run.py FOLDER``: mounts a small file system there, which only the two see.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -4,8 +4,6 @@ What an optimizer makes of them elementwise depends on the layout by no more tha
 a step that is counted twice shows at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The resharding matrix: precisions, stages of ZeRO, divisions of ranks, and a run of each."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

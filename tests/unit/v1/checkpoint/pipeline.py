@@ -1,7 +1,5 @@
 """A small pipeline with tied weights, whose batches do not depend on how it is divided."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A small training run that can be stopped and resumed, and everything of it that must survive."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

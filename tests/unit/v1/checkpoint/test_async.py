@@ -3,8 +3,6 @@
 Only the tests of the heartbeat wait for time to pass: elsewhere writers stand at a gate.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

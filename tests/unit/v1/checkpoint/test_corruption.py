@@ -4,8 +4,6 @@ Kills: a checksum that is not compared, a file that no rank checks, a tag or a f
 not looked at, a manifest without a checksum of its own, a check after the first change.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import random

@@ -1,7 +1,5 @@
 """A save that fails or is killed, and files that are damaged, never cost a good checkpoint."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

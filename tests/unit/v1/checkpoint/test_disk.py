@@ -1,7 +1,5 @@
 """A full disk and a read-only one: a small file system mounted where only the test sees it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

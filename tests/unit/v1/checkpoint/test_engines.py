@@ -1,7 +1,5 @@
 """Checkpoint engines: each writes the same checkpoint; a client's own is used for every file."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import mmap

@@ -1,7 +1,5 @@
 """Checkpoints of models with experts: files per expert, other numbers of ranks that share them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

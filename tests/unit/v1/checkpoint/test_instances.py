@@ -1,7 +1,5 @@
 """Checkpoints of several optimizer instances: one's files, from which any number goes on."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ The recordings lie beside the repository (see `COMPAT`). `DS_UPSTREAM_PYTHON` na
 with upstream's deepspeed; without it the second half is skipped.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

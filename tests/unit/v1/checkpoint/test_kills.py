@@ -1,7 +1,5 @@
 """A kill of any rank at any instant of a save costs at most that save; a share of the campaign."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

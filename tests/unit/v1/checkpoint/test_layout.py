@@ -1,7 +1,5 @@
 """File names, keys and types of checkpoints equal upstream's; no file holds more than it needs."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 from pathlib import Path

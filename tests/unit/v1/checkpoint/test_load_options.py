@@ -1,7 +1,5 @@
 """Loading some of a checkpoint: other names, adapters, parameters frozen or thawed since, ties."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What optimizers have after loading: state of their own, and the rates of their parameters."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The manifest: its integrity, that it describes the files, shares of readers, offline checks."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -4,8 +4,6 @@ The suite runs a pairwise share; the campaign `reshard-matrix` runs every combin
 how many held (`DS_RESHARD_MATRIX`: the file to which it writes them).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """`checkpoint.use_node_local_storage`: a folder for each of two nodes, told apart by a word."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Arguments of save_checkpoint, load_checkpoint and save_16bit_model."""
 
-from __future__ import annotations
-
 import os
 from fractions import Fraction
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How a run divided its model is read from its files, also from those that do not say all of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

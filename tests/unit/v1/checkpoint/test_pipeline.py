@@ -1,7 +1,5 @@
 """Checkpoints of pipelines of four stages go on with fewer, and the other way round."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A checkpoint goes on with other ranks, stages and parameter groups: all is found by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

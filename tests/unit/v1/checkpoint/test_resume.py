@@ -1,7 +1,5 @@
 """A run that is saved and resumed equals, bit for bit, one that did not stop."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`checkpoint.keep_last`: which checkpoints go, and that a kill leaves no half of one."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights of safetensors files, of which each rank of stage 3 reads its own elements."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """In which order a save flushes and renames, from which follows what a crash leaves."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

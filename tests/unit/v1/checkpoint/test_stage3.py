@@ -1,7 +1,5 @@
 """Checkpoints of stage 3: resumed bit for bit, by other ranks, at other stages, made whole."""
 
-from __future__ import annotations
-
 import gc
 import os
 from pathlib import Path

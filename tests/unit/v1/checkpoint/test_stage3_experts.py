@@ -1,7 +1,5 @@
 """Experts of ZeRO stage 3 in files: those that are not trained, and all of them for export."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

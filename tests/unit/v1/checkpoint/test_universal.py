@@ -1,7 +1,5 @@
 """Universal checkpoints go on in any other division over ranks, bit-equal by name."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

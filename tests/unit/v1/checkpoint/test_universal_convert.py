@@ -1,7 +1,5 @@
 """`ds_to_universal` in one process: its files for every kind of slice, what it refuses."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """Another number of tensor-parallel ranks: slices are joined and cut by the client's patterns."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

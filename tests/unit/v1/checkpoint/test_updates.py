@@ -4,8 +4,6 @@ The suite runs the cases that have been wrong, at every stage, and each optimize
 contract product has every grouping, stage and number of ranks into every other.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """A run that is saved inside an accumulation window goes on as if it had not stopped."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The contract suite's configurations: the product of the factors, and a share with all pairs."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The contract suite's small model and data: every kind of parameter that can be got wrong."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

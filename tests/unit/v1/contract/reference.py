@@ -20,8 +20,6 @@ scale removed. SGD is linear: parameters differ by the learning rate times that.
 relative error of the norm.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Runs one configuration of the contract suite on this rank and compares it. Collective."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -4,8 +4,6 @@
 stand in `reference`, the mutations that these tests catch in `test_contract_bites`.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from unit.common import DistributedTest

@@ -4,8 +4,6 @@ All work is late, gradients are accumulated on two side streams, and the stream 
 zero false alarms, and no race, over every configuration.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from unit.common import DistributedTest

@@ -1,7 +1,5 @@
 """The suite's own parts: the choice of configurations, and a reference that is one."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -3,8 +3,6 @@
 A rank uses parameters, or a whole unit, that others leave out: its data takes another branch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any

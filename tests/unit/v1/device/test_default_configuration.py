@@ -1,7 +1,5 @@
 """Engines with the default configuration on the simulated device, until periodic work begins."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """How many operators a device gets for what the host could do piece by piece."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ On the simulated device nothing runs before the host waits, so a host that waits
 ahead as it can be.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 Never before the update is queued, and never in a micro-batch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any

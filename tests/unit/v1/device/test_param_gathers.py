@@ -2,8 +2,6 @@
 what, and that every read finds the updated values. `unit.verify.gather_faults` undoes the waits.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

@@ -1,7 +1,5 @@
 """Training on a device equals plain torch there, with small buckets, side streams and offload."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The peaks that docs/devices.md gives by formula, against those of simulated runs."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Pipelines with the default configuration on the simulated device: as one process, no hang."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The peaks that docs/zero3.md gives by formula, against those of simulated runs."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from deepspeed import comm as dist

@@ -1,7 +1,5 @@
 """Gradients in memory that the next backward writes again, as CUDA graphs have them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ A slow producer (`torch.cuda._sleep`) makes a missing wait a wrong number every 
 no device the same situations run on the simulated one, which keeps the tests themselves right.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Gradients whose mean fp16 holds and whose sum over ranks it does not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

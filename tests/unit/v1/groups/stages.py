@@ -6,8 +6,6 @@ collectives. The reference trains the models of all stages in one process and cl
 norm.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

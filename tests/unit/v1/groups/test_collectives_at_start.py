@@ -2,8 +2,6 @@
 norms that tensor-parallel ranks share included.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Bare experts at the optimizers: reduced and sharded over their ranks, divided by all."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Groups of ranks that share shards, as upstream's `zero.mics_utils` makes them for scripts."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

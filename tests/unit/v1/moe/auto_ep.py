@@ -1,7 +1,5 @@
 """Runs a model of transformers with experts over ranks, against plain torch. Collective."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any

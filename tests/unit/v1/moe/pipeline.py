@@ -5,8 +5,6 @@ The balancing losses travel with the hidden states, in a tuple, and are added up
 experts; bounds are `runner`'s.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ over micro-batches and sum over ranks: 4 * 2^-8 of the norm, and the norm itself
 the gradient of one rank is far more.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Mixture of experts as the papers tell it: loops in plain torch, one process; see `route`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

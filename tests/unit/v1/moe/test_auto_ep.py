@@ -1,7 +1,5 @@
 """Experts of transformers' models spread over ranks: equal to one process with the whole model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which ranks hold different experts, and which hold the same ones."""
 
-from __future__ import annotations
-
 import pytest
 
 from deepspeed import comm as dist

@@ -1,7 +1,5 @@
 """The gates against loops over tokens and experts; moves of tokens against dense masks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

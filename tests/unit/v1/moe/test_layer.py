@@ -1,7 +1,5 @@
 """The MoE layer by itself: names, groups, tokens that no expert sees, optimizer groups."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

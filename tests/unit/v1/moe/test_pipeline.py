@@ -2,8 +2,6 @@
 stages, for any number of them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Experts made inside `zero.Init`: on the right ranks, with the weights of a plain model."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

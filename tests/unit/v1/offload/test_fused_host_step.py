@@ -1,7 +1,5 @@
 """The optimizer step on the host in one pass: the bits of several, and weights written by it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

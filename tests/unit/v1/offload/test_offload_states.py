@@ -1,7 +1,5 @@
 """`engine.offload_states` and `reload_states`: memory back, equal values, errors between."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Callable

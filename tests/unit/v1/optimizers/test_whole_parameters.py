@@ -4,8 +4,6 @@ Gradients are compared with that process's; then both step with the gradients of
 Muon computes in bf16, where a difference in the last bit of one gradient moves a whole matrix.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

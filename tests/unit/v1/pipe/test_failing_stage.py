@@ -1,7 +1,5 @@
 """A stage that fails ends all ranks within ten seconds with its traceback."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

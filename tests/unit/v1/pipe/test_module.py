@@ -1,7 +1,5 @@
 """`PipelineModule` and its grid on ranks: who owns what, all parts, its checkpoint files."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections import OrderedDict

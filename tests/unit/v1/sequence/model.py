@@ -1,7 +1,5 @@
 """A small causal transformer for sequence parallelism, its data, and its single-process run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

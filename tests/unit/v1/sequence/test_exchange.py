@@ -1,7 +1,5 @@
 """The all-to-all under sequence parallelism: layouts, uneven heads, gradients, errors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

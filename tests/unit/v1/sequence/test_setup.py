@@ -1,7 +1,5 @@
 """How ranks come to share sequences: mesh_param, configuration keys, and what contradicts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

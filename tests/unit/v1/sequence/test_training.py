@@ -5,8 +5,6 @@ only; the exchange's backward being its forward; a loss whose backward takes its
 heads split without regard to query heads.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import SimpleNamespace

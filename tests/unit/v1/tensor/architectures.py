@@ -1,7 +1,5 @@
 """Tiny models of transformers, one of each kind of layer that tensor parallelism has to know."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Forward and backward communicate by autograd functions (Megatron's f and g, and 
 parallelism their relatives). `Serial` is the same model in one process.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

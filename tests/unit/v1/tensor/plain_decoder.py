@@ -1,7 +1,5 @@
 """A decoder of no library: its attention counts heads and does not say how wide they are."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

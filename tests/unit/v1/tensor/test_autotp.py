@@ -1,7 +1,5 @@
 """AutoTP: models of transformers, cut over ranks by the configuration alone, train alike."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

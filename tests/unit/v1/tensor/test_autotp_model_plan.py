@@ -1,7 +1,5 @@
 """AutoTP by the plan that a model of transformers has itself."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

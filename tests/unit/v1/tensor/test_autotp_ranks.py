@@ -1,7 +1,5 @@
 """AutoTP on two ranks: what is checked, other ways to ask for it, and what trains beside it."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """AutoTP at stage 3: layers are cut over tensor-parallel ranks, then each slice is sharded."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

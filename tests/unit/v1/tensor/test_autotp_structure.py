@@ -1,7 +1,5 @@
 """What AutoTP finds in a model, and what it refuses by name. No ranks are needed."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

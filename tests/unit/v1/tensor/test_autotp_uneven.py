@@ -1,7 +1,5 @@
 """AutoTP with heads and widths that ranks do not divide: the first have one more."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

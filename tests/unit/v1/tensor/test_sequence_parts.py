@@ -3,8 +3,6 @@ reduction, in one message, in order on streams, with no wait of the host, and wi
 consent.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -5,8 +5,6 @@ over the world; leaving the norm to the data-parallel ranks; no sum of the gradi
 sequence-parallel parameters.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """How scripts decide when a step is taken."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -1,7 +1,5 @@
 """How a global batch is cut changes results only by rounding (bf16, fp32 sums, ZeRO-1)."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """How scripts run backward: by the engine, plainly, several times, failing, recomputed."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Buffers keep their dtype at every stage and precision; `data_types` says otherwise."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

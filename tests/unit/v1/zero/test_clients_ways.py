@@ -1,7 +1,5 @@
 """What client libraries and their users do at every stage, as upstream lets them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

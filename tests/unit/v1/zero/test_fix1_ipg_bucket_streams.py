@@ -5,8 +5,6 @@ See docs/fixes/fix1.md. Uses only names that upstream DeepSpeed has too, so it r
 against an installed one.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

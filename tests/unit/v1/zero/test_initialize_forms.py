@@ -1,7 +1,5 @@
 """What `deepspeed.initialize` may be given, and by how many ranks."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -4,8 +4,6 @@ Gradients are accumulated, and their hooks run, on the side stream, as the accum
 made there; the reduction may not start before. The simulated device makes a missing wait wrong.
 """
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 from typing import Any

@@ -4,8 +4,6 @@ Buckets that are reduced onto several ranks are cut evenly between them. State i
 is saved and loaded, so that files are as ever.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

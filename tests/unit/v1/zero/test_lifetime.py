@@ -1,7 +1,5 @@
 """What becomes of a model and its engines: evaluated, copied, compiled, destroyed."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

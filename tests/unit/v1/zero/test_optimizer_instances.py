@@ -6,8 +6,6 @@ The contract suite holds gradients, norm and parameters against the single-proce
 the ways in which scripts drive an engine, and what is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

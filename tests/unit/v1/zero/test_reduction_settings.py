@@ -1,7 +1,5 @@
 """Settings of reduction: divisions, sums, dtypes, layouts, optimizers of whole parameters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`safe_get_*` and `safe_set_*` on every optimizer: full and local values, gradients, state."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Stage 0 with `overlap_comm`: buckets leave during backward, and only the time changes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

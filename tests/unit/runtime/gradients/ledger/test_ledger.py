@@ -1,7 +1,5 @@
 """The ledger's arithmetic: fingerprints, and how a deviation is explained."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ Four ranks, two stages of two: "own" is a parameter of each stage, "tied" is sha
 "expert" has the same name on all, but ranks 0 and 2 hold another one than 1 and 3.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

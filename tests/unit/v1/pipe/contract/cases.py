@@ -1,7 +1,5 @@
 """The pipeline's contract suite: pairs of values, and the whole product, as `contract.matrix`."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass

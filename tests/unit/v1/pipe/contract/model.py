@@ -3,8 +3,6 @@
 What travels is a tuple of the hidden states and a boolean tensor that says who takes a branch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -10,8 +10,6 @@ then ranks, so results are *equal*, bit for bit, wherever the engine's arithmeti
 see `is_exact`. Half precision: see `contract.reference`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from typing import Any

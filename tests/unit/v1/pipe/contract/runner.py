@@ -1,7 +1,5 @@
 """Runs one configuration of the pipeline's contract on this rank and compares it. Collective."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@
 and where they are zero, stand in `reference`, the faults found in `test_contract_bites`.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """A pipeline of m micro-batches trains as a plain engine that accumulates them."""
 
-from __future__ import annotations
-
 import torch
 
 import deepspeed

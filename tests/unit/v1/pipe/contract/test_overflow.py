@@ -1,7 +1,5 @@
 """A gradient that overflows on one stage: all skip the step, adapt the scale, go on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

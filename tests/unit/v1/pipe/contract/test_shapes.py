@@ -1,7 +1,5 @@
 """Activations whose number, shapes and dtypes change: right results, no hang, few descriptions."""
 
-from __future__ import annotations
-
 import random
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Models and runs of the tests of stage 3."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Adapters on a frozen base at stage 3: several dtypes in one model, and modules that come late."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

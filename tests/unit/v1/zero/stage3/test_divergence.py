@@ -2,8 +2,6 @@
 report without it.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -2,8 +2,6 @@
 by few collectives and in bounded memory.
 """
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

@@ -6,8 +6,6 @@ Checkpoints are `v1/checkpoint/test_instances`'s, the product of settings
 `v1/contract/test_stage3`'s.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

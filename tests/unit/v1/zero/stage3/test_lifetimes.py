@@ -1,7 +1,5 @@
 """How long what is whole at stage 3 is right: edits in forwards, split passes, failed gathers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

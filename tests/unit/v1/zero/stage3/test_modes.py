@@ -1,7 +1,5 @@
 """Stage 3 together with modes of torch and with the checks that users switch on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

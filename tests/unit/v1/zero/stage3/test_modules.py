@@ -1,7 +1,5 @@
 """Modules that use parameters without a forward: attention, cells, parametrizations, clones."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`zero.Init`, `GatheredParameters` and the interface of a sharded parameter."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections import Counter

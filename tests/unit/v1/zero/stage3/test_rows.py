@@ -36,8 +36,6 @@
 | | | `test_compiled_on_each_rank_by_its_branches` of `test_uneven` |
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What is changed inside `GatheredParameters` and undone by its end, or thrown away."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

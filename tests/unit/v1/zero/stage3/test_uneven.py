@@ -2,8 +2,6 @@
 by the same collectives in one order on all ranks.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """What scripts see of sharded weights and gradients: state dicts and `averaged_gradients`."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
