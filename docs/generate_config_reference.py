@@ -234,15 +234,13 @@ def refused() -> Iterator[str]:
     rows = {row.path: row for row in all_rows(TrainingConfig)}
     of = {scope: [each for each in REFUSALS if each.scope is scope] for scope in Scope}
     yield REFUSED
-    yield "### Refused values\n\nOther values of these keys are honoured.\n"
+    yield "### Refused values\n\nOther values of these keys, at other stages, are honoured.\n"
     yield "| key | refused |\n|---|---|"
     for each in of[Scope.VALUE]:
         yield f"| `{each.path}` | {each.remedy} |"
     for where, refusals in (("at", AT_STAGE_3), ("below", BELOW_STAGE_3)):
-        yield f"\n### Refused {where} stage 3\n"
-        yield "| key | instead |\n|---|---|"
         for each in refusals:
-            yield f"| `{rows[each.path].keys}` | {each.remedy} |"
+            yield f"| `{rows[each.path].keys}` | {where} stage 3: {each.remedy} |"
     yield "\n### Refused keys\n"
     yield "| key | type | default | meaning | instead |\n|---|---|---|---|---|"
     for each in of[Scope.KEY]:
