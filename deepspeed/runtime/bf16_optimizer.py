@@ -13,8 +13,8 @@ of a shard the same sum, whatever instance it is in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,58 +22,63 @@ from torch import nn
 
 from deepspeed._lazy import lazy_attributes
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
+from deepspeed.runtime.gradients.reduction import (
+    GradientContext,
+    GradientReduction,
+    ReductionSettings,
+)
 from deepspeed.runtime.gradients.replicated import all_reduce_flat
-from deepspeed.runtime.optimizers.state_layout import StateLayout
-from deepspeed.runtime.zero.sharded_state import load_sharded_state, sharded_state_dict
-from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
+from deepspeed.runtime.optimizers.group_layout import GroupLayout
+from deepspeed.runtime.optimizers.master_weights import MasterWeights
+from deepspeed.runtime.optimizers.settings import ShardSettings, StepSettings
+from deepspeed.runtime.optimizers.step_sequence import forwarded
+from deepspeed.runtime.sharding.group import ShardedGroup
+from deepspeed.runtime.zero.sharded_state import ShardFiles
+from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer, instances_of
 
 # Upstream's further names here say what to use instead.
 __getattr__ = lazy_attributes(__name__)
 
 
-class BF16_Optimizer(ZeROOptimizer):
-    """See module.
+class Accumulated(GradientReduction):
+    """Sums micro-batches of whole groups in a dtype of its own, and all-reduces the sums at the
+    boundary.
 
     Args:
-        init_optimizer: torch optimizer over the model's parameters.
-        param_names: Name of each parameter, in model order.
-        grad_acc_dtype: Dtype of the accumulator.
-        immediate_grad_update: Add each gradient from its hook, as soon as it exists, instead of all
-            at the end of backward: bf16 gradients are then freed during backward.
-        reduce_bucket_size: Elements per all-reduce.
-        communication_data_type: What travels; None is the accumulator's dtype.
-        backward_started: Called by the first hook of a backward that nobody announced.
-        kwargs: See `ZeROOptimizer`.
+        context: See base class.
+        groups: Whose gradients.
+        settings: What travels, how much of it at a time.
+        dtype: Of the sums.
+        immediate: Add each gradient from its hook, as soon as it exists, instead of all at the end
+            of backward: bf16 gradients are then freed during backward.
     """
 
-    _window_marks = ("_reduced", "_on_host")
+    accumulator: LocalAccumulator
 
     def __init__(
         self,
-        init_optimizer: torch.optim.Optimizer,
-        param_names: Mapping[nn.Parameter, str],
-        *,
-        grad_acc_dtype: torch.dtype = torch.float32,
-        immediate_grad_update: bool = False,
-        reduce_bucket_size: int = 500_000_000,
-        communication_data_type: torch.dtype | None = None,
-        backward_started: Callable[[], None] | None = None,
-        **kwargs: Any,
+        context: GradientContext,
+        groups: list[ShardedGroup],
+        settings: ReductionSettings,
+        dtype: torch.dtype,
+        immediate: bool = False,
     ) -> None:
-        super().__init__(init_optimizer, param_names, grad_dtype=grad_acc_dtype, **kwargs)
-        self.grad_acc_dtype = grad_acc_dtype
-        self.immediate_grad_update = immediate_grad_update
-        self.reduce_bucket_size = reduce_bucket_size
-        self.communication_data_type = communication_data_type
-        self._backward_started = backward_started
-        self.accumulator: LocalAccumulator = LocalAccumulator(self.groups, grad_acc_dtype)
-        for group, flat in zip(self.groups, self.accumulator.flats, strict=True):
-            if not self.cpu_offload:
-                group.use_grad(group.only_part(flat))
+        super().__init__(context, groups)
+        self.settings = settings
+        self.immediate_grad_update = immediate
+        self.accumulator = LocalAccumulator(groups, dtype)
+        # Owned gradients that are no part of the sums.
+        self._apart: list[tuple[ShardedGroup, torch.Tensor]] = []
+        for group, flat in zip(groups, self.accumulator.flats, strict=True):
+            own = group.only_part(flat)
+            if group.offload or own.dtype != group.grad_dtype:
+                self._apart.append((group, own))
+            else:
+                group.use_grad(own)
         self._reduced = False
-        self._on_host = False
+        self._moved = False
         self._hook_handles: list[Any] = []
-        if immediate_grad_update:
+        if immediate:
             self.create_grad_acc_hooks()
 
     @property
@@ -86,35 +91,28 @@ class BF16_Optimizer(ZeROOptimizer):
         """The accumulator of each parameter."""
         return self.accumulator.views
 
-    @property
-    def fp32_groups_flat_partition(self) -> list[torch.Tensor]:
-        """The owned master shard of each group."""
-        return self.single_partition_of_fp32_groups
-
     # Backward
 
     def create_grad_acc_hooks(self) -> None:
         """Let every gradient join the accumulator from its own hook."""
         for group_index, group in enumerate(self.groups):
             for index, param in enumerate(group.params):
-                hook = self._make_hook(group_index, index)
-                self._hook_handles.append(param.register_post_accumulate_grad_hook(hook))
+                hook = partial(self._arrived, group_index, index)
+                handle = param.register_post_accumulate_grad_hook(hook)
+                self._hook_handles.append(handle)
 
     @property
     def works_during_backward(self) -> bool:
         """See base class."""
         return bool(self._hook_handles)
 
-    def _make_hook(self, group_index: int, index: int) -> Callable[[torch.Tensor], None]:
-        def on_gradient(param: torch.Tensor) -> None:
-            if self._backward_started is not None:
-                self._backward_started()
-            # [fix 2] Runs on the stream current inside the hook, the one that produced the
-            # gradient. The all-reduce is issued after backward, when autograd has made the caller's
-            # stream wait for all of them.
-            self.accumulator.absorb_one(group_index, index, 1.0 / self.accumulation_divisor)
-
-        return on_gradient
+    def _arrived(self, group_index: int, index: int, param: torch.Tensor) -> None:
+        self.context.backward_started()
+        # [fix 2] Runs on the stream current inside the hook, the one that produced the gradient.
+        # The all-reduce is issued after backward, when autograd has made the caller's stream wait
+        # for all of them.
+        divisor = self.context.accumulation_divisor
+        self.accumulator.absorb_one(group_index, index, 1.0 / divisor)
 
     def backward_epilogue(self) -> None:
         """The micro-batch at hand joins the accumulator.
@@ -128,10 +126,10 @@ class BF16_Optimizer(ZeROOptimizer):
     def update_hp_grads(self) -> None:
         """Accumulator += every `param.grad`, which is dropped."""
         if not self.immediate_grad_update:
-            self.accumulator.absorb(1.0 / self.accumulation_divisor)
+            self.accumulator.absorb(1.0 / self.context.accumulation_divisor)
 
     def get_grads_for_reduction(self) -> list[torch.Tensor]:
-        """What the engine reduces at the boundary: the whole accumulators."""
+        """What is reduced at the boundary: the whole accumulators."""
         return self.accumulator.flats
 
     def reduce_gradients(self) -> None:
@@ -140,25 +138,33 @@ class BF16_Optimizer(ZeROOptimizer):
             return
         all_reduce_flat(
             self.get_grads_for_reduction(),
-            self.reduce_bucket_size,
-            self.reduce_rule,
+            self.settings.reduce_bucket_size,
+            self.context.reduce_rule,
             [group.replicas for group in self.groups],
-            self.communication_data_type,
+            self.settings.communication_data_type,
         )
         self._reduced = True
-        self._on_host = False
+        self._moved = False
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
-        """See base class: with offload, the owned part moves to the host.
+        """See base class: owned gradients that lie apart (on the host, with offload) get theirs.
 
         Once per reduction: `safe_set_full_grad` comes between and must not be overwritten by the
         step.
         """
-        if self.cpu_offload and not self._on_host:
-            self._on_host = True
-            for group, flat in zip(self.groups, self.accumulator.flats, strict=True):
-                group.grad.copy_(group.only_part(flat))
+        if self._apart and self._reduced and not self._moved:
+            self._moved = True
+            for group, own in self._apart:
+                group.grad.copy_(own)
+
+    @property
+    def has_reduced_gradients(self) -> bool:
+        """See base class."""
+        return self._reduced
+
+    def _travels_in(self, param: nn.Parameter, local: torch.dtype) -> torch.dtype:
+        return self.settings.communication_data_type or local
 
     # Clearing and state
 
@@ -166,7 +172,7 @@ class BF16_Optimizer(ZeROOptimizer):
         """Forget the accumulated gradients."""
         self.accumulator.clear()
         self._reduced = False
-        self._on_host = False
+        self._moved = False
 
     def clear_lp_grads(self, set_to_none: bool = True) -> None:
         """Forget gradients that have not joined yet."""
@@ -174,42 +180,69 @@ class BF16_Optimizer(ZeROOptimizer):
             for param in group.params:
                 param.grad = None
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def clear(self) -> None:
         """See base class."""
         self.clear_lp_grads()
         self.clear_hp_grads()
-        super().zero_grad(set_to_none)
-
-    @property
-    def has_reduced_gradients(self) -> bool:
-        """See `ZeROOptimizer`."""
-        return self._reduced
 
     @property
     def _owns_sums(self) -> bool:
-        return self._on_host
+        return self._moved
 
-    @property
-    def state_layout(self) -> StateLayout:
-        """See base class."""
-        return replace(super().state_layout, lists_frozen=False)
+    def _marks(self) -> dict[str, bool]:
+        return {"_reduced": self._reduced, "_on_host": self._moved}
 
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state, in upstream's layout."""
-        return sharded_state_dict(self, elastic=False)
-
-    def load_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        load_optimizer_states: bool = True,
-        load_from_fp32_weights: bool = True,
-    ) -> None:
-        """See base class."""
-        load_sharded_state(self, state_dict, load_optimizer_states, load_from_fp32_weights)
+    def _set_marks(self, marks: Mapping[str, bool]) -> None:
+        self._reduced, self._moved = marks.values()
 
     def destroy(self) -> None:
         """See base class."""
         for handle in self._hook_handles:
             handle.remove()
         self._hook_handles = []
-        super().destroy()
+
+
+class BF16_Optimizer(ZeROOptimizer):
+    """See module.
+
+    Args:
+        init_optimizer: torch optimizer over the model's parameters.
+        param_names: Name of each parameter, in model order.
+        steps: See `StepSettings`.
+        shards: See `ShardSettings`; gradients are accumulated in their `grad_dtype`.
+        reduction: See `ReductionSettings`.
+        immediate_grad_update: See `Accumulated`.
+    """
+
+    reduction: Accumulated
+
+    def __init__(
+        self,
+        init_optimizer: torch.optim.Optimizer,
+        param_names: Mapping[nn.Parameter, str],
+        steps: StepSettings,
+        shards: ShardSettings,
+        reduction: ReductionSettings,
+        immediate_grad_update: bool = False,
+    ) -> None:
+        context, outcomes = steps.context(init_optimizer, param_names), steps.outcomes()
+        steps, instances = instances_of(context, steps, shards)
+        layout = GroupLayout(context, shards, instances.inside)
+        masters = MasterWeights(init_optimizer, context, steps, layout)
+        accumulated = Accumulated(
+            context, masters.groups, reduction, shards.grad_dtype, immediate_grad_update
+        )
+        files = ShardFiles(masters, instances.across, outcomes)
+        super().__init__(init_optimizer, context, accumulated, masters, files, outcomes)
+
+    update_hp_grads = forwarded("reduction", Accumulated.update_hp_grads)
+    get_grads_for_reduction = forwarded("reduction", Accumulated.get_grads_for_reduction)
+    create_grad_acc_hooks = forwarded("reduction", Accumulated.create_grad_acc_hooks)
+    clear_hp_grads = forwarded("reduction", Accumulated.clear_hp_grads)
+    clear_lp_grads = forwarded("reduction", Accumulated.clear_lp_grads)
+    immediate_grad_update: bool = forwarded("reduction")
+    fp32_groups_gradients_flat: list[torch.Tensor] = forwarded("reduction")
+    fp32_groups_gradients: list[list[torch.Tensor]] = forwarded("reduction")
+    fp32_groups_flat_partition: list[torch.Tensor] = forwarded(
+        "masters", name="single_partition_of_fp32_groups"
+    )

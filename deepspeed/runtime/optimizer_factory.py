@@ -26,7 +26,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler, Lo
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker
 from deepspeed.runtime.gradients.reduce_rule import ReduceRule
-from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
+from deepspeed.runtime.gradients.reduction import ReductionSettings
 from deepspeed.runtime.optimizers.on_shards import (
     BY_OWNERS,
     ELEMENTWISE,
@@ -35,11 +35,13 @@ from deepspeed.runtime.optimizers.on_shards import (
     on_shards,
 )
 from deepspeed.runtime.optimizers.replicated_optimizer import ReplicatedOptimizer
+from deepspeed.runtime.optimizers.settings import ShardSettings, StepSettings
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.group import expert_group_of
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
+from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -344,11 +346,11 @@ def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSe
         )
     # BF16_Optimizer shards its masters at stage 0 too, which whole-parameter optimizers cannot
     # take.
-    shards = stage == 1 or (stage == 0 and elementwise)
-    if model_dtype == torch.bfloat16 and accumulation == torch.float32 and shards:
-        return _bf16(basic, context, accumulation)
-    if stage > 0:
-        return _zero(basic, context, stage, accumulation)
+    is_bf16_summed = model_dtype == torch.bfloat16 and accumulation == torch.float32
+    if stage > 0 or (is_bf16_summed and elementwise):
+        return _sharded(basic, context, stage, accumulation)
+    names, steps = context.param_names, _steps(context, is_sharded=False)
+    reduction = _reduction(context)
     # Without a precision block nobody asked for masters.
     if not (tree.fp16.enabled or tree.bf16.enabled):
         if accumulation is not None:
@@ -357,16 +359,9 @@ def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSe
                 f"{type(basic).__name__} and no precision block at stage 0 is not supported; "
                 'enable "bf16" or "fp16", or leave it out'
             )
-        return ReplicatedOptimizer(basic, **_replicated(context), **_sequence(context))
-    flat = type(basic).__name__ in FLAT_WITHOUT_ZERO
-    cls = FP16_Optimizer if flat else FP16_UnfusedOptimizer
-    return cls(
-        basic,
-        context.param_names,
-        local_accumulation_dtype=accumulation,
-        **_replicated(context),
-        **_sequence(context),
-    )
+        return ReplicatedOptimizer(basic, names, steps, reduction)
+    cls = FP16_Optimizer if type(basic).__name__ in FLAT_WITHOUT_ZERO else FP16_UnfusedOptimizer
+    return cls(basic, names, steps, reduction, accumulation)
 
 
 def _check_accumulation(
@@ -389,7 +384,7 @@ def _check_partial_offload(basic: torch.optim.Optimizer, config: DeepSpeedConfig
     if offload is None or not _offloads(config) or offload.ratio == 1.0:
         return
     # startup: few runs offload a part
-    from deepspeed.runtime.zero.partial_offload import has_device_optimizer
+    from deepspeed.runtime.zero.units.partial_offload import has_device_optimizer
 
     name = type(basic).__name__
     if isinstance(basic, WholeParameterOptimizer) or not has_device_optimizer(basic):
@@ -400,27 +395,36 @@ def _check_partial_offload(basic: torch.optim.Optimizer, config: DeepSpeedConfig
         )
 
 
-def _sequence(context: WrapContext) -> dict[str, Any]:
-    tree = context.config.tree
-    check = tree.bf16.check_grad_overflow if context.model_dtype == torch.bfloat16 else True
+def _steps(context: WrapContext, is_sharded: bool) -> StepSettings:
+    tree, ranks = context.config.tree, context.ranks
     given = "gradient_predivide_factor" in tree.model_fields_set
-    return {
-        "clip_grad": tree.gradient_clipping,
-        "tracker": context.tracker,
-        "reduce_rule": ReduceRule(
-            world=context.ranks.num_replicas,
+    # Where every rank has its parameters' gradients whole, what no other rank has parts of, nobody
+    # sums.
+    counts_all = ranks.is_whole and not is_sharded
+    return StepSettings(
+        clip_grad=tree.gradient_clipping,
+        tracker=context.tracker,
+        reduce_rule=ReduceRule(
+            world=ranks.num_replicas,
             prescale=tree.prescale_gradients,
             predivide_factor=tree.gradient_predivide_factor if given else None,
             sum_op=tree.gradient_allreduce_op == "sum",
         ),
-        "loss_scaler": build_loss_scaler(context.config),
-        "check_grad_overflow": check,
-        "dp_process_group": context.ranks.replicas,
-        "expert_data_parallel_group": context.ranks.experts,
-        "num_norm_groups": context.num_norm_groups,
-        "device": context.device,
-        "allow_empty": context.ranks.has_parts,
-    }
+        loss_scaler=build_loss_scaler(context.config),
+        check_grad_overflow=(
+            tree.bf16.check_grad_overflow if context.model_dtype == torch.bfloat16 else True
+        ),
+        dp_process_group=ranks.replicas,
+        expert_data_parallel_group=ranks.experts,
+        norm_group=None if counts_all else ranks.norm_group,
+        counts_in_norm=(
+            None if counts_all else ranks.counts_shard if is_sharded else ranks.counts_replica
+        ),
+        num_norm_groups=context.num_norm_groups,
+        device=context.device,
+        allow_empty=ranks.has_parts,
+        backward_started=context.backward_started,
+    )
 
 
 def build_loss_scaler(config: DeepSpeedConfig) -> LossScalerBase:
@@ -433,82 +437,47 @@ def build_loss_scaler(config: DeepSpeedConfig) -> LossScalerBase:
     return DynamicLossScaler(**fp16.dynamic_loss_scale_args())
 
 
-def _replicated(context: WrapContext) -> dict[str, Any]:
-    """Every rank has its parameters' gradients whole: what no other rank has parts of, nobody
-    sums.
-    """
-    tree, ranks = context.config.tree, context.ranks
-    return {
-        "norm_group": None if ranks.is_whole else ranks.norm_group,
-        "counts_in_norm": None if ranks.is_whole else ranks.counts_replica,
-        "reduce_bucket_size": tree.zero_optimization.reduce_bucket_size,
-        "communication_data_type": context.config.communication_data_type,
-        "reduction": {
-            "overlap": bool(tree.zero_optimization.overlap_comm),
-            "param_names": context.param_names,
-            "backward_started": context.backward_started,
-        },
-    }
-
-
-def _sharded(context: WrapContext) -> dict[str, Any]:
+def _reduction(context: WrapContext) -> ReductionSettings:
     zero = context.config.tree.zero_optimization
-    return {
-        "instances": context.ranks.parallel_map.optimizer_instances(zero.num_optimizer_instances),
-        "norm_group": context.ranks.norm_group,
-        "counts_in_norm": context.ranks.counts_shard,
-        "offload": zero.offload_optimizer if _offloads(context.config) else None,
-        "round_robin": zero.round_robin_gradients and context.parameter_offload is None,
-        "allgather_bucket_size": zero.allgather_bucket_size,
-        "allgather_partitions": zero.allgather_partitions,
-        "gather_beside": context.model if zero.overlap_param_gather else None,
-        "reduce_bucket_size": zero.reduce_bucket_size,
-        "communication_data_type": context.config.communication_data_type,
-        "elastic_checkpoint": zero.elastic_checkpoint,
-        "backward_started": context.backward_started,
-    }
-
-
-def _bf16(
-    basic: torch.optim.Optimizer, context: WrapContext, accumulation: torch.dtype
-) -> MasterWeightOptimizer:
-    immediate = context.config.tree.bf16.immediate_grad_update
-    return BF16_Optimizer(
-        basic,
-        context.param_names,
-        grad_acc_dtype=accumulation,
-        immediate_grad_update=immediate,
-        **_sharded(context),
-        **_sequence(context),
+    return ReductionSettings(
+        reduce_bucket_size=zero.reduce_bucket_size,
+        communication_data_type=context.config.communication_data_type,
+        comm_dtype_of=context.comm_dtype_of,
+        overlap_comm=bool(zero.overlap_comm),
+        contiguous_gradients=zero.contiguous_gradients,
+        reduce_scatter=zero.reduce_scatter,
+        ignore_unused_parameters=zero.ignore_unused_parameters,
     )
 
 
-def _zero(
-    basic: torch.optim.Optimizer, context: WrapContext, stage: int, accumulation: torch.dtype | None
-) -> MasterWeightOptimizer:
+def _shards(context: WrapContext, accumulation: torch.dtype | None) -> ShardSettings:
     zero = context.config.tree.zero_optimization
-    shared: dict[str, Any] = {
-        "contiguous_gradients": zero.contiguous_gradients,
-        "reduce_scatter": zero.reduce_scatter,
-        "overlap_comm": bool(zero.overlap_comm),
-        "ignore_unused_parameters": zero.ignore_unused_parameters,
-        "comm_dtype_of": context.comm_dtype_of,
-        "grad_dtype": accumulation or torch.float32,
-        **_sharded(context),
-        **_sequence(context),
-    }
+    return ShardSettings(
+        instances=context.ranks.parallel_map.optimizer_instances(zero.num_optimizer_instances),
+        grad_dtype=accumulation or torch.float32,
+        offload=zero.offload_optimizer if _offloads(context.config) else None,
+        round_robin=zero.round_robin_gradients and context.parameter_offload is None,
+        allgather_bucket_size=zero.allgather_bucket_size,
+        allgather_partitions=zero.allgather_partitions,
+        gather_beside=context.model if zero.overlap_param_gather else None,
+        elastic_checkpoint=zero.elastic_checkpoint,
+    )
+
+
+def _sharded(
+    basic: torch.optim.Optimizer, context: WrapContext, stage: int, accumulation: torch.dtype | None
+) -> ZeROOptimizer:
+    shards, reduction = _shards(context, accumulation), _reduction(context)
+    names, steps = context.param_names, _steps(context, is_sharded=True)
+    if context.model_dtype == torch.bfloat16 and accumulation == torch.float32 and stage < 2:
+        immediate = context.config.tree.bf16.immediate_grad_update
+        return BF16_Optimizer(basic, names, steps, shards, reduction, immediate)
     if context.parameter_offload is not None:
         # startup: only stage 3 needs it
         from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-        return DeepSpeedZeroOptimizer_Stage3(
-            basic, context.param_names, parameter_offload=context.parameter_offload, **shared
-        )
-    return DeepSpeedZeroOptimizer(
-        basic,
-        context.param_names,
-        partition_grads=stage == 2,
-        # Stage 1 sums micro-batches before the reduction, stage 2 after it, in the owned shard.
-        local_accumulation_dtype=accumulation if stage == 1 else None,
-        **shared,
-    )
+        offload = context.parameter_offload
+        return DeepSpeedZeroOptimizer_Stage3(basic, names, steps, shards, reduction, offload)
+    # Stage 1 sums micro-batches before the reduction, stage 2 after it, in the owned shard.
+    local = accumulation if stage == 1 else None
+    return DeepSpeedZeroOptimizer(basic, names, steps, shards, reduction, stage == 2, local)

@@ -23,10 +23,7 @@ LARGE: dict[str, str] = {
     "PipelineModule": "upstream's face of a pipeline; its work is done by the parts it has",
     "PipelineParallelGrid": "upstream's face of a grid: a method and an attribute for each axis",
     **dict.fromkeys(("IMPIRunner", "MVAPICHRunner"), "upstream's classes of launchers"),
-    **dict.fromkeys(("BF16_Optimizer", "FP16_Optimizer", "FP16_UnfusedOptimizer"), UNTIL_PARTS),
-    **dict.fromkeys(("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"), UNTIL_PARTS),
-    **dict.fromkeys(("StepSequence", "ReplicatedOptimizer", "ReadableMasters"), UNTIL_PARTS),
-    **dict.fromkeys(("MasterWeightOptimizer", "ZeROOptimizer", "MovableStates"), UNTIL_PARTS),
+    **dict.fromkeys(("Bucketed", "Units"), "the sites of fixes 1 and 2, which stand together"),
     **dict.fromkeys(("GradientLedger", "Channel", "GatherUnit"), UNTIL_PARTS),
     "DeepSpeedZeRoOffload": UNTIL_PARTS,
 }
@@ -34,8 +31,6 @@ LARGE: dict[str, str] = {
 
 CALLED: dict[str, str] = {
     "DeepSpeedEngine._check_settings": "refuses before anything is made; it reads arguments alone",
-    "MasterWeightOptimizer._kept_on_device": UNTIL_PARTS,
-    "DeepSpeedZeroOptimizer._make_buckets": UNTIL_PARTS,
     "Publisher._plan": UNTIL_PARTS,
     "ReadinessTracker.reset": UNTIL_PARTS,
 }

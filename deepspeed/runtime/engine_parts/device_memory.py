@@ -6,7 +6,7 @@ from collections.abc import Container
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine_parts.engine_state import EngineState
-from deepspeed.runtime.zero.movable_states import Movable, MovableStates
+from deepspeed.runtime.zero.movable_states import Movable
 from deepspeed.runtime.zero.movable_weights import MovableWeights
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 
@@ -47,12 +47,13 @@ class EngineDeviceMemory:
                 self.weights = MovableWeights(offload)
             return self.weights
         sequence = self._engine._require_optimizer(what)
-        if not isinstance(sequence, MovableStates):
+        movable = sequence.movable
+        if not isinstance(movable, Movable):
             raise RuntimeError(
                 f"engine.{what}() with {type(sequence).__name__} is not supported; use ZeRO stage "
                 '2 or 3, or stage 1 without "data_types": {"grad_accum_dtype": "fp32"}'
             )
-        return sequence
+        return movable
 
     def empty_partition_cache(self) -> None:
         """Let gathered parameters of stage 3 go, and all memory that the device keeps for them:

@@ -6,7 +6,7 @@ by element; see `unfused_optimizer` for those that need each parameter's shape.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,132 +18,66 @@ from deepspeed.checkpoint.constants import (
     OPTIMIZER_STATE_DICT,
     SCALER_KEYS,
 )
-from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
+from deepspeed.runtime.bf16_optimizer import Accumulated
 from deepspeed.runtime.gradients.overlay import Overlay
-from deepspeed.runtime.gradients.replicated import FlatGradients, all_reduce_flat
-from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
-from deepspeed.runtime.optimizers.replicated_reduction import ReplicatedReduction
+from deepspeed.runtime.gradients.reduction import (
+    GradientContext,
+    GradientReduction,
+    ReductionSettings,
+)
+from deepspeed.runtime.gradients.replicated import FlatGradients
+from deepspeed.runtime.gradients.replicated_reduction import Replicated
+from deepspeed.runtime.optimizers.group_layout import GroupLayout
+from deepspeed.runtime.optimizers.master_weights import MasterNames, MasterWeights
+from deepspeed.runtime.optimizers.settings import ShardSettings, StepSettings
+from deepspeed.runtime.optimizers.state_layout import StateFiles, StateLayout
+from deepspeed.runtime.optimizers.step_outcome import Outcomes
+from deepspeed.runtime.optimizers.step_sequence import StepSequence, forwarded
 from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.runtime.sharding.loading_in_place import load_in_place
 
 
-class FP16_Optimizer(MasterWeightOptimizer):
-    """See module.
+class Overlaid(Replicated):
+    """Gradients in the model's dtype that have the same memory as those in the masters'.
 
     Args:
-        init_optimizer: torch optimizer over the model's parameters.
-        param_names: Name of each parameter, in model order.
-        reduce_bucket_size: Elements per all-reduce.
-        communication_data_type: What travels; None is the gradients' dtype.
-        local_accumulation_dtype: Sum micro-batches in this dtype instead of the model's. They are
-            reduced when backward is over.
-        reduction: See `ReplicatedReduction`: how, and under what names.
-        kwargs: See `MasterWeightOptimizer`.
-
-    Attributes:
-        masters_key: Under what the state has its masters.
+        context: See base class.
+        groups: See base class.
+        settings: See base class.
     """
 
-    masters_key = FP32_GROUPS_FLAT
-    _window_marks = ("_reduced", "_finished")
-
     def __init__(
-        self,
-        init_optimizer: torch.optim.Optimizer,
-        param_names: Mapping[nn.Parameter, str],
-        *,
-        reduce_bucket_size: int = 500_000_000,
-        communication_data_type: torch.dtype | None = None,
-        local_accumulation_dtype: torch.dtype | None = None,
-        reduction: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        self, context: GradientContext, groups: list[ShardedGroup], settings: ReductionSettings
     ) -> None:
-        super().__init__(init_optimizer, param_names, shard_group=None, **kwargs)
-        self.reduce_bucket_size = reduce_bucket_size
-        self.communication_data_type = communication_data_type
-        self.accumulator: LocalAccumulator | None = None
+        self._overlays = [
+            Overlay(group.flat.numel(), group.flat.dtype, group.grad_dtype, group.device)
+            for group in groups
+        ]
+        gradients = []
+        for group, overlay in zip(groups, self._overlays, strict=True):
+            group.use_grad(overlay.wide)
+            # A group of a stage or of a user may be empty: there is no parameter to ask.
+            narrow = overlay.narrow
+            gradients.append(FlatGradients(group.params, like=narrow, flat=narrow))
         self._reduced = False
         self._finished = False
-        self._flat_gradients: list[FlatGradients] = []
-        self._overlays: list[Overlay] = []
-        if local_accumulation_dtype is not None:
-            self.accumulator = LocalAccumulator(self.groups, local_accumulation_dtype)
-            for group, flat in zip(self.groups, self.accumulator.flats, strict=True):
-                if flat.dtype == group.grad_dtype:
-                    group.use_grad(flat)
-        else:
-            for group in self.groups:
-                self._lay_over(group)
-        self._reduction = ReplicatedReduction(
-            self,
-            self._flat_gradients,
-            [group.replicas for group in self.groups],
-            bucket_numel=reduce_bucket_size,
-            communication_data_type=communication_data_type,
-            **(reduction or {}),
-        )
-
-    def _lay_over(self, group: ShardedGroup) -> None:
-        """Give a group's gradients in the model's dtype and in the masters' the same memory."""
-        overlay = Overlay(group.flat.numel(), group.flat.dtype, group.grad_dtype, group.device)
-        group.use_grad(overlay.wide)
-        self._overlays.append(overlay)
-        # A group of a stage or of a user may be empty: there is no parameter to ask.
-        narrow = overlay.narrow
-        self._flat_gradients.append(FlatGradients(group.params, like=narrow, flat=narrow))
-
-    @property
-    def fp32_groups_flat(self) -> list[torch.Tensor]:
-        """The master of each group."""
-        return self.single_partition_of_fp32_groups
+        super().__init__(context, gradients, [g.replicas for g in groups], settings, groups)
 
     def backward_prologue(self) -> None:
         """See base class: gradients that were made ready for the step take more contributions."""
-        if self._finished and self._overlays:
-            for overlay, gradients in zip(self._overlays, self._flat_gradients, strict=True):
+        if self._finished:
+            for overlay, gradients in zip(self._overlays, self.gradients, strict=True):
                 overlay.narrow_again()
                 gradients.attach()
             self._finished = False
-        self._reduction.backward_prologue()
-
-    @property
-    def works_during_backward(self) -> bool:
-        """See base class."""
-        return self._reduction.works_during_backward
-
-    def exit_backward(self) -> None:
-        """See base class."""
-        self._reduction.exit_backward()
-
-    def hold(self, params: Iterable[nn.Parameter]) -> None:
-        """See base class."""
-        self._reduction.hold(params)
-
-    def backward_epilogue(self) -> None:
-        """See base class."""
-        if self.accumulator is not None:
-            self.accumulator.absorb(1.0 / self.accumulation_divisor)
-
-    @property
-    def _step_divisor(self) -> float:
-        return 1.0 if self.accumulator is not None else self.accumulation_divisor
+        super().backward_prologue()
 
     def reduce_gradients(self) -> None:
-        """See base class: only the boundary reduces."""
-        if not self.reduces_now:
-            return
-        if self.accumulator is None:
-            self._reduction.reduce()
-        else:
-            all_reduce_flat(
-                self.accumulator.flats,
-                self.reduce_bucket_size,
-                self.reduce_rule,
-                [group.replicas for group in self.groups],
-                self.communication_data_type,
-            )
-        self._reduced = True
-        self._finished = False
+        """See base class."""
+        super().reduce_gradients()
+        if self.reduces_now:
+            self._reduced = True
+            self._finished = False
 
     @property
     def has_reduced_gradients(self) -> bool:
@@ -160,90 +94,99 @@ class FP16_Optimizer(MasterWeightOptimizer):
         if self._finished or not self._reduced:
             return
         self._finished = True
-        for overlay, gradients in zip(self._overlays, self._flat_gradients, strict=True):
+        for overlay, gradients in zip(self._overlays, self.gradients, strict=True):
             gradients.detach()
             overlay.widen()
-        if self.accumulator is not None:
-            for group, flat in zip(self.groups, self.accumulator.flats, strict=True):
-                if group.grad is not flat:
-                    group.grad.copy_(flat)
 
     @property
     def _owns_sums(self) -> bool:
         return self._finished
 
+    def _marks(self) -> dict[str, bool]:
+        return {"_reduced": self._reduced, "_finished": self._finished}
+
+    def _set_marks(self, marks: Mapping[str, bool]) -> None:
+        self._reduced, self._finished = marks.values()
+
     def load_window_state(self, saved: Mapping[str, Any]) -> None:
         """See base class."""
-        super().load_window_state(saved)
-        for gradients in self._flat_gradients:
+        GradientReduction.load_window_state(self, saved)
+        for gradients in self.gradients:
             if self._finished:
                 gradients.detach()
             else:
                 gradients.collect_present()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def clear(self) -> None:
         """See base class."""
-        self._reduction.clear()
-        if self.accumulator is not None:
-            for group in self.groups:
-                for param in group.params:
-                    param.grad = None
-            self.accumulator.clear()
+        super().clear()
         self._reduced = False
         self._finished = False
-        super().zero_grad(set_to_none)
 
     def destroy(self) -> None:
         """See base class."""
-        self._reduction.destroy()
-        self._flat_gradients, self._overlays = [], []
         super().destroy()
+        self._overlays = []
 
-    # State, saved whole by one rank in the model-states file
+
+class WholeFiles(StateFiles):
+    """Files of masters that every rank has whole, saved by one rank in the model-states file.
+
+    Args:
+        masters: Whose.
+        outcomes: The loss scale; how steps clip.
+        masters_key: Under what files have the masters.
+    """
+
+    def __init__(self, masters: MasterWeights, outcomes: Outcomes, masters_key: str) -> None:
+        super().__init__(masters.optimizer)
+        self._masters = masters
+        self._outcomes = outcomes
+        self._key = masters_key
+
+    @property
+    def state_layout(self) -> StateLayout:
+        """See base class."""
+        return StateLayout(has_masters=True)
 
     def _scaler_state(self) -> dict[str, Any]:
-        present = {
-            key: getattr(self.loss_scaler, key)
-            for key in SCALER_KEYS
-            if hasattr(self.loss_scaler, key)
-        }
+        scaler = self._outcomes.loss_scaler
+        present = {key: getattr(scaler, key) for key in SCALER_KEYS if hasattr(scaler, key)}
         # A static scale counts no steps, but upstream's loader wants the number whatever the scale.
-        return {"dynamic_loss_scale": self.dynamic_loss_scale, "cur_iter": 0, **present}
+        is_dynamic = self._outcomes.dynamic_loss_scale
+        return {"dynamic_loss_scale": is_dynamic, "cur_iter": 0, **present}
 
     def _masters_state(self) -> dict[str, Any]:
         return {
-            self.masters_key: [group.master.detach() for group in self.groups],
-            "clip_grad": self.clip_grad,
+            self._key: [group.master.detach() for group in self._masters.groups],
+            "clip_grad": self._outcomes.clip_grad,
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Scaler, wrapped optimizer and masters."""
         return {
             **self._scaler_state(),
-            OPTIMIZER_STATE_DICT: self.optimizer.state_dict(),
+            OPTIMIZER_STATE_DICT: self._optimizer.state_dict(),
             **self._masters_state(),
         }
 
     def fits(self, saved: Mapping[str, Any]) -> bool:
         """See base class."""
-        return MASTER_KEYS & saved.keys() == {self.masters_key}
+        return MASTER_KEYS & saved.keys() == {self._key}
 
     def rebuilt_state(
         self, base: dict[str, Any], masters: Sequence[torch.Tensor], scaler: Mapping[str, Any]
     ) -> dict[str, Any]:
         """See base class."""
-        return {
-            **scaler,
-            OPTIMIZER_STATE_DICT: base,
-            self.masters_key: self._grouped_masters(masters),
-        }
+        grouped = self._grouped_masters(masters)
+        return {**scaler, OPTIMIZER_STATE_DICT: base, self._key: grouped}
 
-    def _grouped_masters(self, masters: Sequence[torch.Tensor]) -> list[Any]:
+    def _grouped_masters(self, masters: Sequence[torch.Tensor]) -> Sequence[object]:
         """The masters of `own_tensors` as the files have them: one per group."""
         return list(masters)
 
     def _saved_masters(self, state_dict: dict[str, Any]) -> list[list[torch.Tensor]]:
-        return [[flat] for flat in state_dict[self.masters_key]]
+        return [[flat] for flat in state_dict[self._key]]
 
     @torch.no_grad()
     def load_state_dict(
@@ -252,13 +195,56 @@ class FP16_Optimizer(MasterWeightOptimizer):
         load_optimizer_states: bool = True,
         load_from_fp32_weights: bool = True,
     ) -> None:
-        """Restore what `state_dict` returned."""
-        self.loss_scaler.go_on_from(state_dict)
+        """See base class."""
+        self._outcomes.loss_scaler.go_on_from(state_dict)
         if load_optimizer_states:
-            load_in_place(self.optimizer, state_dict[OPTIMIZER_STATE_DICT])
+            load_in_place(self._optimizer, state_dict[OPTIMIZER_STATE_DICT])
         if not load_from_fp32_weights:
-            self.refresh_fp32_params()
+            self._masters.refresh_fp32_params()
             return
-        for group, saved in zip(self.groups, self._saved_masters(state_dict), strict=True):
+        groups = self._masters.groups
+        for group, saved in zip(groups, self._saved_masters(state_dict), strict=True):
             for master, value in zip(group.masters, saved, strict=True):
                 master.copy_(value)
+
+
+class FP16_Optimizer(MasterNames, StepSequence):
+    """See module.
+
+    Args:
+        init_optimizer: torch optimizer over the model's parameters.
+        param_names: Name of each parameter, in model order.
+        steps: See `StepSettings`.
+        reduction: See `ReductionSettings`.
+        local_accumulation_dtype: Sum micro-batches in this dtype instead of the model's. They are
+            reduced when backward is over.
+    """
+
+    masters: MasterWeights
+
+    files_class: type[WholeFiles] = WholeFiles
+    masters_key = FP32_GROUPS_FLAT
+    per_param = False
+
+    def __init__(
+        self,
+        init_optimizer: torch.optim.Optimizer,
+        param_names: Mapping[nn.Parameter, str],
+        steps: StepSettings,
+        reduction: ReductionSettings,
+        local_accumulation_dtype: torch.dtype | None = None,
+    ) -> None:
+        context, outcomes = steps.context(init_optimizer, param_names), steps.outcomes()
+        layout = GroupLayout(context, ShardSettings())
+        masters = MasterWeights(init_optimizer, context, steps, layout, self.per_param)
+        reducing: GradientReduction = (
+            Overlaid(context, masters.groups, reduction)
+            if local_accumulation_dtype is None
+            else Accumulated(context, masters.groups, reduction, local_accumulation_dtype)
+        )
+        files = self.files_class(masters, outcomes, self.masters_key)
+        super().__init__(init_optimizer, context, reducing, masters, files, outcomes)
+
+    fp32_groups_flat: list[torch.Tensor] = forwarded(
+        "masters", name="single_partition_of_fp32_groups"
+    )

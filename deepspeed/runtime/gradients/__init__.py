@@ -6,8 +6,10 @@ In the order in which a gradient meets them:
   ask it.
 - `local_accumulator`: the sum of micro-batches on this rank, in a dtype of its own. The fp16 and
   bf16 optimizers and stage 1 fill it in `backward_epilogue`.
-- `buckets`, `readiness`: which parameters share a collective, and when it leaves. Pure; stages 1
-  and 2 plan with the first and report fired hooks to the second.
+- `reduction`: what every way of reducing has in common; `replicated_reduction` is that of
+  gradients which every rank keeps whole, the others are the stages'.
+- `buckets`, `readiness`: which parameters share a collective, and when it leaves. Pure;
+  `bucket_hooks` reports gradients to the second, late ones too, `bucket_buffers` is the memory.
 - `reduce_rule`: by what a gradient is scaled, the only place that knows. Made by
   `optimizer_factory`, asked by whoever reduces.
 - `replicated`: the all-reduce of gradients that every rank keeps whole. Called by the optimizers
@@ -29,7 +31,7 @@ Beside them stand those who watch:
 Called from `optimizers/`, `zero/`, `fp16/` and the engines above; imports `sharding/`, `streams`
 and `comm` only.
 
-For gradients that are complete otherwise than by one hook: `late` ones come after their bucket was
-sent, `sequence_parts` are summed over tensor-parallel ranks first. `overlay` keeps a narrow flat
+For gradients that are complete otherwise than by one hook: `sequence_parts` are summed over
+tensor-parallel ranks first, `unused` refuses that there are none. `overlay` keeps a narrow flat
 buffer in the memory of a wide one.
 """

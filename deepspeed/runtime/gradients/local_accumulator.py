@@ -7,7 +7,7 @@ contributions after a few micro-batches. The accumulator takes each micro-batch'
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -26,14 +26,23 @@ class LocalAccumulator:
         dtype: In what they are summed.
     """
 
-    def __init__(self, groups: list[ShardedGroup], dtype: torch.dtype) -> None:
+    def __init__(self, groups: Sequence[ShardedGroup], dtype: torch.dtype) -> None:
         self.flats = [
             torch.zeros(g.table.padded_numel, dtype=dtype, device=g.flat.device) for g in groups
         ]
         self.views = [g.param_views(flat) for g, flat in zip(groups, self.flats, strict=True)]
+        self._sums: dict[torch.Tensor, torch.Tensor] = {
+            param: view
+            for group, views in zip(groups, self.views, strict=True)
+            for param, view in zip(group.params, views, strict=True)
+        }
         self._groups = groups
         self._dtype = dtype
         self._is_host = get_accelerator().is_synchronized_device()
+
+    def sum_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        """The sum of a parameter's gradients; None if it is of no group."""
+        return self._sums.get(param)
 
     @torch.no_grad()
     def absorb(self, scale: float = 1.0) -> None:

@@ -1,51 +1,47 @@
-"""Master weights: a step sequence around a torch optimizer that updates flat fp32 shards instead of
-the model's parameters.
+"""Master weights: what a step updates where the model's parameters are not it.
 
 Every parameter group is laid out flat and cut into shards (`sharding/`); each rank keeps masters,
-moments and gradients of its own. How gradients get there is the business of the optimizers that
-derive from `MasterWeightOptimizer`; how they are read is in `readable_masters`.
+moments and gradients of its own. How gradients get there is a reduction's business; how updated
+masters become parameters is `publishing`'s.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.host_optimizer import HostOptimizer
 from deepspeed.ops.whole_parameters import WholeParameterOptimizer
 from deepspeed.runtime.gradients.norm import joined, local_squared_norm, reduce_squared_norm
-from deepspeed.runtime.module_hooks.parameter_arrivals import ParameterArrivals
+from deepspeed.runtime.gradients.reduction import GradientContext
+from deepspeed.runtime.gradients.scope import GradientPiece
+from deepspeed.runtime.optimizers.group_layout import GroupLayout
 from deepspeed.runtime.optimizers.owner_steps import OwnerSteps
-from deepspeed.runtime.optimizers.readable_masters import ReadableMasters
-from deepspeed.runtime.optimizers.state_layout import OwnTensor, ParamRun, StateLayout
+from deepspeed.runtime.optimizers.publishing import Publishing
+from deepspeed.runtime.optimizers.settings import StepSettings
+from deepspeed.runtime.optimizers.state_layout import OwnTensor, ParamRun
 from deepspeed.runtime.optimizers.step_outcome import GradientScaling
+from deepspeed.runtime.optimizers.step_sequence import StepSequence, forwarded
 from deepspeed.runtime.sharding.dealt_parameters import DealtParameters
-from deepspeed.runtime.sharding.fragments import FragmentTable, round_robin_order
-from deepspeed.runtime.sharding.group import ShardedGroup, expert_group_of_all
-from deepspeed.runtime.sharding.publisher import Publisher
-from deepspeed.utils import memory_names
+from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.utils.tensor_fragment import logical_shape
 
-if TYPE_CHECKING:
-    from deepspeed.runtime.config_models.zero import DeepSpeedZeroOffloadOptimizerConfig
 
-# Every shard holds a multiple of this many elements; part of the checkpoint layout.
-SHARD_ALIGNMENT = 2
-# The same of each part of a shard in memory, where that is laid out otherwise: parts of two-byte
-# elements then start at multiples of 16 bytes, which device collectives copy fastest.
-PART_ALIGNMENT = 8
+class Place(NamedTuple):
+    """Where a parameter lies: the number of its group, and its own in it."""
+
+    group: int
+    param_index: int
 
 
 class ParamLink(NamedTuple):
     """How `deepspeed.utils.safe_get_*` finds a parameter's shard; set as `param._hp_mapping`."""
 
-    optimizer: MasterWeightOptimizer
+    optimizer: StepSequence
     group: int
     param_index: int
 
@@ -54,22 +50,6 @@ class ParamLink(NamedTuple):
         along.
         """
         return type(None), ()
-
-
-def in_memory(file_table: FragmentTable, sections: Sequence[Sequence[int]] | None) -> FragmentTable:
-    """The layout in memory of a group whose layout in files is `file_table`: the same if it is one
-    section (None), so that nothing is exchanged when state is saved or loaded.
-    """
-    if sections is None or len(sections) < 2:
-        return file_table
-    return FragmentTable.build(file_table.numels, file_table.num_shards, PART_ALIGNMENT, sections)
-
-
-def _positions(
-    params: Sequence[nn.Parameter], registration: Mapping[nn.Parameter, int]
-) -> list[int]:
-    """Positions of parameters in the model; those that are not the module's come last."""
-    return [registration.get(param, len(registration) + i) for i, param in enumerate(params)]
 
 
 def _forget_unused_state(optimizer: torch.optim.Optimizer) -> None:
@@ -91,14 +71,21 @@ def _forget_unused_state(optimizer: torch.optim.Optimizer) -> None:
     state.clear()
 
 
-def _is_used(own: dict[str, Any]) -> bool:
+def _is_used(own: Mapping[str, object]) -> bool:
     if "step" in own:
-        return float(own["step"]) > 0
+        return float(own["step"]) > 0  # type: ignore[arg-type]  # a number or a tensor
     return any(isinstance(value, torch.Tensor) and bool(value.any()) for value in own.values())
 
 
-class MasterWeightOptimizer(ReadableMasters):
-    """fp32 master weights in flat groups around a torch optimizer.
+def _reader(group: ShardedGroup, start: int, numel: int) -> Callable[[], torch.Tensor]:
+    """Reads the owned gradient at the time of the call: its buffer is made late and may be
+    replaced.
+    """
+    return lambda: group.grad[start : start + numel]
+
+
+class MasterWeights:
+    """fp32 masters in flat groups, and the torch optimizer that updates them.
 
     Every group of `init_optimizer` keeps its dictionary (schedulers hold on to it); its `params`
     become the owned flat master shard, or one master per parameter if `per_param` is set
@@ -106,221 +93,118 @@ class MasterWeightOptimizer(ReadableMasters):
 
     Args:
         init_optimizer: Optimizer over model parameters; frozen ones are left out.
-        param_names: Name of each parameter, in model order.
-        shard_group: Ranks that share one copy of the dense masters; None if every rank owns
-            everything. Experts are then shared by the ranks that hold the same ones.
-        master_dtype: Dtype of masters and optimizer state.
-        grad_dtype: Dtype in which owned gradients are accumulated.
-        offload: Offload settings of the optimizer state, if on.
-        round_robin: Deal parameters to shards in turn.
+        context: Of the gradients.
+        steps: What counts in the norm, over which ranks.
+        layout: How groups are laid out.
         per_param: Give the optimizer one tensor per parameter.
-        gather_beside: Gather updated parameters while the next forward of this model runs, whose
-            modules then wait for their own; None: before anything else. Where the device has no
-            streams, there is nothing to run beside.
-        sequence: See `StepSequence`.
 
     Raises:
         ValueError: If a group holds parameters of several dtypes, or dense ones and experts; or if
             the optimizer has taken steps already.
 
     Attributes:
+        groups: Flat groups of parameters, and what this rank owns of each.
+        places: Where each trained parameter lies.
         num_shards: How many ranks share the dense masters.
         shard_rank: This rank's place among them.
+        group_squares: Reduced squared norms of the last step, `[num_norm_groups]`, of the gradient
+            as accumulated.
     """
-
-    # Attributes that say how far the gradients of a window are.
-    _window_marks: tuple[str, ...] = ()
 
     def __init__(
         self,
         init_optimizer: torch.optim.Optimizer,
-        param_names: Mapping[nn.Parameter, str],
-        *,
-        shard_group: dist.Group = None,
-        master_dtype: torch.dtype = torch.float32,
-        grad_dtype: torch.dtype = torch.float32,
-        offload: DeepSpeedZeroOffloadOptimizerConfig | None = None,
-        round_robin: bool = False,
+        context: GradientContext,
+        steps: StepSettings,
+        layout: GroupLayout,
         per_param: bool = False,
-        allgather_bucket_size: int = 500_000_000,
-        allgather_partitions: bool = True,
-        gather_beside: nn.Module | None = None,
-        **sequence: Any,
     ) -> None:
-        super().__init__(init_optimizer, **sequence)
         _forget_unused_state(init_optimizer)
-        self.param_names = dict(param_names)
-        self.shard_group = shard_group
+        self.optimizer = init_optimizer
+        self.context = context
+        self.device = context.device
+        self.settings = layout.settings
+        self.norm_group = steps.norm_group
+        self.num_norm_groups = steps.num_norm_groups or len(init_optimizer.param_groups)
+        self._counts_in_norm = steps.counts_in_norm
+        shard_group = layout.shard_group
         self.num_shards = 1 if shard_group is None else dist.get_world_size(group=shard_group)
         self.shard_rank = 0 if shard_group is None else dist.get_rank(group=shard_group)
-        self.allgather_bucket_size = allgather_bucket_size
-        self.allgather_partitions = allgather_partitions
-        self.offload = offload
-        self.cpu_offload = offload is not None
-        self._round_robin = round_robin
+        self.group_squares: torch.Tensor | None = None
         self._grad_slices: dict[tuple[int, bool], list[slice]] = {}
-        self._made_publishers: list[Publisher] = []
-        self._arrivals: ParameterArrivals | None = None
-        if gather_beside is not None and not get_accelerator().resolves_data_dependency():
-            self._arrivals = ParameterArrivals(gather_beside)
-        registration = {param: position for position, param in enumerate(self.param_names)}
-        self.groups: list[ShardedGroup] = []
-        self.registration: list[list[int]] = []
-        trained = [
-            [param for param in param_group["params"] if param.requires_grad]
-            for param_group in init_optimizer.param_groups
-        ]
-        kept = self._kept_on_device(trained)
-
-        def add_group(params: Sequence[nn.Parameter], offload: bool) -> ShardedGroup:
-            group = self._build_group(params, registration, master_dtype, grad_dtype, offload)
-            self.groups.append(group)
-            self.registration.append(_positions(group.params, registration))
-            return group
-
-        for param_group, params, first in zip(
-            init_optimizer.param_groups, trained, kept, strict=True
-        ):
-            group = add_group(params[first:], self.cpu_offload)
-            self._hand_to_optimizer(param_group, group, per_param)
-        if any(kept):
-            for params, first in zip(trained, kept, strict=True):
-                add_group(params[:first], offload=False)
         self._per_param = per_param
+        self.groups: list[ShardedGroup] = layout.groups(init_optimizer, per_param)
+        self.publishing = Publishing(self.groups, self.settings)
+        self.places = {
+            param: Place(number, index)
+            for number, group in enumerate(self.groups)
+            for index, param in enumerate(group.params)
+        }
         if isinstance(init_optimizer, WholeParameterOptimizer) and not per_param:
             init_optimizer.use_shards(
                 {
-                    group.masters[0]: DealtParameters(group, self.device, self._names(number))
+                    group.masters[0]: DealtParameters(group, self.device, self.names(number))
                     for number, group in enumerate(self.groups)
                 }
             )
-        self._link_params()
-        memory_names.register(self)
 
-    # Construction
+    def link(self, sequence: StepSequence) -> None:
+        """Let every parameter know the optimizer that trains it."""
+        for param, place in self.places.items():
+            param._hp_mapping = ParamLink(sequence, *place)  # type: ignore[attr-defined]  # the link is dynamic
 
-    def _kept_on_device(self, params: Sequence[Sequence[nn.Parameter]]) -> list[int]:
-        """With offload, how many of the first parameters of each group stay on the device all the
-        same: they form groups of their own (`groups`), as many, behind those that the wrapped
-        optimizer updates.
-        """
-        return [0] * len(params)
-
-    def _param_group_of(self, index: int) -> int:
-        """Which parameter group of the optimizer `groups[index]` is of."""
-        return index % len(self.param_groups)
-
-    def _build_group(
-        self,
-        params: Sequence[nn.Parameter],
-        registration: Mapping[nn.Parameter, int],
-        master_dtype: torch.dtype,
-        grad_dtype: torch.dtype,
-        offload: bool,
-    ) -> ShardedGroup:
-        expert_group = expert_group_of_all(params)
-        replicas = self._replicas(expert_group)
-        # Experts are on fewer ranks than dense parameters, so their state has fewer and larger
-        # shards.
-        shard_group = (
-            self.shard_group if expert_group is None or self.shard_group is None else replicas
-        )
-        num_shards = 1 if shard_group is None else dist.get_world_size(group=shard_group)
-        if self._round_robin:
-            params = [params[i] for i in round_robin_order(len(params), num_shards)]
-        dtypes = sorted({str(param.dtype) for param in params})
-        if len(dtypes) > 1:
-            raise ValueError(
-                f"one optimizer group holds parameters of several dtypes ({', '.join(dtypes)}): "
-                "cast the model to one dtype, or enable bf16/fp16 in the configuration so that the "
-                "engine does"
-            )
-        alignment = SHARD_ALIGNMENT if shard_group is not None else 1
-        file_table, table = self._tables(
-            params, _positions(params, registration), num_shards, alignment
-        )
-        model_device = params[0].device if params else self.device
-        pin = self.offload is not None and self.offload.pin_memory
-        return self._group_of(
-            params,
-            table=table,
-            shard=0 if shard_group is None else dist.get_rank(group=shard_group),
-            file_table=file_table,
-            master_dtype=master_dtype,
-            grad_dtype=grad_dtype,
-            device=torch.device("cpu") if offload else model_device,
-            model_device=model_device,
-            pin=pin,
-            offload=offload,
-            process_group=shard_group,
-            replicas=replicas,
-        )
-
-    def _tables(
-        self,
-        params: Sequence[nn.Parameter],
-        positions: Sequence[int],
-        num_shards: int,
-        alignment: int,
-    ) -> tuple[FragmentTable, FragmentTable]:
-        """Who owns which elements of a group's parameters, in files and in memory."""
-        file_table = FragmentTable.build([param.numel() for param in params], num_shards, alignment)
-        return file_table, in_memory(file_table, self._sections(params, positions, num_shards))
-
-    def _sections(
-        self, params: Sequence[nn.Parameter], positions: Sequence[int], num_shards: int
-    ) -> Sequence[Sequence[int]] | None:
-        """The sections in which a group lies in memory, as indices of `params`; None: as in files.
-
-        Args:
-            params: Of the group.
-            positions: Their positions in the model.
-            num_shards: How many ranks share it.
-        """
-        return None
-
-    def _group_of(self, params: Sequence[nn.Parameter], **layout: Any) -> ShardedGroup:
-        """The buffers of a group; `layout` as `ShardedGroup` takes it."""
-        return ShardedGroup(params, **layout)
-
-    @staticmethod
-    def _hand_to_optimizer(
-        param_group: dict[str, Any], group: ShardedGroup, per_param: bool
-    ) -> None:
-        if per_param:
-            group.masters = [nn.Parameter(view) for view in group.param_views(group.master)]
-        param_group["params"] = group.masters
-
-    def _names(self, group_index: int) -> list[str]:
-        """Of the parameters of a group."""
+    def names(self, group_index: int) -> list[str]:
+        """Names of the parameters of a group."""
         return [
-            self.param_names.get(param, f"unnamed.{group_index}.{index}")
+            self.context.param_names.get(param, f"unnamed.{group_index}.{index}")
             for index, param in enumerate(self.groups[group_index].params)
         ]
 
-    def _link_params(self) -> None:
-        for group_index, group in enumerate(self.groups):
-            for index, param in enumerate(group.params):
-                param._hp_mapping = ParamLink(self, group_index, index)  # type: ignore[attr-defined]  # the link is dynamic
+    @property
+    def cpu_offload(self) -> bool:
+        """Whether masters are on the host."""
+        return self.settings.offload is not None
 
-    def _local_sum(self, param: torch.Tensor) -> torch.Tensor | None:
-        """Where this rank's sum for `param` lies."""
-        if self.accumulator is None:
-            return param.grad
-        link = param._hp_mapping  # type: ignore[attr-defined]  # set by MasterWeightOptimizer
-        return self.accumulator.views[link.group][link.param_index]
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's state."""
+        return self.optimizer.state
 
-    def local_gradient(self, param: torch.Tensor) -> torch.Tensor:
-        """See base class."""
-        accumulated = self._local_sum(param) if hasattr(param, "_hp_mapping") else None
-        return super().local_gradient(param) if accumulated is None else accumulated
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    # Under upstream's names
+
+    @property
+    def bit16_groups(self) -> list[list[nn.Parameter]]:
+        """Trainable parameters of each group, in the order of files."""
+        return [group.params for group in self.groups]
 
     @property
     def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
         """The owned master shard of each group."""
         return [group.master for group in self.groups]
 
+    @property
+    def partition_count(self) -> list[int]:
+        """Number of shards of each group."""
+        return [group.num_shards for group in self.groups]
+
+    @property
+    def group_paddings(self) -> list[int]:
+        """Trailing elements of this rank's shard of each group, as files have it, that belong to no
+        parameter.
+        """
+        return [group.file_table.shard_padding(group.shard_rank) for group in self.groups]
+
     # Norm
+
+    def _param_group_of(self, index: int) -> int:
+        """Which parameter group of the optimizer `groups[index]` is of: parts that stay on the
+        device with offload are groups behind those of all others.
+        """
+        return index % len(self.optimizer.param_groups)
 
     def _norm_grads(self, group_index: int, counted: bool = True) -> list[torch.Tensor]:
         """The owned gradients of a group that count in the norm on this rank, or those that another
@@ -352,33 +236,40 @@ class MasterWeightOptimizer(ReadableMasters):
         )
 
     def scaled_global_norm(self) -> torch.Tensor:
-        """See base class: local squared sums of all groups, then one reduction of them all."""
+        """Norm of the whole model's gradient as accumulated (times the loss scale), fp32, shape
+        `[1]`: local squared sums of all groups, then one reduction of them all.
+        """
         squares = torch.zeros(self.num_norm_groups, dtype=torch.float32, device=self.device)
         for index in range(len(self.groups)):
             own = self._squared_norm(index, self.device).squeeze()
             squares[self._param_group_of(index)] += own
         return self._norm_of(reduce_squared_norm(squares, self.norm_group))
 
+    def _norm_of(self, squares: torch.Tensor) -> torch.Tensor:
+        """The norm from reduced squared sums per group, which are kept."""
+        self.group_squares = squares
+        return squares.sum(0, keepdim=True).sqrt_()
+
     # Update
 
-    def _device_decides(self, norm: torch.Tensor) -> bool:
-        """See base class: never where the optimizer is on the host, which waits for gradients
-        anyway.
-        """
-        on_host = self.cpu_offload or isinstance(self.optimizer, HostOptimizer)
-        return not on_host and super()._device_decides(norm)
+    @property
+    def waits_for_gradients(self) -> bool:
+        """Whether the host waits for gradients anyway, because the update is there."""
+        return self.cpu_offload or isinstance(self.optimizer, HostOptimizer)
 
     @torch.no_grad()
-    def _update(self, scaling: GradientScaling) -> None:
-        self._settle_parameters()
+    def update(self, scaling: GradientScaling) -> None:
+        """Step with scaled gradients, and give every rank the parameters."""
+        self.publishing.await_parameters()
         if isinstance(self.optimizer, HostOptimizer) and not self._per_param:
+            publishers = self.publishing.publishers()
             masters = (group.masters[0] for group in self.groups)
             factor = float(scaling.factor)
-            with self.optimizer.fused(factor, dict(zip(masters, self._publishers(), strict=True))):
+            with self.optimizer.fused(factor, dict(zip(masters, publishers, strict=True))):
                 self.optimizer.step()
-            self._publish(delivered=True)
+            self.publishing.publish(delivered=True)
             return
-        groups = self.groups[: len(self.param_groups)]
+        groups = self.groups[: len(self.optimizer.param_groups)]
         grads = [group.grad_for_step() for group in groups]
         for group, grad in zip(groups, grads, strict=True):
             views = group.param_views(grad) if self._per_param else [grad]
@@ -388,54 +279,37 @@ class MasterWeightOptimizer(ReadableMasters):
         for group in groups:
             for master in group.masters:
                 master.grad = None
-        self._publish(delivered=False)
+        self.publishing.publish()
 
     @torch.no_grad()
     def update_lp_params(self) -> None:
         """Model-precision parameters <- masters, on every rank."""
-        self._settle_parameters()
-        self._publish(delivered=False)
+        self.publishing.await_parameters()
+        self.publishing.publish()
 
-    def _publish(self, delivered: bool) -> None:
-        """Give every rank all shards; `delivered`: all pieces have been sent already."""
-        publishers = self._publishers()
-        for publisher in publishers if not delivered else ():
-            publisher.publish()
-        for publisher in publishers:
-            publisher.finish()
-        if self._arrivals is not None:
-            self._arrivals.hand_over()
+    def refresh_fp32_params(self) -> None:
+        """Masters <- model-precision parameters (after loading or editing weights)."""
+        self.publishing.await_parameters()
+        for group in self.groups:
+            group.refresh_master()
 
-    def _settle_parameters(self) -> None:
-        """Let the current stream wait for all parameters, which are about to be written, or read
-        without their hearing of it.
+    def set_param(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """Model-precision value of `param` <- `value`, the same on all ranks; its master is set
+        already.
         """
-        if self._arrivals is not None:
-            self._arrivals.settle()
+        with torch.no_grad():
+            param.copy_(value)
 
-    def _publishers(self) -> list[Publisher]:
-        """Of each group; made late, when the groups have their final buffers."""
-        if len(self._made_publishers) != len(self.groups):
-            by_broadcast = not self.allgather_partitions
-            self._made_publishers = [
-                Publisher(group, self.allgather_bucket_size, by_broadcast, self._arrivals)
-                for group in self.groups
-            ]
-        return self._made_publishers
-
-    # State
-
-    @property
-    def state_layout(self) -> StateLayout:
-        """See base class."""
-        return StateLayout(has_masters=True)
+    # What is asked of the state
 
     def numbered_params(self) -> list[list[nn.Parameter]]:
-        """See base class."""
+        """The model's parameters by group, in the order in which the state lays them out."""
         return [group.params for group in self.groups]
 
     def own_tensors(self) -> Iterator[OwnTensor]:
-        """See base class: the owned shard of each group, or every parameter's master."""
+        """Every tensor that the wrapped optimizer updates, in its order: the owned shard of each
+        group, or every parameter's master.
+        """
         for index, group in enumerate(self.groups):
             if self._per_param:
                 for master, param in zip(group.masters, group.params, strict=True):
@@ -445,95 +319,110 @@ class MasterWeightOptimizer(ReadableMasters):
                 ParamRun(group.params[part.param], part.param_start, part.shard_start, part.numel)
                 for part in group.file_table.of_shard(group.shard_rank)
             ]
-            filed_as = (group.file_table.shard_numel,)
-            by_owners = isinstance(self.optimizer, OwnerSteps)
             yield OwnTensor(
                 group.masters[0],
                 self._param_group_of(index),
                 runs,
-                filed_as=filed_as,
-                has_state=not by_owners,
+                filed_as=(group.file_table.shard_numel,),
+                has_state=self.owner_steps is None,
             )
-        if isinstance(self.optimizer, OwnerSteps):
-            for tensor, index, param_index, name in self.optimizer.owned():
+        if self.owner_steps is not None:
+            for tensor, index, param_index, name in self.owner_steps.owned():
                 own = OwnTensor.of_param(tensor, index, self.groups[index].params[param_index])
                 shape = tuple(logical_shape(own.runs[0].param))
                 yield own._replace(filed_as=shape, beside=name)
 
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """See base class: in upstream's layout."""
-
-    @abstractmethod
-    def load_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        load_optimizer_states: bool = True,
-        load_from_fp32_weights: bool = True,
-    ) -> None:
-        """See base class."""
-
-    @abstractmethod
-    def fits(self, saved: Mapping[str, Any]) -> bool:
-        """See base class."""
-
-    @abstractmethod
-    def rebuilt_state(
-        self, base: dict[str, Any], masters: Sequence[torch.Tensor], scaler: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """See base class."""
-
     @property
-    def has_gradients(self) -> bool:
-        """See base class; reductions may still be on their way."""
-        return self.tracker.window.is_plain is not None or super().has_gradients
+    def owner_steps(self) -> OwnerSteps | None:
+        """The wrapped optimizer, if it keeps state of whole parameters with their owners."""
+        return self.optimizer if isinstance(self.optimizer, OwnerSteps) else None
 
-    @property
-    @abstractmethod
-    def _owns_sums(self) -> bool:
-        """Whether the sums of this window are in what this rank owns of each group."""
-
-    def gradient_layout(self) -> str:
-        """See base class."""
-        sums = [] if self.accumulator is None else [flat.dtype for flat in self.accumulator.flats]
-        groups = [(group.table, group.shard_rank, group.grad_dtype) for group in self.groups]
-        return f"{groups} {sums}"
-
-    def window_state(self) -> dict[str, Any]:
-        """See base class."""
-        return {
-            **super().window_state(),
-            "marks": {name: getattr(self, name) for name in self._window_marks},
-            "sums": [] if self.accumulator is None else self.accumulator.flats,
-            "owned": [group.grad for group in self.groups] if self._owns_sums else [],
-        }
-
-    @torch.no_grad()
-    def load_window_state(self, saved: Mapping[str, Any]) -> None:
-        """See base class."""
-        super().load_window_state(saved)
-        for name, value in saved["marks"].items():
-            setattr(self, name, value)
-        sums = [] if self.accumulator is None else self.accumulator.flats
-        for flat, value in zip(sums, saved["sums"], strict=True):
-            flat.copy_(value)
-        for group, grad in zip(self.groups if saved["owned"] else [], saved["owned"], strict=True):
-            group.grad.copy_(grad)
-
-    def refresh_fp32_params(self) -> None:
-        """See base class."""
-        self._settle_parameters()
+    def gradient_pieces(
+        self, sums_in: Callable[[nn.Parameter], torch.dtype]
+    ) -> list[GradientPiece]:
+        """Where reduced gradients lie, for observers: the fragments of all parameters, in an order
+        that is the same on all ranks.
+        """
+        pieces = []
         for group in self.groups:
-            group.refresh_master()
+            for index, param in enumerate(group.params):
+                for part in group.table.of_param(index):
+                    is_own = part.shard == group.shard_rank
+                    read = _reader(group, part.shard_start, part.numel) if is_own else None
+                    where = (param, part.param_start, part.numel)
+                    pieces.append(GradientPiece(*where, read, sums_in(param)))
+        return pieces
+
+    def gather_full(
+        self, links: Sequence[tuple[int, int]], shards: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Whole tensors of several parameters from their owners, with one collective per process
+        group that shares them.
+
+        All ranks that hold the parameters must call it alike.
+
+        Args:
+            links: Group and index of each parameter.
+            shards: For each group, this rank's shard of the wanted quantity (master, moment or
+                gradient).
+
+        Returns:
+            fp32 tensors in the parameters' shapes, on the model's device.
+        """
+        by_group: dict[dist.Group, list[int]] = {}
+        for position, (group, _) in enumerate(links):
+            by_group.setdefault(self.groups[group].process_group, []).append(position)
+        values: dict[int, torch.Tensor] = {}
+        for process_group, positions in by_group.items():
+            pieces = self._gather_from(
+                [links[position] for position in positions], shards, process_group
+            )
+            values.update(zip(positions, pieces, strict=True))
+        return [values[position] for position in range(len(links))]
+
+    def _gather_from(
+        self,
+        links: Sequence[tuple[int, int]],
+        shards: Sequence[torch.Tensor],
+        process_group: dist.Group,
+    ) -> list[torch.Tensor]:
+        numels = [self.groups[group].table.numels[index] for group, index in links]
+        flat = torch.zeros(sum(numels), dtype=torch.float32, device=self.device)
+        start = 0
+        for (group, index), numel in zip(links, numels, strict=True):
+            owned = self.groups[group].owned(index)
+            if owned is not None:
+                whole = flat[start : start + numel]
+                whole[owned.in_param].copy_(shards[group][owned.in_shard])
+            start += numel
+        # Every element is non-zero on its owner at most, so the sum is exact.
+        if process_group is not None:
+            dist.all_reduce(flat, group=process_group)
+        shapes = [logical_shape(self.groups[group].params[index]) for group, index in links]
+        return [piece.view(shape) for piece, shape in zip(flat.split(numels), shapes, strict=True)]
 
     def destroy(self) -> None:
-        """See base class; parameters keep their values in storage of their own."""
-        if self._arrivals is not None:
-            self._arrivals.destroy()
+        """Let go of buffers; parameters keep their values in storage of their own."""
+        self.publishing.destroy()
+        for param in self.places:
+            if hasattr(param, "_hp_mapping"):
+                del param._hp_mapping
         for group in self.groups:
-            for param in group.params:
-                if hasattr(param, "_hp_mapping"):
-                    del param._hp_mapping
             group.release()
         self.groups = []
-        self._made_publishers = []
+        self.places = {}
+
+
+class MasterNames:
+    """What an optimizer with masters tells of them, under upstream's names."""
+
+    groups: list[ShardedGroup] = forwarded("masters")
+    cpu_offload: bool = forwarded("masters")
+    bit16_groups: list[list[nn.Parameter]] = forwarded("masters")
+    single_partition_of_fp32_groups: list[torch.Tensor] = forwarded("masters")
+    partition_count: list[int] = forwarded("masters")
+    group_paddings: list[int] = forwarded("masters")
+    owner_steps: OwnerSteps | None = forwarded("masters")
+    gather_full = forwarded("masters", MasterWeights.gather_full)
+    set_param = forwarded("masters", MasterWeights.set_param)
+    update_lp_params = forwarded("masters", MasterWeights.update_lp_params)

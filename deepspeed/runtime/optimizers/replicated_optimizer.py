@@ -1,21 +1,24 @@
 """Stage 0 without master weights: the client's own optimizer over the model's own parameters.
 
 The engine hands the client its optimizer back unwrapped; this object runs the same step sequence as
-all other optimizers around it:
-average, norm, non-finite check, clip, step.
+all other optimizers around it: average, norm, non-finite check, clip, step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from deepspeed.runtime.gradients.norm import joined, local_squared_norm, reduce_squared_norm
+from deepspeed.runtime.gradients.reduction import GradientContext, ReductionSettings
 from deepspeed.runtime.gradients.replicated import FlatGradients
+from deepspeed.runtime.gradients.replicated_reduction import Replicated
 from deepspeed.runtime.gradients.scope import GradientPiece
-from deepspeed.runtime.optimizers.replicated_reduction import ReplicatedReduction
+from deepspeed.runtime.optimizers.settings import StepSettings
+from deepspeed.runtime.optimizers.state_layout import OwnTensor, StateFiles
 from deepspeed.runtime.optimizers.step_outcome import GradientScaling
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.group import expert_group_of
@@ -26,7 +29,7 @@ class ReplicatedLink(NamedTuple):
     `param._ds_replicated_by`.
     """
 
-    optimizer: ReplicatedOptimizer
+    optimizer: StepSequence
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Pickled as None: a saved module does not take the optimizer and its process groups
@@ -53,72 +56,54 @@ class Family(NamedTuple):
     expert_group: str | None
 
 
-class ReplicatedOptimizer(StepSequence):
-    """See module.
+def _families(optimizer: torch.optim.Optimizer) -> dict[Family, list[nn.Parameter]]:
+    families: dict[Family, list[nn.Parameter]] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.requires_grad:
+                family = Family(param.dtype, param.device, expert_group_of(param))
+                families.setdefault(family, []).append(param)
+    return families
+
+
+class ModelParameters:
+    """The model's own parameters, which the client's optimizer updates.
 
     Args:
-        init_optimizer: The client's optimizer.
-        reduce_bucket_size: Elements per all-reduce.
-        communication_data_type: What travels; None is the gradients' dtype.
-        reduction: See `ReplicatedReduction`: how, and under what names.
-        sequence: See `StepSequence`.
+        optimizer: The client's.
+        context: Of the gradients.
+        steps: What counts in the norm, over which ranks.
+        gradients: Their flat buffers.
     """
+
+    waits_for_gradients = False
 
     def __init__(
         self,
-        init_optimizer: torch.optim.Optimizer,
-        *,
-        reduce_bucket_size: int = 500_000_000,
-        communication_data_type: torch.dtype | None = None,
-        reduction: Mapping[str, Any] | None = None,
-        **sequence: Any,
+        optimizer: torch.optim.Optimizer,
+        context: GradientContext,
+        steps: StepSettings,
+        gradients: Sequence[FlatGradients],
     ) -> None:
-        super().__init__(init_optimizer, **sequence)
-        self.reduce_bucket_size = reduce_bucket_size
-        self.communication_data_type = communication_data_type
-        self._families = self._sort_out()
-        self.gradients = [FlatGradients(params) for params in self._families.values()]
-        self._reduction = ReplicatedReduction(
-            self,
-            self.gradients,
-            [self._replicas(family.expert_group) for family in self._families],
-            bucket_numel=reduce_bucket_size,
-            communication_data_type=communication_data_type,
-            **(reduction or {}),
-        )
-        self._counted, self._counted_elsewhere = (
-            self._parts(counted=True),
-            self._parts(counted=False),
-        )
-        for gradients in self.gradients:
-            for param in gradients.params:
-                param._ds_replicated_by = ReplicatedLink(self)  # type: ignore[attr-defined]  # the link is dynamic
+        self.optimizer = optimizer
+        self.device = context.device
+        self.norm_group = steps.norm_group
+        self.num_norm_groups = steps.num_norm_groups or len(optimizer.param_groups)
+        self.group_squares: torch.Tensor | None = None
+        self._gradients = gradients
+        counts = steps.counts_in_norm or (lambda param: True)
+        self._counted = self._parts(lambda param: counts(param) is True)
+        self._counted_elsewhere = self._parts(lambda param: counts(param) is False)
 
-    def _sort_out(self) -> dict[Family, list[torch.nn.Parameter]]:
-        families: dict[Family, list[torch.nn.Parameter]] = {}
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                if param.requires_grad:
-                    families.setdefault(
-                        Family(param.dtype, param.device, expert_group_of(param)), []
-                    ).append(param)
-        return families
-
-    def _parts(self, counted: bool) -> list[list[torch.Tensor]]:
-        """For each parameter group, the parts of the flat buffers that this rank counts in the
-        norm, or another rank.
-        """
-        counts = self._counts_in_norm or (lambda param: True)
+    def _parts(self, chosen: Callable[[nn.Parameter], bool]) -> list[list[torch.Tensor]]:
+        """For each parameter group, the parts of the flat buffers that are of chosen parameters."""
         found = []
         for group in self.optimizer.param_groups:
-            own = {param for param in group["params"] if counts(param) is counted}
+            own = {param for param in group["params"] if chosen(param)}
             parts = []
-            for gradients in self.gradients:
-                views = [
-                    view
-                    for view, param in zip(gradients.views, gradients.params, strict=True)
-                    if param in own
-                ]
+            for gradients in self._gradients:
+                pairs = zip(gradients.views, gradients.params, strict=True)
+                views = [view for view, param in pairs if param in own]
                 starts = [int(view.storage_offset()) for view in views]
                 ranges = joined(
                     (start, start + view.numel()) for start, view in zip(starts, views, strict=True)
@@ -127,68 +112,23 @@ class ReplicatedOptimizer(StepSequence):
             found.append(parts)
         return found
 
-    @property
-    def public_optimizer(self) -> Any:
-        """See base class: the client's."""
-        return self.optimizer
+    def link(self, sequence: StepSequence) -> None:
+        """Let every parameter know the optimizer that trains it."""
+        for gradients in self._gradients:
+            for param in gradients.params:
+                param._ds_replicated_by = ReplicatedLink(sequence)  # type: ignore[attr-defined]  # the link is dynamic
 
     @property
-    def _step_divisor(self) -> float:
-        return self.accumulation_divisor
+    def state(self) -> Any:
+        """The client's optimizer's state."""
+        return self.optimizer.state
 
-    @property
-    def read_factor(self) -> float:
-        """By what `param.grad` is multiplied to be what the optimizer will see (before
-        clipping).
-        """
-        return self.reduce_rule.step_factor / self._step_divisor
-
-    def reduce_gradients(self) -> None:
-        """See base class: only the boundary reduces."""
-        if self.reduces_now:
-            self._reduction.reduce()
-            super()._settle(self.read_factor)
-
-    def _settle(self, factor: float) -> None:
-        """See base class: settled after the reduction already, because clients may clip
-        `param.grad` themselves before the step.
-        """
-
-    def backward_prologue(self) -> None:
-        """See base class."""
-        # The client has its own optimizer in hand, whose zero_grad() tells nobody.
-        self.observer.resumed(self._is_empty)
-        self._reduction.backward_prologue()
-
-    @property
-    def works_during_backward(self) -> bool:
-        """See base class."""
-        return self._reduction.works_during_backward
-
-    def exit_backward(self) -> None:
-        """See base class."""
-        self._reduction.exit_backward()
-
-    def hold(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """See base class."""
-        self._reduction.hold(params)
-
-    def _is_empty(self) -> bool:
-        return all(param.grad is None for gradients in self.gradients for param in gradients.params)
-
-    def gradient_pieces(self) -> list[GradientPiece]:
-        """See base class: every rank holds every parameter's gradient whole."""
-        pieces = []
-        for gradients in self.gradients:
-            for param, view in zip(gradients.params, gradients.views, strict=True):
-                travels = self.communication_data_type or param.dtype
-                narrowest = max((param.dtype, travels), key=lambda dtype: torch.finfo(dtype).eps)
-                if param.numel():
-                    pieces.append(GradientPiece(param, 0, param.numel(), _reader(view), narrowest))
-        return pieces
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
 
     def scaled_global_norm(self) -> torch.Tensor:
-        """See base class."""
+        """See `MasterWeights`."""
         squares = torch.zeros(self.num_norm_groups, dtype=torch.float32, device=self.device)
         for index, (own, others) in enumerate(
             zip(self._counted, self._counted_elsewhere, strict=True)
@@ -196,28 +136,101 @@ class ReplicatedOptimizer(StepSequence):
             squares[index] += local_squared_norm(own, self.device, others).squeeze()
         return self._norm_of(reduce_squared_norm(squares, self.norm_group))
 
+    def _norm_of(self, squares: torch.Tensor) -> torch.Tensor:
+        self.group_squares = squares
+        return squares.sum(0, keepdim=True).sqrt_()
+
     @torch.no_grad()
-    def _update(self, scaling: GradientScaling) -> None:
-        scaling.step(self.optimizer, [gradients.flat for gradients in self.gradients])
+    def update(self, scaling: GradientScaling) -> None:
+        """Step with scaled gradients."""
+        scaling.step(self.optimizer, [gradients.flat for gradients in self._gradients])
 
-    def load_window_state(self, saved: Mapping[str, Any]) -> None:
-        """See base class."""
-        super().load_window_state(saved)
-        for gradients in self.gradients:
-            gradients.collect_present()
+    def gradient_pieces(
+        self, sums_in: Callable[[nn.Parameter], torch.dtype]
+    ) -> list[GradientPiece]:
+        """Where reduced gradients lie: every rank holds every parameter's whole."""
+        return [
+            GradientPiece(param, 0, param.numel(), _reader(view), sums_in(param))
+            for gradients in self._gradients
+            for param, view in zip(gradients.params, gradients.views, strict=True)
+            if param.numel()
+        ]
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """See base class."""
-        self._reduction.clear()
-        super().zero_grad(set_to_none)
+    def numbered_params(self) -> list[list[nn.Parameter]]:
+        """The model's parameters by group, in the order in which the state numbers them."""
+        return [group["params"] for group in self.optimizer.param_groups]
+
+    def own_tensors(self) -> Iterator[OwnTensor]:
+        """Every parameter, in the optimizer's order."""
+        for index, params in enumerate(self.numbered_params()):
+            for param in params:
+                yield OwnTensor.of_param(param, index, param, required=param.requires_grad)
+
+    def refresh_fp32_params(self) -> None:
+        """There are no masters."""
 
     def destroy(self) -> None:
-        """See base class: the client's optimizer and parameters stay, without gradients and without
-        a way back to here.
-        """
-        self._reduction.destroy()
-        for gradients in self.gradients:
+        """Leave the client's optimizer and parameters, without a way back to here."""
+        for gradients in self._gradients:
             for param in gradients.params:
                 if hasattr(param, "_ds_replicated_by"):
                     del param._ds_replicated_by
-        self.gradients, self._counted, self._counted_elsewhere = [], [], []
+        self._gradients, self._counted, self._counted_elsewhere = [], [], []
+
+
+class ReplicatedOptimizer(StepSequence):
+    """See module.
+
+    Args:
+        init_optimizer: The client's optimizer.
+        param_names: Name of each parameter, in model order.
+        steps: See `StepSettings`.
+        reduction: See `ReductionSettings`.
+    """
+
+    reduction: Replicated
+
+    def __init__(
+        self,
+        init_optimizer: torch.optim.Optimizer,
+        param_names: Mapping[nn.Parameter, str],
+        steps: StepSettings,
+        reduction: ReductionSettings,
+    ) -> None:
+        context = steps.context(init_optimizer, param_names)
+        families = _families(init_optimizer)
+        gradients = [FlatGradients(params) for params in families.values()]
+        replicas = [context.replicas(family.expert_group) for family in families]
+        super().__init__(
+            init_optimizer,
+            context,
+            Replicated(context, gradients, replicas, reduction),
+            ModelParameters(init_optimizer, context, steps, gradients),
+            StateFiles(init_optimizer),
+            steps.outcomes(),
+        )
+
+    @property
+    def public_optimizer(self) -> torch.optim.Optimizer:
+        """The client's, which `deepspeed.initialize` returns."""
+        return self.optimizer
+
+    def backward_prologue(self) -> None:
+        """See base class."""
+        # The client has its own optimizer in hand, whose zero_grad() tells nobody.
+        self.observer.resumed(lambda: all(param.grad is None for param in self._trained()))
+        super().backward_prologue()
+
+    def _trained(self) -> Iterator[nn.Parameter]:
+        return (param for gradients in self.reduction.gradients for param in gradients.params)
+
+    def reduce_gradients(self) -> None:
+        """Reduce at the boundary; what comes of it is settled, because clients may clip
+        `param.grad` themselves before the step.
+        """
+        self.reduction.reduce_gradients()
+        if self.reduces_now:
+            super()._tell_settled(self.read_factor)
+
+    def _tell_settled(self, factor: float) -> None:
+        """Say nothing at the step; see `reduce_gradients`."""

@@ -1,21 +1,23 @@
 """What an optimizer says of its state, so that saving, loading and resharding ask it and need not
 know which one it is.
 
-An optimizer answers by `StepSequence.state_layout` how its state is spread over files, and by
-`StepSequence.own_tensors` which elements of which parameters it holds. A further one brings answers
-of its own; whoever asks stays as it is.
+Its part `StateFiles` answers how the state is spread over files and what this rank's has, and
+`StepSequence.own_tensors` which elements of which parameters it holds. A further optimizer brings
+answers of its own; whoever asks stays as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from deepspeed.checkpoint.constants import MASTER_KEYS
 from deepspeed.runtime.sharding.fragments import ShardRank
+from deepspeed.runtime.sharding.loading_in_place import load_apart
 from deepspeed.utils.tensor_fragment import logical_shape
 
 
@@ -106,3 +108,60 @@ class OwnTensor(NamedTuple):
     def used(self) -> int:
         """Elements that belong to parameters."""
         return sum(run.numel for run in self.runs)
+
+
+class StateFiles:
+    """The state in checkpoints of an optimizer that updates the model's own parameters, each whole
+    on every rank that has it. Others derive from it.
+
+    Args:
+        optimizer: The wrapped optimizer.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def state_layout(self) -> StateLayout:
+        """How the state lies in files."""
+        return StateLayout()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank's tensors."""
+        state: dict[str, Any] = self._optimizer.state_dict()
+        return state
+
+    def load_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = True,
+    ) -> None:
+        """Restore what `state_dict` returned.
+
+        Args:
+            state_dict: As `state_dict()` returned it on this rank.
+            load_optimizer_states: Restore moments and hyper-parameters, not only masters.
+            load_from_fp32_weights: Restore masters, where there are any; otherwise round them up
+                from the model-precision weights.
+        """
+        if load_optimizer_states:
+            load_apart(self._optimizer, state_dict)
+
+    def fits(self, saved: Mapping[str, Any]) -> bool:
+        """Whether `saved`, of a run that is divided over its ranks as this one is, could be of this
+        rank's `state_dict`; otherwise it is resharded.
+        """
+        return not MASTER_KEYS & saved.keys()
+
+    def rebuilt_state(
+        self, base: dict[str, Any], masters: Sequence[torch.Tensor], scaler: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What `state_dict` would return if this were the state.
+
+        Args:
+            base: State dict of the wrapped optimizer.
+            masters: The master of each of `own_tensors`, in its shape in files; padding is zero.
+            scaler: State of the loss scale, of whatever kind of scaler; may be empty.
+        """
+        return base

@@ -16,13 +16,21 @@ a tensor on it (`GradientScaling`), and the host looks at the norm afterwards, i
 
 from __future__ import annotations
 
+import copy
+import logging
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from deepspeed.checkpoint.constants import LOSS_SCALER
+from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.streams import LateNumber
+from deepspeed.utils.logging import log_dist
+
+T = TypeVar("T")
 
 
 def takes_scaling(optimizer: torch.optim.Optimizer) -> bool:
@@ -149,3 +157,211 @@ class StepOutcome:
         at all.
         """
         return self.skips and not math.isfinite(self.host_norm)
+
+
+class Outcomes:
+    """The loss scale, the norms and what became of steps; names are upstream's where it has them.
+
+    Args:
+        scaler: State machine of the loss scale.
+        check_grad_overflow: Skip steps whose gradient is not finite.
+        clip_grad: Maximum global gradient norm; 0 disables clipping.
+
+    Attributes:
+        skipped_steps: How many were skipped, as far as the host knows; see `learn_outcome`.
+    """
+
+    def __init__(self, scaler: LossScalerBase, check_grad_overflow: bool, clip_grad: float) -> None:
+        self._scaler = scaler
+        self.check_grad_overflow = check_grad_overflow
+        self.clip_grad = clip_grad
+        self.skipped_steps = 0
+        # Of the last step; and of those that the host still has to learn of, oldest first.
+        self._outcome: StepOutcome | None = None
+        self._applied: StepOutcome | None = None  # the last that was not skipped
+        self._unknown: deque[StepOutcome] = deque()
+        self._overflow = False
+        # One is on its way while the one before is read.
+        self._late_norms = deque((LateNumber(), LateNumber()))
+        # Reduced, `[num_norm_groups]`, of the gradient as accumulated.
+        self._group_squares: torch.Tensor | None = None
+        self._group_factor = 1.0
+
+    # In a step
+
+    def begin(
+        self, norm: torch.Tensor, group_squares: torch.Tensor | None, factor: float
+    ) -> StepOutcome:
+        """A step with a gradient of this norm is about to be taken.
+
+        Args:
+            norm: Times the loss scale, 0-d, fp32.
+            group_squares: Per parameter group, of the gradient as accumulated.
+            factor: By what the accumulated gradient is multiplied, beside the loss scale.
+        """
+        self._outcome = StepOutcome(norm, self._used_scale(), self.check_grad_overflow)
+        self._group_squares = group_squares
+        self._group_factor = factor / self._outcome.scale
+        self._unknown.append(self._outcome)
+        return self._outcome
+
+    def send(self, outcome: StepOutcome) -> None:
+        """Start copying the norm to the host, if the host will have to know."""
+        outcome.send(self._late_norms[0])
+        self._late_norms.rotate()
+
+    def _used_scale(self) -> float:
+        """The scale that the gradients at hand carry: the scaler moves on when the outcome of their
+        step is known.
+        """
+        return float(self._scaler.loss_scale)
+
+    def learn_outcome(self, but_last: bool = False) -> None:
+        """Let the host know which steps were skipped, which may wait for the device: the scale
+        moves on, and skips are counted and logged.
+
+        Called before anything that depends on it is read. Where no step is skipped nothing waits.
+
+        Args:
+            but_last: Of the last step it need not know yet.
+
+        Raises:
+            RuntimeError: If the scale cannot shrink any more; see `DynamicLossScaler`.
+        """
+        while len(self._unknown) > int(but_last):
+            outcome = self._unknown.popleft()
+            self._overflow = outcome.is_skipped
+            self._scaler.update_scale(self._overflow)
+            if self._overflow:
+                self.skipped_steps += 1
+                self._report_skip(outcome.scale)
+            else:
+                self._applied = outcome
+
+    def _report_skip(self, scale: float) -> None:
+        new_scale = self._scaler.loss_scale
+        detail = (
+            f"loss scale {scale:g} -> {new_scale:g}"
+            if scale != new_scale or scale != 1.0
+            else "no loss scaling"
+        )
+        message = (
+            f"step skipped on all ranks: the gradient is not finite ({detail}); parameters are "
+            "unchanged"
+        )
+        log_dist(message, ranks=[0], level=logging.WARNING)
+
+    # In files of ZeRO
+
+    def scaler_state(self) -> dict[str, Any]:
+        """The loss scaler, and what became of the last step."""
+        return {
+            LOSS_SCALER: self.loss_scaler,
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+        }
+
+    def load_scaler_state(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what `scaler_state` returned."""
+        self.loss_scaler = saved[LOSS_SCALER]
+        self.overflow = bool(saved["overflow"])
+
+    def rebuilt_scaler_state(self, scaler: Mapping[str, Any]) -> dict[str, Any]:
+        """What a file has where another optimizer's scaler was in this state."""
+        own = copy.copy(self.loss_scaler)
+        own.go_on_from(scaler)
+        return {LOSS_SCALER: own, "overflow": False}
+
+    # What clients ask and set
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because the gradient was not finite. Reading it may
+        wait for the device.
+        """
+        self.learn_outcome()
+        return self._overflow
+
+    @overflow.setter
+    def overflow(self, value: bool) -> None:
+        self.learn_outcome()
+        self._overflow = value
+
+    @property
+    def loss_scaler(self) -> LossScalerBase:
+        """State machine of the loss scale, after the last step."""
+        self.learn_outcome()
+        return self._scaler
+
+    @loss_scaler.setter
+    def loss_scaler(self, value: LossScalerBase) -> None:
+        self.learn_outcome()
+        self._scaler = value
+
+    @property
+    def global_grad_norm(self) -> float | torch.Tensor | None:
+        """Norm of the gradient of the last step that was not skipped, unscaled and before clipping;
+        None before the first step, 0 if all so far were skipped.
+
+        A number if it clips, or decides on skipping the step; reading it may then wait for the
+        device. Otherwise a 0-d tensor.
+        """
+        if self._outcome is None:
+            return None
+        self.learn_outcome()
+        if self._applied is None:
+            return 0.0
+        if self.check_grad_overflow or self.clip_grad > 0:
+            return self._applied.host_norm / self._applied.scale
+        return self._applied.norm / self._applied.scale
+
+    @property
+    def group_grad_norms(self) -> list[float] | None:
+        """As `global_grad_norm`, per parameter group; None before the first step. Reading it waits
+        for the device.
+
+        Ranks that hold other parts of the model may have other numbers of groups: entry `i` is the
+        norm over the `i`-th groups of all that have one, the same on every rank.
+        """
+        if self._group_squares is None:
+            return None
+        norms: list[float] = (self._group_squares.sqrt() * self._group_factor).tolist()
+        return norms
+
+    @property
+    def unread_norms(self) -> UnreadNorms | None:
+        """The norms of the last step, skipped or not, which asking for waits for nothing; None
+        before the first step.
+        """
+        last = self._outcome
+        if last is None:
+            return None
+        return UnreadNorms(
+            last.norm, last.scale, last.skips, self._group_squares, self._group_factor
+        )
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale that the next loss is multiplied by."""
+        # Known already: a scale that moves has moved at the end of the step.
+        return self._scaler.loss_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale adapts."""
+        return bool(self._scaler.dynamic)
+
+    def needs_scaler(self) -> bool:
+        """Whether a loss must be scaled before backward."""
+        return self.dynamic_loss_scale or self.loss_scale != 1.0
+
+    def scale_if_loss(self, value: T) -> T | torch.Tensor:
+        """`value` times the loss scale if it is a loss (a floating tensor with a graph)."""
+        if (
+            isinstance(value, torch.Tensor)
+            and value.is_floating_point()
+            and value.requires_grad
+            and self.needs_scaler()
+        ):
+            return value * self.loss_scale
+        return value

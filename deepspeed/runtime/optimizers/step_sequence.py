@@ -1,40 +1,37 @@
 """The order of an optimizer step, the same for every stage and precision: `StepSequence`.
 
 Finish gradients -> norm -> skip if it is not finite, or unscale, clip and update -> tell the loss
-scaler -> clear. Stages differ in who owns which shard, where gradients are reduced to and when;
-that is in their own files. What clients ask and set of any optimizer is in `client_methods`; master
-weights over sharded groups, which most of them have, are in `master_weights`.
+scaler -> clear. Stages differ in their parts: how gradients are reduced (`gradients.reduction`),
+what is updated (`master_weights`, `replicated_optimizer`), what is in files (`state_layout`), and
+what may leave the device (`zero.movable_states`).
 """
 
 from __future__ import annotations
 
-import logging
-from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from deepspeed import comm as dist
-from deepspeed.checkpoint.constants import MASTER_KEYS
-from deepspeed.runtime.fp16.loss_scaler import LossScaler, LossScalerBase
+from deepspeed._absent import reason
+from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker, Window
 from deepspeed.runtime.gradients.norm import clip_factor
-from deepspeed.runtime.gradients.observer import UNOBSERVED, GradientObserver
-from deepspeed.runtime.gradients.reduce_rule import ReduceRule
+from deepspeed.runtime.gradients.observer import GradientObserver
+from deepspeed.runtime.gradients.reduction import GradientContext, GradientReduction
 from deepspeed.runtime.gradients.scope import GradientPiece
-from deepspeed.runtime.optimizers.client_methods import ClientMethods
-from deepspeed.runtime.optimizers.state_layout import OwnTensor, StateLayout
+from deepspeed.runtime.optimizers.state_layout import OwnTensor, StateFiles, StateLayout
 from deepspeed.runtime.optimizers.step_outcome import (
     GradientScaling,
-    StepOutcome,
+    Outcomes,
+    UnreadNorms,
     takes_scaling,
 )
-from deepspeed.runtime.sharding.loading_in_place import load_apart
-from deepspeed.runtime.streams import LateNumber, runs_ahead
-from deepspeed.utils.logging import log_dist, log_once
+from deepspeed.runtime.streams import runs_ahead
+from deepspeed.utils import memory_names
+from deepspeed.utils.logging import log_once
 
 
 def tell_no_backward(what: str) -> None:
@@ -47,126 +44,226 @@ def tell_no_backward(what: str) -> None:
     )
 
 
-class StepSequence(ClientMethods, ABC):
-    """The order of an optimizer step, the same for every stage and precision.
+class _Forwarded:
+    """A name of an optimizer that is one of a part of it."""
+
+    def __init__(self, part: str, method: object, name: str) -> None:
+        self._part = part
+        self._method = method
+        self._name = name
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = self._name or name
+
+    def __get__(self, instance: object, owner: type) -> object:
+        if instance is None:
+            return self if self._method is None else self._method
+        return getattr(getattr(instance, self._part), self._name)
+
+    def __set__(self, instance: object, value: object) -> None:
+        setattr(getattr(instance, self._part), self._name, value)
+
+
+def forwarded(part: str, method: Callable[..., object] | None = None, name: str = "") -> Any:
+    """Make a class attribute that stands for that of the same name of a part of its objects.
+
+    Args:
+        part: Which attribute of the objects.
+        method: What the class itself has by the name, if it can be called.
+        name: The part's name of it, if that is another.
+    """
+    return _Forwarded(part, method, name)
+
+
+class Updated(Protocol):
+    """What a step updates: `MasterWeights`, or the model's own parameters."""
+
+    group_squares: torch.Tensor | None
+    state: Any
+
+    @property
+    def waits_for_gradients(self) -> bool:
+        """Whether the host waits for gradients anyway."""
+
+    def scaled_global_norm(self) -> torch.Tensor:
+        """Norm of the whole model's gradient as accumulated, fp32, shape `[1]`."""
+
+    def update(self, scaling: GradientScaling) -> None:
+        """Step with scaled gradients."""
+
+    def link(self, sequence: StepSequence) -> None:
+        """Let every parameter know the optimizer that trains it."""
+
+    def gradient_pieces(
+        self, sums_in: Callable[[nn.Parameter], torch.dtype]
+    ) -> list[GradientPiece]:
+        """Where reduced gradients lie: all pieces of all parameters, in an order that is the same
+        on all ranks.
+        """
+
+    def numbered_params(self) -> list[list[nn.Parameter]]:
+        """The model's parameters by group, in the order in which the state numbers them or, flat,
+        lays them out.
+        """
+
+    def own_tensors(self) -> Iterator[OwnTensor]:
+        """Every tensor that the wrapped optimizer updates, in its order."""
+
+    def refresh_fp32_params(self) -> None:
+        """Masters, where there are any, <- model-precision parameters."""
+
+    def destroy(self) -> None:
+        """Let go of buffers."""
+
+
+class MovableState(Protocol):
+    """What may leave the device between steps."""
+
+    def require_states(self, what: str) -> None:
+        """Raise if something that `what` needs is away."""
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move everything back."""
+
+
+class StepSequence:
+    """The order of an optimizer step over its parts, and under upstream's names what these know.
 
     Args:
         init_optimizer: The torch optimizer that does the arithmetic.
-        clip_grad: Maximum global gradient norm; 0 disables clipping.
-        tracker: Who knows what is the boundary.
-        reduce_rule: Who knows by what gradients are scaled.
-        loss_scaler: State machine of the loss scale; static 1 when no scaling is needed.
-        check_grad_overflow: Skip steps whose gradient is not finite.
-        dp_process_group: Ranks that hold the same dense parameters and average their gradients;
-            None is the world.
-        expert_data_parallel_group: By `param.group_name`, the ranks that hold the same experts.
-        norm_group: Ranks over which squared sums are added for the norm; None: this rank counts
-            everything itself.
-        counts_in_norm: Whether this rank counts a parameter in the norm (False for a replica that
-            another rank counts).
-        num_norm_groups: Length of the norm's tensor, the same on all ranks; None: the number of
-            parameter groups here.
-        device: Device of the model, for a rank that has no trainable parameter to ask.
-        allow_empty: Other ranks hold other parts of the model, so this one may have no trainable
-            parameter.
-
-    Raises:
-        ValueError: If there is no trainable parameter and `allow_empty` is not set.
+        context: What all parts know of the gradients.
+        reduction: Sums and averages gradients.
+        masters: What is updated.
+        files: The state in checkpoints.
+        outcomes: The loss scale, and what became of steps.
+        movable: What may leave the device; None: nothing.
     """
 
     def __init__(
         self,
         init_optimizer: torch.optim.Optimizer,
-        *,
-        clip_grad: float = 0.0,
-        tracker: AccumulationTracker | None = None,
-        reduce_rule: ReduceRule | None = None,
-        loss_scaler: LossScalerBase | None = None,
-        check_grad_overflow: bool = True,
-        dp_process_group: dist.Group = None,
-        expert_data_parallel_group: Mapping[str, dist.Group] | None = None,
-        norm_group: dist.Group = None,
-        counts_in_norm: Callable[[nn.Parameter], bool] | None = None,
-        num_norm_groups: int | None = None,
-        device: torch.device | None = None,
-        allow_empty: bool = False,
+        context: GradientContext,
+        reduction: GradientReduction,
+        masters: Updated,
+        files: StateFiles,
+        outcomes: Outcomes,
+        movable: MovableState | None = None,
     ) -> None:
         self.optimizer = init_optimizer
-        params = [p for group in init_optimizer.param_groups for p in group["params"]]
-        trainable = next((param for param in params if param.requires_grad), None)
-        if trainable is None and not allow_empty:
-            raise ValueError(
-                "the optimizer has no trainable parameter: check requires_grad and model_parameters"
+        self.context = context
+        self.reduction = reduction
+        self.masters = masters
+        self.files = files
+        self.outcomes = outcomes
+        self.movable = movable
+        masters.link(self)
+        memory_names.register(reduction)
+
+    # Type checkers must go on finding what is misspelled.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise, with what to use instead if the name is upstream's."""
+            cls = type(self)
+            raise AttributeError(
+                reason(f"{cls.__module__}.{cls.__qualname__}", name)
+                or f"{cls.__name__!r} object has no attribute {name!r}"
             )
-        self.device = trainable.device if trainable is not None else device or torch.device("cpu")
-        self.dp_process_group = (
-            dp_process_group if dp_process_group is not None else dist.get_world_group()
-        )
-        self.expert_data_parallel_group = dict(expert_data_parallel_group or {})
-        self.norm_group = norm_group
-        self.num_norm_groups = num_norm_groups or len(init_optimizer.param_groups)
-        self._counts_in_norm = counts_in_norm
-        self.clip_grad = clip_grad
-        self.tracker = tracker or AccumulationTracker(steps=1)
-        self.reduce_rule = reduce_rule or ReduceRule(world=dist.get_world_size())
-        self._scaler = loss_scaler or LossScaler(scale=1.0)
-        self.check_grad_overflow = check_grad_overflow
-        # Of the last step; and of those that the host still has to learn of, oldest first.
-        self._outcome: StepOutcome | None = None
-        self._applied: StepOutcome | None = None  # the last that was not skipped
-        self._unknown: deque[StepOutcome] = deque()
-        self._overflow = False
-        # One is on its way while the one before is read.
-        self._late_norms = deque((LateNumber(), LateNumber()))
-        # Reduced, `[num_norm_groups]`, of the gradient as accumulated.
-        self._group_squares: torch.Tensor | None = None
-        self._group_norm_factor = 1.0
-        self._frozen = [param for param in params if not param.requires_grad]
-        # Set by the engine: what a plain loss.backward() has left undivided.
-        self.accumulation_divisor = 1.0
-        self.observer: GradientObserver = UNOBSERVED
-        # Steps that were skipped, as far as the host knows; see `learn_outcome`.
-        self.skipped_steps = 0
+
+    tracker: AccumulationTracker = forwarded("context")
+    device: torch.device = forwarded("context")
+    dp_process_group: dist.Group = forwarded("context")
+    observer: GradientObserver = forwarded("context")
+    accumulation_divisor: float = forwarded("context")
+
+    reduces_now: bool = forwarded("reduction")
+    has_reduced_gradients: bool = forwarded("reduction")
+    works_during_backward: bool = forwarded("reduction")
+    hold = forwarded("reduction", GradientReduction.hold)
+    backward_epilogue = forwarded("reduction", GradientReduction.backward_epilogue)
+    reduce_gradients = forwarded("reduction", GradientReduction.reduce_gradients)
+    exit_backward = forwarded("reduction", GradientReduction.exit_backward)
+    finish_gradients = forwarded("reduction", GradientReduction.finish_gradients)
+
+    clip_grad: float = forwarded("outcomes")
+    check_grad_overflow: bool = forwarded("outcomes")
+    overflow: bool = forwarded("outcomes")
+    skipped_steps: int = forwarded("outcomes")
+    loss_scaler: LossScalerBase = forwarded("outcomes")
+    loss_scale: float = forwarded("outcomes")
+    dynamic_loss_scale: bool = forwarded("outcomes")
+    global_grad_norm: float | torch.Tensor | None = forwarded("outcomes")
+    group_grad_norms: list[float] | None = forwarded("outcomes")
+    unread_norms: UnreadNorms | None = forwarded("outcomes")
+    learn_outcome = forwarded("outcomes", Outcomes.learn_outcome)
+    needs_scaler = forwarded("outcomes", Outcomes.needs_scaler)
+    scale_if_loss = forwarded("outcomes", Outcomes.scale_if_loss)
+
+    state_layout: StateLayout = forwarded("files")
+    state_dict = forwarded("files", StateFiles.state_dict)
+    load_state_dict = forwarded("files", StateFiles.load_state_dict)
+    fits = forwarded("files", StateFiles.fits)
+    rebuilt_state = forwarded("files", StateFiles.rebuilt_state)
+
+    state: Any = forwarded("masters")
+    scaled_global_norm = forwarded("masters", Updated.scaled_global_norm)
+    numbered_params = forwarded("masters", Updated.numbered_params)
+    own_tensors = forwarded("masters", Updated.own_tensors)
+    refresh_fp32_params = forwarded("masters", Updated.refresh_fp32_params)
+
+    param_groups: list[dict[str, Any]] = forwarded("optimizer")
+    defaults: dict[str, Any] = forwarded("optimizer")
+
+    @property
+    def cur_scale(self) -> float:
+        """Upstream's other name of `loss_scale`."""
+        return self.loss_scale
+
+    @property
+    def public_optimizer(self) -> torch.optim.Optimizer | StepSequence:
+        """What `deepspeed.initialize` returns as the optimizer: this one."""
+        return self
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch at hand is the last before a step."""
+        return self.tracker.is_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Set it from outside."""
+        self.tracker.set_boundary(is_boundary)
+
+    def observe(self, observer: GradientObserver) -> None:
+        """Tell `observer` from now on what happens to gradients, and the one before no more."""
+        self.observer.detached()
+        self.observer = observer
+
+    # The sequence
 
     def require_states(self, what: str) -> None:
-        """Before `what` ("forward", "backward", "step", or a method of the engine's): see that the
+        """See, before `what` ("forward", "backward", "step", or a method of the engine's), that the
         state that it needs is on the device.
         """
+        if self.movable is not None:
+            self.movable.require_states(what)
 
-    # Gradients: what a stage provides
+    def backward(
+        self,
+        loss: torch.Tensor,
+        gradient: torch.Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """Backward of the scaled loss. Prefer `engine.backward`, which also divides by the
+        accumulation steps.
+        """
+        scaled = self.outcomes.scale_if_loss(loss.float())
+        scaled.backward(gradient, retain_graph, create_graph, inputs)
 
     def backward_prologue(self) -> None:
-        """Before the first gradient of a backward."""
-
-    def backward_epilogue(self) -> None:
-        """After the last gradient of a backward, before any reduction: accumulate what is not
-        accumulated yet.
-        """
-
-    @abstractmethod
-    def reduce_gradients(self) -> None:
-        """Reduce what this micro-batch has to reduce; every rank issues the same collectives."""
-
-    def exit_backward(self) -> None:
-        """After reduction: forget the state of this backward."""
-
-    @property
-    def reduces_now(self) -> bool:
-        """Whether the micro-batch at hand is one that reduces: the boundary, and at ZeRO-2 each."""
-        return self.tracker.is_boundary and not self.tracker.in_no_sync
-
-    @property
-    def has_reduced_gradients(self) -> bool:
-        """Whether something was reduced since all gradients were forgotten."""
-        return True  # only the engine steps what is no client's optimizer
-
-    @property
-    def works_during_backward(self) -> bool:
-        """Whether something is done with gradients, from hooks, before backward is over."""
-        return False
-
-    def finish_gradients(self) -> None:
-        """Return when all reductions are complete."""
+        """Prepare for the first gradient of a backward."""
+        self.require_states("backward")
+        self.reduction.backward_prologue()
 
     def local_gradient(self, param: torch.Tensor) -> torch.Tensor:
         """This rank's sum of `param`'s gradients over micro-batches before any reduction, made zero
@@ -183,78 +280,10 @@ class StepSequence(ClientMethods, ABC):
             raise ValueError(
                 f"local_gradient: a frozen parameter (shape {tuple(param.shape)}) has no gradient"
             )
-        return self._make_gradient(param) if param.grad is None else param.grad
+        found = self.reduction.local_sum(param)
+        return self.reduction.make_gradient(param) if found is None else found
 
-    def _make_gradient(self, param: torch.Tensor) -> torch.Tensor:
-        """Give `param` a gradient of zeros."""
-        param.grad = torch.zeros_like(param)
-        return param.grad
-
-    def hold(self, params: Iterable[nn.Parameter]) -> None:
-        """Reduce the gradients of `params` only in `reduce_gradients`: they are not complete when
-        their hooks fire.
-
-        An optimizer that reduces nothing from hooks has nothing to do. Called on all data-parallel
-        ranks alike, before training.
-        """
-
-    def _replicas(self, expert_group: str | None) -> dist.Group:
-        """The ranks that average the gradients of dense parameters (None), or of the experts of
-        this group name.
-        """
-        if expert_group is None:
-            return self.dp_process_group
-        if expert_group not in self.expert_data_parallel_group:
-            raise ValueError(
-                f"experts of group {expert_group!r}: expert_data_parallel_group knows "
-                f"{sorted(self.expert_data_parallel_group)}; make the groups first "
-                "(deepspeed.moe.layer.MoE.set_deepspeed_parallelism, or deepspeed.initialize does)"
-            )
-        return self.expert_data_parallel_group[expert_group]
-
-    @abstractmethod
-    def scaled_global_norm(self) -> torch.Tensor:
-        """Norm of the whole model's gradient as accumulated (times the loss scale), fp32, shape
-        `[1]`.
-        """
-
-    def _norm_of(self, squares: torch.Tensor) -> torch.Tensor:
-        """The norm from reduced squared sums per group, `[num_norm_groups]`, which are kept for
-        `group_grad_norms`.
-        """
-        self._group_squares = squares
-        return squares.sum(0, keepdim=True).sqrt_()
-
-    @abstractmethod
-    def _update(self, scaling: GradientScaling) -> None:
-        """Optimizer step with scaled gradients."""
-
-    @abstractmethod
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget every gradient, reduced or not. Subclasses' ends with this one."""
-        self.tracker.window = Window()
-        self.observer.cleared()
-
-    @abstractmethod
-    def gradient_pieces(self) -> list[GradientPiece]:
-        """Where reduced gradients lie, for observers: all pieces of all parameters, in an order
-        that is the same on all ranks.
-        """
-
-    def observe(self, observer: GradientObserver) -> None:
-        """Tell `observer` from now on what happens to gradients, and the one before no more."""
-        self.observer.detached()
-        self.observer = observer
-
-    def _settle(self, factor: float) -> None:
-        """Have the gradients checked that the update is about to multiply by `factor` and the
-        clipping factor.
-        """
-        self.observer.settled(factor)
-
-    # The sequence
-
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], object] | None = None) -> None:
         """One optimizer step, or none if the gradient is not finite on some rank.
 
         Raises:
@@ -262,6 +291,7 @@ class StepSequence(ClientMethods, ABC):
             RuntimeError: If gradients are still each rank's own, which the engine's own step never
                 finds: a program has called this one at a micro-batch that does not reduce.
         """
+        self.require_states("step")
         if not self.reduces_now:
             raise RuntimeError(
                 "optimizer.step() at a micro-batch that has reduced no gradient yet "
@@ -275,68 +305,52 @@ class StepSequence(ClientMethods, ABC):
                 "call step()"
             )
         self._refuse_unfrozen()
-        self.finish_gradients()
+        self.reduction.finish_gradients()
         if not (self.tracker.window.is_reduced or self.has_reduced_gradients):
             # A client's own call: the engine has reduced before it steps. What lies in the buffers
             # is the last step's.
             tell_no_backward("optimizer.step()")
-            self.reduce_gradients()
-            self.exit_backward()
-            self.finish_gradients()
-        step_factor = self.reduce_rule.step_factor / self._step_divisor
-        norm = (self.scaled_global_norm() * step_factor).squeeze()
-        scale = self._used_scale()
-        self._group_norm_factor = step_factor / scale
-        self._outcome = StepOutcome(norm, scale, self.check_grad_overflow)
-        self._unknown.append(self._outcome)
-        self._settle(step_factor / scale)
+            self.reduction.reduce_gradients()
+            self.reduction.exit_backward()
+            self.reduction.finish_gradients()
+        outcomes = self.outcomes
+        step_factor = self.context.reduce_rule.step_factor / self.reduction.step_divisor
+        norm = (self.masters.scaled_global_norm() * step_factor).squeeze()
+        outcome = outcomes.begin(norm, self.masters.group_squares, step_factor)
+        scale = outcome.scale
+        self._tell_settled(step_factor / scale)
         if self._device_decides(norm):
             # Nothing waits here. The copy of the norm is queued before the update, so that a host
             # that has to wait for it does so while the device is busy with the update.
-            self._outcome.send(self._late_norms[0])
-            self._late_norms.rotate()
-            clip = clip_factor(norm / scale, self.clip_grad)
+            outcomes.send(outcome)
+            clip = clip_factor(norm / scale, outcomes.clip_grad)
             factor = step_factor * clip / scale
-            self._update(GradientScaling(factor, self._outcome.found_inf()))
-        elif not self.overflow:
-            known = self._outcome.host_norm / scale if self.clip_grad > 0 else 0.0
-            self._update(GradientScaling(step_factor * clip_factor(known, self.clip_grad) / scale))
+            self.masters.update(GradientScaling(factor, outcome.found_inf()))
+        elif not outcomes.overflow:
+            known = outcome.host_norm / scale if outcomes.clip_grad > 0 else 0.0
+            clip = clip_factor(known, outcomes.clip_grad)
+            self.masters.update(GradientScaling(step_factor * clip / scale))
         # The next backward needs a scale that moves. Otherwise there is time until the next step's
         # update is queued: the host runs ahead by a whole step.
-        self.learn_outcome(but_last=not self.dynamic_loss_scale)
+        outcomes.learn_outcome(but_last=not outcomes.dynamic_loss_scale)
         self.zero_grad()
 
     def _device_decides(self, norm: torch.Tensor) -> bool:
         """Whether the step goes on without the host's knowing the norm; see [Note: who decides]."""
-        return runs_ahead(norm) and (not self.check_grad_overflow or takes_scaling(self.optimizer))
+        can_skip = not self.check_grad_overflow or takes_scaling(self.optimizer)
+        return not self.masters.waits_for_gradients and runs_ahead(norm) and can_skip
 
-    def learn_outcome(self, but_last: bool = False) -> None:
-        """Let the host know which steps were skipped, which may wait for the device: the scale
-        moves on, and skips are counted and logged.
-
-        Called before anything that depends on it is read. Where no step is skipped nothing waits.
-
-        Args:
-            but_last: Of the last step it need not know yet.
-
-        Raises:
-            RuntimeError: If the scale cannot shrink any more; see `DynamicLossScaler`.
+    def _tell_settled(self, factor: float) -> None:
+        """Have the gradients checked that the update is about to multiply by `factor` and the
+        clipping factor.
         """
-        while len(self._unknown) > int(but_last):
-            outcome = self._unknown.popleft()
-            self._overflow = outcome.is_skipped
-            self._scaler.update_scale(self._overflow)
-            if self._overflow:
-                self.skipped_steps += 1
-                self._report_skip(outcome.scale)
-            else:
-                self._applied = outcome
+        self.observer.settled(factor)
 
     def _refuse_unfrozen(self) -> None:
-        """A parameter unfrozen after construction is in no bucket: ranks would train it apart
-        without a word.
+        """Raise if a parameter was unfrozen after construction: it is in no bucket, and ranks would
+        train it apart without a word.
         """
-        unfrozen = sum(param.requires_grad for param in self._frozen)
+        unfrozen = sum(param.requires_grad for param in self.context.frozen)
         if unfrozen:
             raise RuntimeError(
                 f"{unfrozen} parameters that were frozen when the engine was made require a "
@@ -344,125 +358,65 @@ class StepSequence(ClientMethods, ABC):
                 "(deepspeed.initialize) after unfreezing, or freeze them again"
             )
 
-    def _used_scale(self) -> float:
-        """The scale that the gradients at hand carry: the scaler moves on when the outcome of their
-        step is known.
-        """
-        return float(self._scaler.loss_scale)
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget every gradient, reduced or not. `param.grad` becomes None either way."""
+        self.reduction.clear()
+        self.tracker.window = Window()
+        self.observer.cleared()
 
-    def _report_skip(self, scale: float) -> None:
-        new_scale = self._scaler.loss_scale
-        detail = (
-            f"loss scale {scale:g} -> {new_scale:g}"
-            if scale != new_scale or scale != 1.0
-            else "no loss scaling"
-        )
-        message = (
-            f"step skipped on all ranks: the gradient is not finite ({detail}); parameters are "
-            "unchanged"
-        )
-        log_dist(message, ranks=[0], level=logging.WARNING)
+    # What observers and checkpoints ask of gradients
 
     @property
-    def _step_divisor(self) -> float:
-        """What is left of `accumulation_divisor` to be divided by at the step.
-
-        Gradients that live in `param.grad` are divided here: their buffer is averaged again by a
-        second backward at the boundary, and a division per average would count twice.
+    def read_factor(self) -> float:
+        """By what the accumulated gradient is multiplied to be the one that the optimizer will see
+        (before clipping).
         """
-        return 1.0
+        divisor = self.reduction.step_divisor * self.loss_scale
+        return self.context.reduce_rule.step_factor / divisor
 
-    # State in checkpoints. The answers here are those of an optimizer that updates the model's own
-    # parameters, each whole on every rank that has it.
+    def gradient_pieces(self) -> list[GradientPiece]:
+        """Where reduced gradients lie, for observers."""
+        return self.masters.gradient_pieces(self.reduction.sums_in)
 
-    @property
-    def state_layout(self) -> StateLayout:
-        """How the state lies in files."""
-        return StateLayout()
-
-    def numbered_params(self) -> list[list[nn.Parameter]]:
-        """The model's parameters by group, in the order in which the state numbers them or, flat,
-        lays them out.
-        """
-        return [group["params"] for group in self.param_groups]
-
-    def own_tensors(self) -> Iterator[OwnTensor]:
-        """Every tensor that the wrapped optimizer updates, in its order."""
-        for index, params in enumerate(self.numbered_params()):
-            for param in params:
-                yield OwnTensor.of_param(param, index, param, required=param.requires_grad)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of this rank's tensors."""
-        state: dict[str, Any] = self.optimizer.state_dict()
-        return state
-
-    def load_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        load_optimizer_states: bool = True,
-        load_from_fp32_weights: bool = True,
-    ) -> None:
-        """Restore what `state_dict` returned.
-
-        Args:
-            state_dict: As `state_dict()` returned it on this rank.
-            load_optimizer_states: Restore moments and hyper-parameters, not only masters.
-            load_from_fp32_weights: Restore masters, where there are any; otherwise round them up
-                from the model-precision weights.
-        """
-        if load_optimizer_states:
-            load_apart(self.optimizer, state_dict)
-
-    def fits(self, saved: Mapping[str, Any]) -> bool:
-        """Whether `saved`, of a run that is divided over its ranks as this one is, could be of this
-        rank's `state_dict`; otherwise it is resharded.
-        """
-        return not MASTER_KEYS & saved.keys()
-
-    def rebuilt_state(
-        self, base: dict[str, Any], masters: Sequence[torch.Tensor], scaler: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """What `state_dict` would return if this were the state.
-
-        Args:
-            base: State dict of the wrapped optimizer.
-            masters: The master of each of `own_tensors`, in its shape in files; padding is zero.
-            scaler: State of the loss scale, of whatever kind of scaler; may be empty.
-        """
-        return base
-
-    # The accumulation window in checkpoints
+    def _params(self) -> list[nn.Parameter]:
+        return [param for params in self.masters.numbered_params() for param in params]
 
     @property
     def has_gradients(self) -> bool:
-        """Whether this rank has summed anything since all gradients were forgotten."""
-        return any(param.grad is not None for params in self.numbered_params() for param in params)
+        """Whether this rank has summed anything since all gradients were forgotten; reductions may
+        still be on their way.
+        """
+        has_begun = bool(self.reduction.groups) and self.tracker.window.is_plain is not None
+        return has_begun or any(param.grad is not None for param in self._params())
 
     def gradient_layout(self) -> str:
         """How gradients lie in this rank's buffers: equal where they lie alike."""
-        return ""
+        return self.reduction.layout()
 
     def window_state(self) -> dict[str, Any]:
         """What this rank has summed since the last step, reduced or not, between two backwards; the
         tensors themselves.
         """
-        grads = [param.grad for params in self.numbered_params() for param in params]
-        return {"gradients": grads, "divisor": self.accumulation_divisor}
+        summed = self.reduction.window_state()
+        grads = [param.grad for param in self._params()]
+        return {"gradients": grads, "divisor": self.accumulation_divisor, **summed}
 
     @torch.no_grad()
     def load_window_state(self, saved: Mapping[str, Any]) -> None:
         """Go on where `window_state` of an equal run was; all gradients were forgotten."""
-        params = [param for params in self.numbered_params() for param in params]
-        for param, grad in zip(params, saved["gradients"], strict=True):
+        for param, grad in zip(self._params(), saved["gradients"], strict=True):
             if grad is not None:
-                self._make_gradient(param).copy_(grad)
+                self.reduction.make_gradient(param).copy_(grad)
         self.accumulation_divisor = saved["divisor"]
-
-    def refresh_fp32_params(self) -> None:
-        """Masters, where there are any, <- model-precision parameters (after loading or editing
-        weights).
-        """
+        self.reduction.load_window_state(saved)
 
     def destroy(self) -> None:
         """Remove hooks and let go of buffers."""
+        if self.movable is not None:
+            self.movable.reload_states()
+        self.reduction.destroy()
+        self.masters.destroy()
+
+
+DeepSpeedOptimizer = StepSequence
+"""Upstream's name of the base class of all that `deepspeed.initialize` returns as optimizers."""

@@ -4,13 +4,12 @@ Optimizers:
 
     stage_1_and_2                   optimizer state (1) and gradients (2) sharded
     stage3                          parameters sharded too
-    zero_optimizer                  what the stages share, over `optimizers.master_weights`
+    zero_optimizer                  what the stages share, and optimizer instances
+    bucket_layout                   how stages 1 and 2 lay groups out
+    units                           folder: masters and files of stage 3, what is reduced together
     sharded_state                   state of shards as files have it
-    unit_buckets                    what of stage 3 is reduced together
-    shard_writer                    what stage 3 does with updated masters
     movable_states, offload_states  state that leaves the device between steps
     movable_weights                 weights of stage 3 that do, without an optimizer too
-    partial_offload                 a part of the state on the host
 
 Models under stage 3:
 

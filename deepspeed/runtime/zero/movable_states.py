@@ -10,14 +10,15 @@ are found together, the piece is copied once, and each becomes a view of the cop
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Container, Iterable, Iterator
+from typing import NamedTuple, Protocol
 
 import torch
 
 from deepspeed.accelerator import Event, get_accelerator
+from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
+from deepspeed.runtime.optimizers.master_weights import MasterWeights
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
-from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
 
 # What a forward or a backward cannot do without; a step needs everything.
 NEEDED = {
@@ -131,6 +132,22 @@ class HostPieces:
         self.kinds = {}
 
 
+class Reducing(Protocol):
+    """What is asked of a reduction here."""
+
+    accumulator: LocalAccumulator | None
+
+    @property
+    def has_reduced_gradients(self) -> bool:
+        """Whether gradients are about."""
+
+    def finish_gradients(self) -> None:
+        """Complete them."""
+
+    def let_buffers_go(self) -> None:
+        """Give back memory that nothing is kept in."""
+
+
 class Movable(ABC):
     """Who has state that may leave the device; see module. What is on the host anyway
     (`offload_optimizer`, `offload_param`) stays there.
@@ -224,22 +241,18 @@ class Movable(ABC):
         """All tensors that lie in the memory of a kind of state, and live from step to step."""
 
 
-class MovableStates(Movable, ZeROOptimizer):
-    """A ZeRO optimizer whose state may leave the device."""
+class MovableStates(Movable):
+    """The state of a ZeRO optimizer.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Args:
+        masters: Masters, and the state that their optimizer keeps.
+        reduction: Gradients.
+    """
+
+    def __init__(self, masters: MasterWeights, reduction: Reducing) -> None:
         self._away = HostPieces()
-        super().__init__(*args, **kwargs)
-
-    def backward_prologue(self) -> None:
-        """See base class."""
-        self.require_states("backward")
-        super().backward_prologue()
-
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """See base class."""
-        self.require_states("step")
-        super().step(closure)
+        self._masters = masters
+        self._reduction = reduction
 
     def offload_states(
         self,
@@ -249,28 +262,40 @@ class MovableStates(Movable, ZeROOptimizer):
         non_blocking: bool = False,
     ) -> None:
         """See base class; gradients are complete before."""
-        self.finish_gradients()
+        self._reduction.finish_gradients()
         super().offload_states(include, device, pin_memory, non_blocking)
+
+    def _leave(self, kinds: Iterable[OffloadStateTypeEnum]) -> None:
+        """See base class."""
+        if OffloadStateTypeEnum.contiguous_grad_buffer in kinds:
+            self._reduction.let_buffers_go()
+        if OffloadStateTypeEnum.lp_grads in kinds and not self._reduction.has_reduced_gradients:
+            for group in self._masters.groups:
+                group.drop_grad()
+        if OffloadStateTypeEnum.lp_params in kinds:
+            self._masters.publishing.await_parameters()
 
     def _come_back(self, kinds: Iterable[OffloadStateTypeEnum]) -> None:
         """See base class; masters and gradients are used where they are."""
 
     def state_tensors(self, kind: OffloadStateTypeEnum) -> list[torch.Tensor]:
         """See base class."""
+        groups = self._masters.groups
         if kind is OffloadStateTypeEnum.optim_states:
-            values = (value for state in self.state.values() for value in state.values())
+            states = self._masters.state.values()
+            values = (value for state in states for value in state.values())
             # Optimizers read counters on the host or the device, as they made them.
             return [v for v in values if isinstance(v, torch.Tensor) and v.dim()]
         if kind is OffloadStateTypeEnum.lp_grads:
-            sums = self.accumulator
+            sums = self._reduction.accumulator
             local = [] if sums is None else [*sums.flats, *(v for vs in sums.views for v in vs)]
-            return [*(group.grad for group in self.groups if group.has_grad), *local]
+            return [*(group.grad for group in groups if group.has_grad), *local]
         if kind is OffloadStateTypeEnum.contiguous_grad_buffer:
             return []  # nothing is kept in it
         wanted = kind is OffloadStateTypeEnum.lp_params
         masters = [
             tensor
-            for group in self.groups
+            for group in groups
             if group.aliased is wanted
             for tensor in (group.master, *group.masters)
         ]
@@ -278,11 +303,6 @@ class MovableStates(Movable, ZeROOptimizer):
 
     def _weights(self) -> Iterator[torch.Tensor]:
         """All tensors that lie in the memory of the model's weights."""
-        for group in self.groups:
+        for group in self._masters.groups:
             yield group.flat
             yield from group.params
-
-    def destroy(self) -> None:
-        """See base class."""
-        self.reload_states()
-        super().destroy()

@@ -15,10 +15,9 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import (
@@ -28,106 +27,72 @@ from deepspeed.checkpoint.constants import (
     CLIP_GRAD,
     DS_VERSION,
     GROUP_PADDINGS,
+    LOSS_SCALER,
     PARAM_SLICE_MAPPINGS,
     PARTITION_COUNT,
     SINGLE_PARTITION_OF_FP32_GROUPS,
     STATE_OF_PARAMETERS,
+    ZERO_STAGE,
 )
 from deepspeed.checkpoint.resharding.saved_optimizer import is_per_element
 from deepspeed.git_version_info import version as __version__
-from deepspeed.runtime.optimizers.owner_steps import OwnerSteps
+from deepspeed.runtime.optimizers.master_weights import MasterWeights
+from deepspeed.runtime.optimizers.state_layout import OwnShard, StateFiles, StateLayout
+from deepspeed.runtime.optimizers.step_outcome import Outcomes
 from deepspeed.runtime.sharding.exchange import LayoutExchange
 from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.runtime.sharding.loading_in_place import load_in_place
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 # For each group, state of its shard by key.
 Moments = list[dict[str, torch.Tensor]]
 
 
-class ShardedMasters(Protocol):
-    """What is read here of an optimizer, and told it."""
-
-    clip_grad: float
-    device: torch.device
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """What updates the masters."""
-
-    @property
-    def state(self) -> Mapping[torch.Tensor, Mapping[str, Any]]:
-        """The state of that, by master."""
-
-    @property
-    def groups(self) -> Sequence[ShardedGroup]:
-        """Who owns what."""
-
-    @property
-    def param_names(self) -> Mapping[nn.Parameter, str]:
-        """Name of each parameter."""
-
-    @property
-    def group_paddings(self) -> Sequence[int]:
-        """Elements of each group's shard that belong to no parameter."""
-
-    @property
-    def partition_count(self) -> Sequence[int]:
-        """Shards of each group."""
-
-    @property
-    def dp_process_group(self) -> dist.Group:
-        """Ranks that train the same parameters."""
-
-    def refresh_fp32_params(self) -> None:
-        """Make masters of the model's parameters."""
-
-
 class CheckpointMismatchError(RuntimeError):
     """The saved state does not fit this model, optimizer or world."""
 
 
-def sharded_state_dict(optimizer: ShardedMasters, elastic: bool) -> dict[str, Any]:
+def sharded_state_dict(masters: MasterWeights, elastic: bool) -> dict[str, Any]:
     """This rank's part of the state; see `Refiling` for who has to call it."""
-    refiling = Refiling(optimizer, to_files=True)
-    base = optimizer.optimizer.state_dict()
+    refiling = Refiling(masters, to_files=True)
+    base = masters.optimizer.state_dict()
     host = torch.device("cpu")  # state may fill the device: what is made here must not
     if refiling.is_needed:
-        moments = refiling.moments(_states_of_groups(optimizer, base))
+        moments = refiling.moments(_states_of_groups(masters, base))
         refiling.agree(moments)
         base = _with_moments(base, refiling.move_all(moments, host))
-    masters = [
+    lean = [
         without_padding(group, refiling.move(index, group.master.detach(), host))
-        for index, group in enumerate(optimizer.groups)
+        for index, group in enumerate(masters.groups)
     ]
-    state = as_sharded_state(optimizer, _lean_state(optimizer, base) if elastic else base, masters)
+    state = as_sharded_state(masters, _lean_state(masters, base) if elastic else base, lean)
     if elastic:
         state[BASE_OPTIMIZER_PARAM_GROUPS] = base["param_groups"]
-        steps = [state.get("step") for state in optimizer.state.values()]
+        steps = [state.get("step") for state in masters.state.values()]
         state[BASE_OPTIMIZER_STATE_STEP] = next((step for step in steps if step is not None), None)
     return state
 
 
 def as_sharded_state(
-    optimizer: ShardedMasters,
+    masters: MasterWeights,
     base: dict[str, Any] | list[dict[str, Any]],
-    masters: Sequence[torch.Tensor],
+    lean: Sequence[torch.Tensor],
 ) -> dict[str, Any]:
     """Moments and masters as this rank's part of the state.
 
     Args:
-        optimizer: Whose layout it has.
+        masters: Whose layout it has.
         base: The wrapped optimizer's state dict, or moments per group without padding.
-        masters: Of each group, without padding.
+        lean: Masters of each group, without padding.
     """
     return {
-        CLIP_GRAD: optimizer.clip_grad,
         BASE_OPTIMIZER_STATE: base,
-        SINGLE_PARTITION_OF_FP32_GROUPS: list(masters),
-        GROUP_PADDINGS: optimizer.group_paddings,
-        PARTITION_COUNT: optimizer.partition_count,
+        SINGLE_PARTITION_OF_FP32_GROUPS: list(lean),
+        GROUP_PADDINGS: masters.group_paddings,
+        PARTITION_COUNT: masters.partition_count,
         DS_VERSION: __version__,
-        PARAM_SLICE_MAPPINGS: [_slice_mapping(optimizer, group) for group in optimizer.groups],
+        PARAM_SLICE_MAPPINGS: [_slice_mapping(masters, group) for group in masters.groups],
     }
 
 
@@ -142,19 +107,19 @@ def without_padding(group: ShardedGroup, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _slice_mapping(
-    optimizer: ShardedMasters, group: ShardedGroup
+    masters: MasterWeights, group: ShardedGroup
 ) -> OrderedDict[str, fragment_address]:
     """Where this rank's fragments of the group's parameters lie in its shard."""
     return OrderedDict(
         (
-            optimizer.param_names.get(group.params[f.param], str(f.param)),
+            masters.context.param_names.get(group.params[f.param], str(f.param)),
             fragment_address(numel=f.numel, start=f.shard_start),
         )
         for f in group.file_table.of_shard(group.shard_rank)
     )
 
 
-def _lean_state(optimizer: ShardedMasters, base: dict[str, Any]) -> list[dict[str, Any]]:
+def _lean_state(masters: MasterWeights, base: dict[str, Any]) -> list[dict[str, Any]]:
     """Moments per group without padding."""
     return [
         {
@@ -163,12 +128,12 @@ def _lean_state(optimizer: ShardedMasters, base: dict[str, Any]) -> list[dict[st
             else value
             for key, value in state.items()
         }
-        for group, state in zip(optimizer.groups, _states_of_groups(optimizer, base), strict=True)
+        for group, state in zip(masters.groups, _states_of_groups(masters, base), strict=True)
     ]
 
 
 def _states_of_groups(
-    optimizer: ShardedMasters, base: dict[str, Any] | list[dict[str, Any]]
+    masters: MasterWeights, base: dict[str, Any] | list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """State of each group's shard, of a state dict of the wrapped optimizer or as
     `elastic_checkpoint` has it.
@@ -197,18 +162,18 @@ class Refiling:
     shards in one order. A rank whose state does not fit says so when they agree, and all raise.
 
     Args:
-        optimizer: Whose.
+        masters: Whose.
         to_files: From memory to files; otherwise back.
 
     Attributes:
         is_needed: Whether some group's layouts differ.
     """
 
-    def __init__(self, optimizer: ShardedMasters, to_files: bool) -> None:
-        self._optimizer = optimizer
+    def __init__(self, masters: MasterWeights, to_files: bool) -> None:
+        self._masters = masters
         self._to_files = to_files
-        self._exchanges = [self._exchange(group) for group in optimizer.groups]
-        self._longest = [0] * len(optimizer.groups)
+        self._exchanges = [self._exchange(group) for group in masters.groups]
+        self._longest = [0] * len(masters.groups)
         self.is_needed = any(exchange is not None for exchange in self._exchanges)
 
     def _exchange(self, group: ShardedGroup) -> LayoutExchange | None:
@@ -224,7 +189,7 @@ class Refiling:
         return [
             {} if exchange is None else self._moments(group, state)
             for group, state, exchange in zip(
-                self._optimizer.groups, states, self._exchanges, strict=True
+                self._masters.groups, states, self._exchanges, strict=True
             )
         ]
 
@@ -260,9 +225,9 @@ class Refiling:
         told = torch.tensor(
             [int(problem is not None), number, -number, *longest],
             dtype=torch.int64,
-            device=self._optimizer.device,
+            device=self._masters.device,
         )
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._optimizer.dp_process_group)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._masters.context.dp_process_group)
         failed, highest, negative_of_lowest, *self._longest = told.tolist()
         if failed:
             raise problem or CheckpointMismatchError("the state of another rank does not fit")
@@ -278,7 +243,7 @@ class Refiling:
                 key: self.move(index, value, device or group.master.device)
                 for key, value in own.items()
             }
-            for index, (group, own) in enumerate(zip(self._optimizer.groups, moments, strict=True))
+            for index, (group, own) in enumerate(zip(self._masters.groups, moments, strict=True))
         ]
 
     def move(self, index: int, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -289,7 +254,7 @@ class Refiling:
         return shard if exchange is None else exchange.move(shard, self._longest[index], device)
 
 
-def check_fits(optimizer: ShardedMasters, saved: Mapping[str, Any]) -> None:
+def check_fits(masters: MasterWeights, saved: Mapping[str, Any]) -> None:
     """Raise unless `saved` is a part that this rank could have saved.
 
     Raises:
@@ -298,13 +263,13 @@ def check_fits(optimizer: ShardedMasters, saved: Mapping[str, Any]) -> None:
     if SINGLE_PARTITION_OF_FP32_GROUPS not in saved:
         raise CheckpointMismatchError("the checkpoint's state is of another ZeRO stage")
     counts = list(saved[PARTITION_COUNT])
-    if counts != optimizer.partition_count:
+    if counts != masters.partition_count:
         raise CheckpointMismatchError(
             f"the checkpoint's parameter groups are divided into {counts} shards, this run's into "
-            f"{optimizer.partition_count}"
+            f"{masters.partition_count}"
         )
     for index, (group, master) in enumerate(
-        zip(optimizer.groups, saved[SINGLE_PARTITION_OF_FP32_GROUPS], strict=True)
+        zip(masters.groups, saved[SINGLE_PARTITION_OF_FP32_GROUPS], strict=True)
     ):
         expected = _lean_numel(group)
         if master.numel() != expected:
@@ -312,12 +277,12 @@ def check_fits(optimizer: ShardedMasters, saved: Mapping[str, Any]) -> None:
                 f"parameter group {index}: the checkpoint's shard holds {master.numel()} elements, "
                 f"this model's {expected}"
             )
-    if not is_dealt_alike(optimizer, saved[BASE_OPTIMIZER_STATE]):
+    if not is_dealt_alike(masters, saved[BASE_OPTIMIZER_STATE]):
         raise CheckpointMismatchError("other ranks had the state of this one's whole parameters")
     for index, group in enumerate(
-        optimizer.groups if saved.get(PARAM_SLICE_MAPPINGS) is not None else []
+        masters.groups if saved.get(PARAM_SLICE_MAPPINGS) is not None else []
     ):
-        here = {name: (a.numel, a.start) for name, a in _slice_mapping(optimizer, group).items()}
+        here = {name: (a.numel, a.start) for name, a in _slice_mapping(masters, group).items()}
         there = {name: (a.numel, a.start) for name, a in saved[PARAM_SLICE_MAPPINGS][index].items()}
         if here != there:
             differing = sorted(set(here.items()) ^ set(there.items()))
@@ -327,21 +292,21 @@ def check_fits(optimizer: ShardedMasters, saved: Mapping[str, Any]) -> None:
             )
 
 
-def is_dealt_alike(optimizer: ShardedMasters, base: Any) -> bool:
+def is_dealt_alike(masters: MasterWeights, base: Any) -> bool:
     """Whether saved state of whole parameters, if there is any or would be, is of those that this
     rank has.
     """
     has_wholes = isinstance(base, dict) and any(
         STATE_OF_PARAMETERS in own for own in base["state"].values()
     )
-    if not isinstance(optimizer.optimizer, OwnerSteps):
+    if masters.owner_steps is None:
         return not has_wholes
-    return isinstance(base, dict) and optimizer.optimizer.has_state_of(base)
+    return isinstance(base, dict) and masters.owner_steps.has_state_of(base)
 
 
 @torch.no_grad()
 def load_sharded_state(
-    optimizer: ShardedMasters,
+    masters: MasterWeights,
     saved: dict[str, Any],
     load_optimizer_states: bool,
     load_from_fp32_weights: bool,
@@ -351,38 +316,38 @@ def load_sharded_state(
     Raises:
         CheckpointMismatchError: Before anything is changed.
     """
-    refiling = Refiling(optimizer, to_files=False)
-    moments: Moments = [{} for _ in optimizer.groups]
+    refiling = Refiling(masters, to_files=False)
+    moments: Moments = [{} for _ in masters.groups]
     problem: Exception | None = None
     try:
-        check_fits(optimizer, saved)
+        check_fits(masters, saved)
         if load_optimizer_states and refiling.is_needed:
-            moments = refiling.moments(_states_of_groups(optimizer, saved[BASE_OPTIMIZER_STATE]))
+            moments = refiling.moments(_states_of_groups(masters, saved[BASE_OPTIMIZER_STATE]))
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
     refiling.agree(moments, problem)
     if load_optimizer_states:
-        _load_moments(optimizer, saved, refiling.move_all(moments))
+        _load_moments(masters, saved, refiling.move_all(moments))
     if load_from_fp32_weights:
         for index, (group, master) in enumerate(
-            zip(optimizer.groups, saved[SINGLE_PARTITION_OF_FP32_GROUPS], strict=True)
+            zip(masters.groups, saved[SINGLE_PARTITION_OF_FP32_GROUPS], strict=True)
         ):
             moved = refiling.move(index, master, group.master.device)
             group.master[: moved.numel()].copy_(moved)
     else:
-        optimizer.refresh_fp32_params()
+        masters.refresh_fp32_params()
 
 
-def _load_moments(optimizer: ShardedMasters, saved: dict[str, Any], moved: Moments) -> None:
+def _load_moments(masters: MasterWeights, saved: dict[str, Any], moved: Moments) -> None:
     """Restore the wrapped optimizer's state; `moved` is what of it lies otherwise in memory."""
     base = saved[BASE_OPTIMIZER_STATE]
     if not isinstance(base, dict):
-        base = _with_groups(optimizer, base, saved.get(BASE_OPTIMIZER_PARAM_GROUPS))
-    load_in_place(optimizer.optimizer, _with_moments(base, moved) if any(moved) else base)
+        base = _with_groups(masters, base, saved.get(BASE_OPTIMIZER_PARAM_GROUPS))
+    load_in_place(masters.optimizer, _with_moments(base, moved) if any(moved) else base)
 
 
 def _with_groups(
-    optimizer: ShardedMasters,
+    masters: MasterWeights,
     states: Sequence[Mapping[str, Any]],
     saved: Sequence[Mapping[str, Any]] | None,
 ) -> dict[str, Any]:
@@ -390,18 +355,18 @@ def _with_groups(
     wrapped optimizer.
 
     Args:
-        optimizer: Whose.
+        masters: Whose.
         states: Of each group's shard.
         saved: Hyper-parameters of each group, if the file has them.
     """
-    own = optimizer.optimizer.state_dict()["param_groups"]
+    own = masters.optimizer.state_dict()["param_groups"]
     groups = [
         {**mine, **kept, "params": mine["params"]}
         for mine, kept in zip(own, saved or [{}] * len(own), strict=True)
     ]
     padded = {
         options["params"][0]: {key: _padded_value(group, value) for key, value in lean.items()}
-        for options, group, lean in zip(groups, optimizer.groups, states, strict=True)
+        for options, group, lean in zip(groups, masters.groups, states, strict=True)
         if lean
     }
     return {"state": padded, "param_groups": groups}
@@ -415,3 +380,111 @@ def _padded_value(group: ShardedGroup, value: Any) -> Any:
     padded = torch.zeros(shard_numel, dtype=value.dtype, device=group.master.device)
     padded[:lean_numel].copy_(value)
     return padded
+
+
+class ShardFiles(StateFiles):
+    """Files of sharded masters: `BF16_Optimizer`'s.
+
+    Args:
+        masters: Whose.
+        holders: Ranks that have this same shard; None: no other does.
+        outcomes: The loss scale; how steps clip.
+    """
+
+    lists_frozen = False
+
+    def __init__(self, masters: MasterWeights, holders: dist.Group, outcomes: Outcomes) -> None:
+        super().__init__(masters.optimizer)
+        self._masters = masters
+        self._outcomes = outcomes
+        self._shard = OwnShard(masters.shard_rank, masters.num_shards, holders)
+
+    @property
+    def state_layout(self) -> StateLayout:
+        """See base class."""
+        return StateLayout(self._shard, has_masters=True, lists_frozen=self.lists_frozen)
+
+    def _head(self) -> dict[str, Any]:
+        """What stands before the shard."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state, in upstream's layout.
+
+        Collective: files have shards cut otherwise than memory, so all data-parallel ranks call it
+        (with one bucket per group nothing has to be exchanged).
+        """
+        elastic = self._masters.settings.elastic_checkpoint and self.lists_frozen
+        head = {**self._head(), CLIP_GRAD: self._outcomes.clip_grad}
+        return {**head, **sharded_state_dict(self._masters, elastic)}
+
+    def load_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = True,
+    ) -> None:
+        """See base class. Collective, as `state_dict` is."""
+        load_sharded_state(self._masters, state_dict, load_optimizer_states, load_from_fp32_weights)
+
+    def fits(self, saved: Mapping[str, Any]) -> bool:
+        """See base class."""
+        try:
+            check_fits(self._masters, saved)
+        except CheckpointMismatchError:
+            return False
+        return True
+
+    def rebuilt_state(
+        self, base: dict[str, Any], masters: Sequence[torch.Tensor], scaler: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """See base class."""
+        lean = [
+            without_padding(group, master)
+            for group, master in zip(self._masters.groups, masters, strict=True)
+        ]
+        clip = {CLIP_GRAD: self._outcomes.clip_grad}
+        return {**clip, **as_sharded_state(self._masters, base, lean)}
+
+
+class ScaledShardFiles(ShardFiles):
+    """The same with the loss scale: those of ZeRO-1 and 2.
+
+    Args:
+        masters: See base class.
+        holders: See base class.
+        outcomes: See base class.
+        stage: What files say.
+    """
+
+    lists_frozen = True
+
+    def __init__(
+        self, masters: MasterWeights, holders: dist.Group, outcomes: Outcomes, stage: ZeroStageEnum
+    ) -> None:
+        super().__init__(masters, holders, outcomes)
+        self._stage = stage
+
+    def _head(self) -> dict[str, Any]:
+        return {**self._outcomes.scaler_state(), ZERO_STAGE: self._stage}
+
+    def load_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = True,
+    ) -> None:
+        """See base class; the loss scaler too."""
+        super().load_state_dict(state_dict, load_optimizer_states, load_from_fp32_weights)
+        self._outcomes.load_scaler_state(state_dict)
+
+    def fits(self, saved: Mapping[str, Any]) -> bool:
+        """See base class; `BF16_Optimizer`'s files have no loss scaler."""
+        return LOSS_SCALER in saved and super().fits(saved)
+
+    def rebuilt_state(
+        self, base: dict[str, Any], masters: Sequence[torch.Tensor], scaler: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """See base class."""
+        state = super().rebuilt_state(base, masters, scaler)
+        return {**self._outcomes.rebuilt_scaler_state(scaler), **state}

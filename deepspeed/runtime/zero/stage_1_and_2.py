@@ -19,9 +19,8 @@ fixes of `docs/fixes/` that live here are marked [fix N] at their lines.
 
 from __future__ import annotations
 
-import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,24 +31,34 @@ from torch import nn
 from deepspeed import comm as dist
 from deepspeed._lazy import lazy_attributes
 from deepspeed.accelerator import Stream
-from deepspeed.checkpoint.constants import LOSS_SCALER, ZERO_STAGE
+from deepspeed.comm.parallel_map import OptimizerInstances
 from deepspeed.comm.shard_ops import PendingShards, reduce_to_owners
 from deepspeed.comm.watch import lone_waits
-from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
-from deepspeed.runtime.gradients.buckets import BucketPlan, fill_buckets, plan_buckets
-from deepspeed.runtime.gradients.late import buckets_to_send_again
+from deepspeed.runtime.gradients.bucket_buffers import BucketBuffer, BucketBuffers
+from deepspeed.runtime.gradients.bucket_hooks import BucketHooks
+from deepspeed.runtime.gradients.buckets import BucketPlan, plan_buckets
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
 from deepspeed.runtime.gradients.norm import reduce_squared_norm
 from deepspeed.runtime.gradients.readiness import ReadinessTracker
 from deepspeed.runtime.gradients.reduce_rule import ReduceFactors
-from deepspeed.runtime.gradients.sequence_parts import has_parts
+from deepspeed.runtime.gradients.reduction import (
+    GradientContext,
+    GradientReduction,
+    ReductionSettings,
+)
 from deepspeed.runtime.gradients.sink import DeviceSink, HostSink
 from deepspeed.runtime.gradients.static_sums import StaticSumGuard
+from deepspeed.runtime.gradients.unused import refuse_unused
+from deepspeed.runtime.optimizers.master_weights import MasterWeights
+from deepspeed.runtime.optimizers.settings import ShardSettings, StepSettings
+from deepspeed.runtime.optimizers.step_sequence import forwarded
+from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.runtime.streams import SideStream
+from deepspeed.runtime.zero.bucket_layout import BucketLayout
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.movable_states import MovableStates
-from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.runtime.zero.sharded_state import load_sharded_state, sharded_state_dict
+from deepspeed.runtime.zero.sharded_state import ScaledShardFiles
+from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer, instances_of
 
 # Buckets on their way at once: one is reduced while the next is filled.
 MAX_IN_FLIGHT = 2
@@ -61,27 +70,6 @@ __getattr__ = lazy_attributes(
     __name__,
     {f"estimate_zero2_model_states_mem_needs{kind}": _ESTIMATES for kind in _KINDS},
 )
-
-
-class BucketBuffer:
-    """Payload memory of a bucket, with cached views per plan (making 800 views costs more than
-    copying 800 small gradients).
-    """
-
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.tensor = torch.empty(numel, dtype=dtype, device=device)
-        # Event after which it may be filled again, if that is not in stream order anyway.
-        self.last_read: Any = None
-        self._views: dict[int, list[torch.Tensor]] = {}
-
-    def views(self, bucket: IPGBucket, starts: tuple[int, ...]) -> list[torch.Tensor]:
-        """Where each parameter of the bucket lies, in its shape."""
-        if bucket.index not in self._views:
-            self._views[bucket.index] = [
-                self.tensor[start : start + param.numel()].view(param.shape)
-                for param, start in zip(bucket.params, starts, strict=True)
-            ]
-        return self._views[bucket.index]
 
 
 @dataclass
@@ -133,165 +121,111 @@ class IPGBucket:
         self.copy_streams.clear()
 
 
-class DeepSpeedZeroOptimizer(MovableStates):
-    """ZeRO-1 (`partition_grads=False`) and ZeRO-2 (`partition_grads=True`).
+class Bucketed(GradientReduction):
+    """Reduces gradients bucket by bucket onto the owners of their elements.
 
     Args:
-        init_optimizer: torch optimizer over the model's parameters.
-        param_names: Name of each parameter, in model order.
-        contiguous_gradients: Reuse bucket buffers instead of allocating one per bucket.
-        reduce_bucket_size: Elements per bucket.
-        reduce_scatter: Reduce each slice onto its owner; otherwise all-reduce and keep the own
-            slice.
-        overlap_comm: Communicate beside backward.
-        ignore_unused_parameters: Count a parameter without gradient as zero; otherwise raise,
-            naming it.
+        context: See base class.
+        masters: Whose owned gradients they are added to.
+        settings: How.
+        instances: How the data-parallel ranks are split into replicas of the sharded state.
         partition_grads: Stage 2.
-        communication_data_type: What travels; None is the model's dtype.
-        comm_dtype_of: Per-parameter override of it (`torch_autocast.lower_precision_safe_modules`).
+        layout: Which parameters share a bucket; None: a derived class knows.
         local_accumulation_dtype: Sum micro-batches in this dtype before reduction (stage 1 only).
-        backward_started: Called by the first hook of a backward that nobody announced.
-        kwargs: See `ZeROOptimizer`.
+
+    Attributes:
+        plans: Of each bucket, in the order in which they are sent.
+        ipg_buckets: What has joined each.
+        sink: Adds what was reduced to the owned gradients.
     """
 
     def __init__(
         self,
-        init_optimizer: torch.optim.Optimizer,
-        param_names: Mapping[nn.Parameter, str],
-        *,
-        contiguous_gradients: bool = True,
-        reduce_bucket_size: int = 500_000_000,
-        reduce_scatter: bool = True,
-        overlap_comm: bool = False,
-        ignore_unused_parameters: bool = True,
+        context: GradientContext,
+        masters: MasterWeights,
+        settings: ReductionSettings,
+        instances: OptimizerInstances,
         partition_grads: bool = True,
-        communication_data_type: torch.dtype | None = None,
-        comm_dtype_of: Callable[[nn.Parameter], torch.dtype | None] | None = None,
+        layout: BucketLayout | None = None,
         local_accumulation_dtype: torch.dtype | None = None,
-        backward_started: Callable[[], None] | None = None,
-        **kwargs: Any,
     ) -> None:
-        # The layout of the groups follows from these, so they come first.
-        self.reduce_bucket_size = reduce_bucket_size
-        self.communication_data_type = communication_data_type
-        self._comm_dtype_of = comm_dtype_of
-        super().__init__(init_optimizer, param_names, **kwargs)
+        super().__init__(context, masters.groups)
+        self.settings = settings
+        self.instances = instances
         self.partition_gradients = partition_grads
-        self.contiguous_gradients = contiguous_gradients
-        self.reduce_scatter = reduce_scatter
-        self.overlap_comm = overlap_comm
-        self.ignore_unused_parameters = ignore_unused_parameters
-        self._backward_started = backward_started
-        self.side_stream = SideStream(overlap_comm)
-        self.sink = (
-            HostSink(self.offload.buffer_count) if self.offload is not None else DeviceSink()
-        )
+        self.side_stream = SideStream(settings.overlap_comm)
+        offload = masters.settings.offload
+        self.sink = HostSink(offload.buffer_count) if offload is not None else DeviceSink()
+        self.buffers = BucketBuffers(context.device, settings.contiguous_gradients)
         self._in_flight: deque[Reduction] = deque()
-        self._make_buckets()
-        self.accumulator = None
-        if local_accumulation_dtype is not None and not partition_grads:
-            self.accumulator = LocalAccumulator(self.groups, local_accumulation_dtype)
-        self._hook_handles: list[Any] = []
-        self._reducing = False
+        self._layout = layout
+        self.hooks = BucketHooks(context, self.reduce_ready_partitions_and_remove_grads)
         self._static_sums: StaticSumGuard | None = None
-        if self.side_stream.has_streams and not partition_grads and self.accumulator is None:
-            named = ((param, self.param_names.get(param, "?")) for _, param in self._slots)
-            self._static_sums = StaticSumGuard(named)
-        self.create_gradient_handling_hooks()
+        if local_accumulation_dtype is not None and not partition_grads:
+            self.accumulator = LocalAccumulator(masters.groups, local_accumulation_dtype)
 
-    def __dir__(self) -> list[str]:
-        """Without `average_tensor`: upstream's suite looks for it here, and replaces it by one that
-        walks upstream's own bucket of gradients.
-        """
-        return [name for name in super().__dir__() if name != "average_tensor"]
+    def start(self) -> None:
+        """Plan buckets and set hooks."""
+        self._make_buckets()
+        self.create_gradient_handling_hooks()
+        if (
+            self.side_stream.has_streams
+            and not self.partition_gradients
+            and self.accumulator is None
+        ):
+            named = ((param, self.context.name_of(param)) for _, param in self.hooks.slots)
+            self._static_sums = StaticSumGuard(named)
 
     # Buckets
 
-    def get_param_comm_dtype(self, param: nn.Parameter) -> torch.dtype:
-        """The dtype that this parameter's gradient travels in."""
-        override = self._comm_dtype_of(param) if self._comm_dtype_of is not None else None
-        return override or self.communication_data_type or param.dtype
-
     def _travels_in(self, param: nn.Parameter, local: torch.dtype) -> torch.dtype:
-        """See base class."""
-        return self.get_param_comm_dtype(param)
+        return self.settings.travels_in(param)
 
-    def _fill_buckets(
-        self, params: Sequence[nn.Parameter], positions: Sequence[int]
-    ) -> list[tuple[int, ...]]:
-        """The parameters of each bucket of a group, the one that is complete first at the front."""
-        # Those that are complete after all others have buckets of their own: no other waits.
-        kinds = [(self.get_param_comm_dtype(param), has_parts(param)) for param in params]
-        numels = [param.numel() for param in params]
-        return fill_buckets(numels, positions, self.reduce_bucket_size, kinds)
-
-    def _sections(
-        self, params: Sequence[nn.Parameter], positions: Sequence[int], num_shards: int
-    ) -> Sequence[Sequence[int]] | None:
-        """See base class: a section per bucket, in the order of forward. Who owns everything has it
-        as files do.
-        """
-        return self._fill_buckets(params, positions)[::-1] if num_shards > 1 else None
-
-    def _make_buckets(self, held: frozenset[nn.Parameter] = frozenset()) -> None:
-        """Plan buckets; those with `held` parameters are sent last, whatever hooks fire before."""
+    def _make_buckets(self) -> None:
+        """Plan buckets; those with held parameters are sent last, whatever hooks fire before."""
         # Buckets are sent in one order. A parameter whose gradient is complete after all others
         # counts as registered before them.
+        layout, held = self._layout, self.hooks.held
+        assert layout is not None, "who has no layout plans otherwise"
         order = [
             [
                 -1 if param in held else position
-                for param, position in zip(group.params, positions, strict=True)
+                for param, position in zip(
+                    group.params, layout.positions(group.params), strict=True
+                )
             ]
-            for group, positions in zip(self.groups, self.registration, strict=True)
+            for group in self.groups
         ]
         self.plans = plan_buckets(
             [group.table for group in self.groups],
-            [
-                self._fill_buckets(group.params, positions)
-                for group, positions in zip(self.groups, self.registration, strict=True)
-            ],
+            [layout.buckets(group.params) for group in self.groups],
             [group.shard_rank for group in self.groups],
             order,
-            [[self.get_param_comm_dtype(param) for param in group.params] for group in self.groups],
+            [[self.settings.travels_in(param) for param in group.params] for group in self.groups],
         )
+        self._use_buckets(
+            [[self.groups[plan.group].params[i] for i in plan.params] for plan in self.plans]
+        )
+
+    def _use_buckets(
+        self,
+        buckets: Sequence[list[nn.Parameter]],
+        tracker: type[ReadinessTracker] = ReadinessTracker,
+    ) -> None:
         self.ipg_buckets = [
-            IPGBucket(params=[self.groups[plan.group].params[i] for i in plan.params], index=index)
-            for index, plan in enumerate(self.plans)
+            IPGBucket(params=params, index=index) for index, params in enumerate(buckets)
         ]
-        self._slots = [
-            (index, param)
-            for index, bucket in enumerate(self.ipg_buckets)
-            for param in bucket.params
-        ]
-        self.readiness = ReadinessTracker([index for index, _ in self._slots], len(self.plans))
-        self._free_buffers: list[BucketBuffer] = []
-        self.readiness.held = frozenset(
-            slot for slot, (_, param) in enumerate(self._slots) if param in held
-        )
+        self.hooks.plan(buckets, tracker)
+        self.buffers.plan(self.plans)
 
     def hold(self, params: Iterable[nn.Parameter]) -> None:
         """See base class.
 
         Raises:
-            RuntimeError: In the middle of an accumulation window, whose gradients were counted with
-                other buckets.
+            RuntimeError: In the middle of an accumulation window.
         """
-        if (
-            self._in_flight
-            or not self.sink.is_empty
-            or any(param.grad is not None for _, param in self._slots)
-        ):
-            raise RuntimeError(
-                "hold(params) in the middle of an accumulation window: call it before training or "
-                "after zero_grad()"
-            )
-        already = {
-            param for slot, (_, param) in enumerate(self._slots) if slot in self.readiness.held
-        }
-        for handle in self._hook_handles:
-            handle.remove()
-        self._hook_handles = []
-        self._make_buckets(frozenset(already.union(params)))
+        self.hooks.hold(params, is_busy=bool(self._in_flight) or not self.sink.is_empty)
+        self._make_buckets()
         self.create_gradient_handling_hooks()
 
     # Backward
@@ -303,51 +237,37 @@ class DeepSpeedZeroOptimizer(MovableStates):
         Local accumulation needs the whole micro-batch first, so it reduces at the end of backward.
         """
         launches_early = (
-            self.partition_gradients or self.overlap_comm
+            self.partition_gradients or self.settings.overlap_comm
         ) and self.accumulator is None
-        if not launches_early or len(self.plans) < 2:
-            return
-        for slot, (_, param) in enumerate(self._slots):
-            self._hook_handles.append(
-                param.register_post_accumulate_grad_hook(self._make_hook(slot))
-            )
+        if launches_early and len(self.plans) > 1:
+            self.hooks.add()
 
     @property
     def works_during_backward(self) -> bool:
         """See base class."""
-        return bool(self._hook_handles)
-
-    def _make_hook(self, slot: int) -> Callable[[torch.Tensor], None]:
-        def on_gradient(param: torch.Tensor) -> None:
-            self.reduce_ready_partitions_and_remove_grads(param, slot)
-
-        return on_gradient
+        return self.hooks.are_set
 
     @property
     def reduces_now(self) -> bool:
         """See base class."""
-        return (
-            self.partition_gradients or self.tracker.is_boundary
-        ) and not self.tracker.in_no_sync
+        tracker = self.context.tracker
+        return (self.partition_gradients or tracker.is_boundary) and not tracker.in_no_sync
 
     def backward_prologue(self) -> None:
         """See base class: decides once per backward whether hooks reduce."""
-        super().backward_prologue()
-        self._reducing = self.reduces_now
+        self.hooks.reducing = self.reduces_now
 
     def reduce_ready_partitions_and_remove_grads(self, param: torch.Tensor, i: int) -> None:
         """Body of the gradient hook of slot `i`."""
-        if self._backward_started is not None:
-            self._backward_started()
+        self.context.backward_started()
         if self.side_stream.has_streams:
             # [fix 2] The stream current here, inside the hook, is the one that produced this
             # gradient: autograd runs the hook on the stream of the accumulation node, which need
             # not be the default stream nor the one the optimizer was built on.
-            self.ipg_buckets[self._slots[i][0]].copy_streams.add(self.side_stream.current_stream())
+            bucket = self.ipg_buckets[self.hooks.slots[i][0]]
+            bucket.copy_streams.add(self.side_stream.current_stream())
         # Streams are recorded in every micro-batch: the memory of a sum is that of the first.
-        if not self._reducing:
-            return
-        for index in self.readiness.mark(i):
+        for index in self.hooks.mark(i):
             self.reduce_independent_p_g_buckets_and_remove_grads(index)
 
     def backward_epilogue(self) -> None:
@@ -355,7 +275,7 @@ class DeepSpeedZeroOptimizer(MovableStates):
         reduced.
         """
         if self.accumulator is not None:
-            self.accumulator.absorb(1.0 / self.accumulation_divisor)
+            self.accumulator.absorb(1.0 / self.context.accumulation_divisor)
 
     def reduce_gradients(self) -> None:
         """Send every bucket that this micro-batch has to send and has not sent yet."""
@@ -365,18 +285,18 @@ class DeepSpeedZeroOptimizer(MovableStates):
             # A module whose gradients are static is so from its first backward on.
             self._static_sums.remove()
             self._static_sums = None
-        unused = [] if self.ignore_unused_parameters else self._unused_names()
-        for index in self.readiness.remaining():
+        unused = [] if self.settings.ignore_unused_parameters else self._unused_names()
+        for index in self.hooks.readiness.remaining():
             self._send_incomplete(index)
-        if not self.ignore_unused_parameters:
-            self._refuse_unused(unused)
-        if self._hook_handles:
-            self._send_late_gradients()
+        if not self.settings.ignore_unused_parameters:
+            refuse_unused(unused, self.context)
+        for index in self.hooks.late() if self.hooks.are_set else ():
+            self.reduce_independent_p_g_buckets_and_remove_grads(index)
         self._clear_accumulator()
         # Whatever is called before the step (reading a gradient on one rank, say) then finds all
         # collectives issued already.
         self._reduce_between_instances(0)
-        if not self.overlap_comm:
+        if not self.settings.overlap_comm:
             self._finish_in_flight(0)
 
     def _send_incomplete(self, index: int) -> None:
@@ -396,52 +316,18 @@ class DeepSpeedZeroOptimizer(MovableStates):
 
     def exit_backward(self) -> None:
         """See base class."""
-        self._reducing = False
-        self.readiness.reset()
+        self.hooks.end()
 
     def _unused_names(self) -> list[str]:
         """Parameters without a gradient on this rank. One that was sent from its hook is gone by
         now, but its firing was counted.
         """
-        silent = (
-            p
-            for slot, (_, p) in enumerate(self._slots)
-            if not self.readiness.fired[slot] and self._local_sum(p) is None
-        )
-        return [self.param_names.get(param, "?") for param in silent]
-
-    def _refuse_unused(self, unused: list[str]) -> None:
-        """All ranks call it when they have sent the same buckets.
-
-        Raises:
-            RuntimeError: On all ranks, if any has parameters without a gradient.
-        """
-        group = self.dp_process_group
-        most = torch.tensor(len(unused), device=self.device)
-        with lone_waits.watch.waiting(lambda: "what ranks say of parameters without a gradient"):
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-        if not most.item():
-            return
-        told: list[list[str]] = [[] for _ in range(dist.get_world_size(group=group))]
-        dist.all_gather_object(told, unused, group=group)
-        found = "; ".join(
-            f"{', '.join(names)} on rank {dist.get_global_rank(group, rank)}"
-            for rank, names in enumerate(told)
-            if names
-        )
-        raise RuntimeError(
-            f"no gradient reached {found}; zero_optimization.ignore_unused_parameters is false. "
-            "Set it to true to count them as zero, or let every trainable parameter take part in "
-            "the loss"
-        )
-
-    def _send_late_gradients(self) -> None:
-        """Gradients that arrived after their bucket was sent: see `gradients.late`."""
-        names = [self.param_names.get(param, "?") for _, param in self._slots]
-        for index in buckets_to_send_again(
-            self.readiness, names, self.device, self.dp_process_group
-        ):
-            self.reduce_independent_p_g_buckets_and_remove_grads(index)
+        fired = self.hooks.readiness.fired
+        return [
+            self.context.name_of(param)
+            for slot, (_, param) in enumerate(self.hooks.slots)
+            if not fired[slot] and self.local_sum(param) is None
+        ]
 
     # Reduction
 
@@ -451,11 +337,11 @@ class DeepSpeedZeroOptimizer(MovableStates):
         """
         self._finish_in_flight(MAX_IN_FLIGHT - 1)
         bucket = self.ipg_buckets[index]
-        grads = [self._local_sum(param) for param in bucket.params]
+        grads = [self.local_sum(param) for param in bucket.params]
         bucket.grads = [grad for grad in grads if grad is not None]
         bucket.elements = self.plans[index].numel
         self.average_tensor(index, grads)
-        self.observer.sent(bucket.params)
+        self.context.observer.sent(bucket.params)
         for param in bucket.params:
             param.grad = None
         bucket.clear()
@@ -476,7 +362,7 @@ class DeepSpeedZeroOptimizer(MovableStates):
         self.side_stream.wait_for(bucket.copy_streams or {self.side_stream.current_stream()})
         producers = bucket.copy_streams or {self.side_stream.current_stream()}
         with self.side_stream.issue():
-            buffer = self._acquire_buffer(plan)
+            buffer = self.buffers.take(plan)
             bucket.buffer = [buffer]
             payload = self._fill_buffer(buffer, index, grads)
             # That was the last use of the gradients. Their producers wait for it, so they can be
@@ -487,14 +373,14 @@ class DeepSpeedZeroOptimizer(MovableStates):
                 # What the buffer held before would be summed into the shards' padding, which the
                 # norm takes in.
                 buffer.tensor[plan.used : plan.numel].zero_()
-            undivided = self.accumulation_divisor if self.accumulator is None else 1.0
-            factors = self.reduce_rule.factors(undivided, buffer.tensor.dtype)
+            undivided = self.context.accumulation_divisor if self.accumulator is None else 1.0
+            factors = self.context.reduce_rule.factors(undivided, buffer.tensor.dtype)
             if factors.pre != 1.0:
                 payload.mul_(factors.pre)
             self._in_flight.append(
                 Reduction(index, self._start_reduction(plan, payload), factors, buffer)
             )
-            if self.overlap_comm:
+            if self.settings.overlap_comm:
                 # All ranks issue inside(0), inside(1), between(0), inside(2), between(1), ...: a
                 # rank only ever waits for what comes earlier in this order, so the two groups'
                 # collectives cannot wait for each other in a circle.
@@ -508,7 +394,7 @@ class DeepSpeedZeroOptimizer(MovableStates):
     ) -> torch.Tensor:
         """Copy the gradients of bucket `index` together; returns the payload."""
         plan = self.plans[index]
-        self._fill(buffer.views(self.ipg_buckets[index], plan.starts), grads)
+        self._fill(buffer.views(index, self.ipg_buckets[index].params, plan.starts), grads)
         return buffer.tensor[: plan.numel]
 
     @staticmethod
@@ -524,15 +410,18 @@ class DeepSpeedZeroOptimizer(MovableStates):
 
     def _start_reduction(self, plan: BucketPlan, payload: torch.Tensor) -> PendingShards:
         group = self.groups[plan.group]
-        if self.reduce_scatter:
+        if self.settings.reduce_scatter:
             return reduce_to_owners(payload, group.process_group, async_op=True)
-        owned = payload[plan.own_start : plan.own_start + plan.own_numel]
         works = (
             []
             if group.num_shards == 1
             else [dist.all_reduce(payload, group=group.process_group, async_op=True)]
         )
-        return PendingShards(works, [owned], keep=payload)
+        return PendingShards(works, [payload[self._own_part(plan, group)]], keep=payload)
+
+    def _own_part(self, plan: BucketPlan, group: ShardedGroup) -> slice:
+        """What of a bucket's elements this rank owns."""
+        return slice(plan.own_start, plan.own_start + plan.own_numel)
 
     def _reduce_between_instances(self, limit: int) -> None:
         """Begin the all-reduce between instances of the oldest buckets, until at most `limit` are
@@ -564,7 +453,7 @@ class DeepSpeedZeroOptimizer(MovableStates):
         params = self.ipg_buckets[reduction.index].params
         return lone_waits.watch.waiting(
             lambda: (
-                f"the gradients of {self.param_names.get(params[0], '?')}"
+                f"the gradients of {self.context.name_of(params[0])}"
                 + (f" and {len(params) - 1} more parameters" if len(params) > 1 else "")
             )
         )
@@ -573,9 +462,7 @@ class DeepSpeedZeroOptimizer(MovableStates):
         with self._waiting(reduction):
             pieces = reduction.pending.wait()
         read = self._take_in(reduction, pieces)
-        if self.contiguous_gradients:
-            reduction.buffer.last_read = read
-            self._free_buffers.append(reduction.buffer)
+        self.buffers.give_back(reduction.buffer, read)
 
     def _take_in(self, reduction: Reduction, pieces: list[torch.Tensor]) -> Any:
         """Add what was reduced into the owned gradient; returns the sink's event."""
@@ -583,37 +470,25 @@ class DeepSpeedZeroOptimizer(MovableStates):
         group = self.groups[plan.group]
         return self.sink.add(reduction.index, group, plan.segments, pieces, reduction.factors.post)
 
-    def _acquire_buffer(self, plan: BucketPlan) -> BucketBuffer:
-        dtype = plan.kind
-        for position, buffer in enumerate(self._free_buffers):
-            if buffer.tensor.dtype == dtype and buffer.tensor.numel() >= plan.numel:
-                if buffer.last_read is not None:
-                    # Its owned part may still be on its way to the host, on another stream.
-                    self.side_stream.current_stream().wait_event(buffer.last_read)
-                return self._free_buffers.pop(position)
-        numel = plan.numel
-        if self.contiguous_gradients:
-            numel = max(other.numel for other in self.plans if other.kind == dtype)
-        return BucketBuffer(numel, dtype, self.device)
-
     def named_memory(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See base class; also bucket buffers, and gradients on their way into one."""
         used = [(reduction.index, reduction.buffer) for reduction in self._in_flight]
         used += [(bucket.index, buffer) for bucket in self.ipg_buckets for buffer in bucket.buffer]
         for index, buffer in used:
-            names = [self.param_names.get(param, "?") for param in self.ipg_buckets[index].params]
+            names = [self.context.name_of(param) for param in self.ipg_buckets[index].params]
             yield from (
                 (f"ipg bucket {index} ({name})", view)
                 for name, view in self._named_views(buffer, index, names)
             )
-        yield from (("ipg bucket buffer", buffer.tensor) for buffer in self._free_buffers)
+        yield from (("ipg bucket buffer", buffer.tensor) for buffer in self.buffers.free)
         yield from super().named_memory()
 
     def _named_views(
         self, buffer: BucketBuffer, index: int, names: list[str]
     ) -> Iterable[tuple[str, torch.Tensor]]:
         """Where the gradients of bucket `index` lie."""
-        views = buffer.views(self.ipg_buckets[index], self.plans[index].starts)
+        params, starts = self.ipg_buckets[index].params, self.plans[index].starts
+        views = buffer.views(index, params, starts)
         return zip(names, views, strict=True)
 
     def finish_gradients(self) -> None:
@@ -622,7 +497,57 @@ class DeepSpeedZeroOptimizer(MovableStates):
         self.side_stream.join()
         self.sink.finish()
 
-    # Norm
+    @property
+    def has_reduced_gradients(self) -> bool:
+        """See base class."""
+        return not self.sink.is_empty
+
+    # Clearing and state
+
+    def clear(self) -> None:
+        """See base class; `param.grad` is only a way station here."""
+        self._finish_in_flight(0)
+        for bucket in self.ipg_buckets:
+            for param in bucket.params:
+                param.grad = None
+            bucket.clear()
+        self._clear_accumulator()
+        self.sink.clear()
+
+    @property
+    def _owns_sums(self) -> bool:
+        return not self.sink.is_empty
+
+    def layout(self) -> str:
+        """See base class; what was reduced is known by bucket."""
+        return f"{super().layout()} {[plan.params for plan in self.plans]}"
+
+    def window_state(self) -> dict[str, Any]:
+        """See base class."""
+        self.finish_gradients()
+        return {**super().window_state(), "written": sorted(self.sink.written)}
+
+    def load_window_state(self, saved: Mapping[str, Any]) -> None:
+        """See base class."""
+        super().load_window_state(saved)
+        self.sink.written.update(saved["written"])
+
+    def let_buffers_go(self) -> None:
+        """Give back the memory of buckets that are not on their way."""
+        self.buffers.free = []
+
+    def destroy(self) -> None:
+        """See base class."""
+        self.hooks.remove()
+        if self._static_sums is not None:
+            self._static_sums.remove()
+        self._finish_in_flight(0)
+        self.side_stream.destroy()
+        self.buffers.free = []
+
+
+class ZeroMasters(MasterWeights):
+    """Masters of which every rank has a shard, on the device or the host."""
 
     def get_grad_norm_direct(self, group_index: int) -> torch.Tensor:
         """Squared norm of the owned gradients of one group on the device: fp32, shape `[1]`, no
@@ -651,108 +576,75 @@ class DeepSpeedZeroOptimizer(MovableStates):
         # never match. fp32 whatever the model's dtype.
         return self._norm_of(reduce_squared_norm(squares, self.norm_group))
 
-    # Moving state off the device
 
-    def _leave(self, kinds: Iterable[OffloadStateTypeEnum]) -> None:
-        """See base class."""
-        if OffloadStateTypeEnum.contiguous_grad_buffer in kinds:
-            self._free_buffers = []
-        if OffloadStateTypeEnum.lp_grads in kinds and not self.has_reduced_gradients:
-            for group in self.groups:
-                group.drop_grad()
-        if OffloadStateTypeEnum.lp_params in kinds:
-            self._settle_parameters()
+class DeepSpeedZeroOptimizer(ZeROOptimizer):
+    """ZeRO-1 (`partition_grads=False`) and ZeRO-2 (`partition_grads=True`).
 
-    # Clearing and state
+    Args:
+        init_optimizer: torch optimizer over the model's parameters.
+        param_names: Name of each parameter, in model order.
+        steps: See `StepSettings`.
+        shards: See `ShardSettings`.
+        reduction: See `ReductionSettings`.
+        partition_grads: Stage 2.
+        local_accumulation_dtype: Sum micro-batches in this dtype before reduction (stage 1 only).
+    """
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget every gradient, reduced or not. `param.grad` becomes None either way: it is only a
-        way station here.
-        """
-        self._finish_in_flight(0)
-        for bucket in self.ipg_buckets:
-            for param in bucket.params:
-                param.grad = None
-            bucket.clear()
-        self._clear_accumulator()
-        self.sink.clear()
-        super().zero_grad(set_to_none)
+    reduction: Bucketed
+    masters: ZeroMasters
+    movable: MovableStates
 
-    @property
-    def has_reduced_gradients(self) -> bool:
-        """See `ZeROOptimizer`."""
-        return not self.sink.is_empty
-
-    @property
-    def _owns_sums(self) -> bool:
-        return not self.sink.is_empty
-
-    def gradient_layout(self) -> str:
-        """See base class; what was reduced is known by bucket."""
-        return f"{super().gradient_layout()} {[plan.params for plan in self.plans]}"
-
-    def window_state(self) -> dict[str, Any]:
-        """See base class."""
-        self.finish_gradients()
-        return {**super().window_state(), "written": sorted(self.sink.written)}
-
-    def load_window_state(self, saved: Mapping[str, Any]) -> None:
-        """See base class."""
-        super().load_window_state(saved)
-        self.sink.written.update(saved["written"])
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state, in upstream's layout.
-
-        Collective: files have shards cut otherwise than memory, so all data-parallel ranks call it
-        (with one bucket per group nothing has to be exchanged).
-        """
-        state = {
-            LOSS_SCALER: self.loss_scaler,
-            "dynamic_loss_scale": self.dynamic_loss_scale,
-            "overflow": self.overflow,
-            ZERO_STAGE: ZeroStageEnum.gradients
-            if self.partition_gradients
-            else ZeroStageEnum.optimizer_states,
-        }
-        return {**state, **sharded_state_dict(self, elastic=self.elastic_checkpoint)}
-
-    def load_state_dict(
+    def __init__(
         self,
-        state_dict: dict[str, Any],
-        load_optimizer_states: bool = True,
-        load_from_fp32_weights: bool = True,
+        init_optimizer: torch.optim.Optimizer,
+        param_names: Mapping[nn.Parameter, str],
+        steps: StepSettings,
+        shards: ShardSettings,
+        reduction: ReductionSettings,
+        partition_grads: bool = True,
+        local_accumulation_dtype: torch.dtype | None = None,
     ) -> None:
-        """See base class; the loss scaler too. Collective, as `state_dict` is."""
-        load_sharded_state(self, state_dict, load_optimizer_states, load_from_fp32_weights)
-        self.loss_scaler = state_dict[LOSS_SCALER]
-        self.overflow = bool(state_dict["overflow"])
+        context, outcomes = steps.context(init_optimizer, param_names), steps.outcomes()
+        steps, instances = instances_of(context, steps, shards)
+        layout = BucketLayout(context, shards, reduction, instances.inside)
+        masters = ZeroMasters(init_optimizer, context, steps, layout)
+        bucketed = Bucketed(
+            context,
+            masters,
+            reduction,
+            instances,
+            partition_grads,
+            layout,
+            local_accumulation_dtype,
+        )
+        bucketed.start()
+        stage = ZeroStageEnum.gradients if partition_grads else ZeroStageEnum.optimizer_states
+        files = ScaledShardFiles(masters, instances.across, outcomes, stage)
+        movable = MovableStates(masters, bucketed)
+        super().__init__(init_optimizer, context, bucketed, masters, files, outcomes, movable)
 
-    def fits(self, saved: Mapping[str, Any]) -> bool:
-        """See base class; `BF16_Optimizer`'s files have no loss scaler."""
-        return LOSS_SCALER in saved and super().fits(saved)
+    def __dir__(self) -> list[str]:
+        """Without `average_tensor`: upstream's suite looks for it here, and replaces it by one that
+        walks upstream's own bucket of gradients.
+        """
+        return [name for name in super().__dir__() if name != "average_tensor"]
 
-    def rebuilt_state(
-        self, base: dict[str, Any], masters: Sequence[torch.Tensor], scaler: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """See base class."""
-        state = super().rebuilt_state(base, masters, scaler)
-        return {LOSS_SCALER: self._scaler_after(scaler), "overflow": False, **state}
+    average_tensor = forwarded("reduction", Bucketed.average_tensor)
+    create_gradient_handling_hooks = forwarded("reduction", Bucketed.create_gradient_handling_hooks)
+    reduce_independent_p_g_buckets_and_remove_grads = forwarded(
+        "reduction", Bucketed.reduce_independent_p_g_buckets_and_remove_grads
+    )
+    reduce_ready_partitions_and_remove_grads = forwarded(
+        "reduction", Bucketed.reduce_ready_partitions_and_remove_grads
+    )
+    plans: list[BucketPlan] = forwarded("reduction")
+    ipg_buckets: list[IPGBucket] = forwarded("reduction")
+    partition_gradients: bool = forwarded("reduction")
 
-    def _scaler_after(self, scaler: Mapping[str, Any]) -> LossScalerBase:
-        """A loss scaler like this one where the saved one was."""
-        own = copy.copy(self.loss_scaler)
-        own.go_on_from(scaler)
-        return own
+    get_grad_norm_direct = forwarded("masters", ZeroMasters.get_grad_norm_direct)
+    complete_grad_norm_calculation_for_cpu_offload = forwarded(
+        "masters", ZeroMasters.complete_grad_norm_calculation_for_cpu_offload
+    )
 
-    def destroy(self) -> None:
-        """See base class."""
-        for handle in self._hook_handles:
-            handle.remove()
-        self._hook_handles = []
-        if self._static_sums is not None:
-            self._static_sums.remove()
-        self._finish_in_flight(0)
-        self.side_stream.destroy()
-        self._free_buffers = []
-        super().destroy()
+    offload_states = forwarded("movable", MovableStates.offload_states)
+    reload_states = forwarded("movable", MovableStates.reload_states)

@@ -1,8 +1,4 @@
-"""`ZeROOptimizer`: a master-weight optimizer whose masters are sharded over the data-parallel
-ranks.
-
-Adds to `MasterWeightOptimizer` the names under which upstream's users look at shards, and optimizer
-instances.
+"""`ZeROOptimizer`: a step sequence whose masters are sharded over the data-parallel ranks.
 
 [Note: optimizer instances]
 `zero_optimization.num_optimizer_instances` = n splits the D data-parallel ranks into n instances of
@@ -22,22 +18,15 @@ gathered inside the instance.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
-import torch
 from torch import nn
 
-from deepspeed import comm as dist
 from deepspeed.comm.parallel_map import OptimizerInstances
-from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
-from deepspeed.runtime.optimizers.state_layout import OwnShard, StateLayout
-from deepspeed.runtime.zero.sharded_state import (
-    CheckpointMismatchError,
-    as_sharded_state,
-    check_fits,
-    without_padding,
-)
+from deepspeed.runtime.gradients.reduction import GradientContext
+from deepspeed.runtime.optimizers.master_weights import MasterNames, MasterWeights
+from deepspeed.runtime.optimizers.settings import ShardSettings, StepSettings
+from deepspeed.runtime.optimizers.step_sequence import StepSequence
 
 
 def _counts_elsewhere(param: nn.Parameter) -> bool:
@@ -45,92 +34,27 @@ def _counts_elsewhere(param: nn.Parameter) -> bool:
     return False
 
 
-class ZeROOptimizer(MasterWeightOptimizer):
-    """Base of `DeepSpeedZeroOptimizer` and `BF16_Optimizer`.
+def instances_of(
+    context: GradientContext, steps: StepSettings, shards: ShardSettings
+) -> tuple[StepSettings, OptimizerInstances]:
+    """The optimizer instances, and the settings with what this rank then counts in the norm.
 
-    Args:
-        init_optimizer: torch optimizer over the model's parameters.
-        param_names: Name of each parameter, in model order.
-        instances: How the data-parallel ranks are split into replicas of the sharded state; None:
-            one instance of all of them.
-        elastic_checkpoint: Save moments without padding, so that another world size can cut them
-            anew.
-        kwargs: See `MasterWeightOptimizer`.
+    Raises:
+        ValueError: Several instances with experts.
     """
-
-    def __init__(
-        self,
-        init_optimizer: torch.optim.Optimizer,
-        param_names: Mapping[nn.Parameter, str],
-        *,
-        dp_process_group: dist.Group = None,
-        expert_data_parallel_group: Mapping[str, dist.Group] | None = None,
-        instances: OptimizerInstances | None = None,
-        elastic_checkpoint: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        dp_process_group = (
-            dp_process_group if dp_process_group is not None else dist.get_world_group()
+    instances = shards.instances or OptimizerInstances(inside=context.dp_process_group)
+    if instances.count > 1 and context.expert_data_parallel_group:
+        raise ValueError(
+            f"zero_optimization.num_optimizer_instances: {instances.count} with experts "
+            f"(groups {sorted(context.expert_data_parallel_group)}) is not supported: each family "
+            "of experts is on other ranks and would have to be cut into instances of its own; use 1"
         )
-        self.instances = instances or OptimizerInstances(inside=dp_process_group)
-        if self.instances.count > 1 and expert_data_parallel_group:
-            raise ValueError(
-                f"zero_optimization.num_optimizer_instances: {self.instances.count} with experts "
-                f"(groups {sorted(expert_data_parallel_group)}) is not supported: each family of "
-                "experts is on other ranks and would have to be cut into instances of its own; use "
-                "1"
-            )
-        self.elastic_checkpoint = elastic_checkpoint
-        if self.instances.index > 0:
-            kwargs["counts_in_norm"] = _counts_elsewhere
-        super().__init__(
-            init_optimizer,
-            param_names,
-            shard_group=self.instances.inside,
-            dp_process_group=dp_process_group,
-            expert_data_parallel_group=expert_data_parallel_group,
-            **kwargs,
-        )
+    if instances.index > 0:
+        steps = replace(steps, counts_in_norm=_counts_elsewhere)
+    return steps, instances
 
-    # State
 
-    @property
-    def state_layout(self) -> StateLayout:
-        """See base class."""
-        shard = OwnShard(self.shard_rank, self.num_shards, self.instances.across)
-        return StateLayout(shard, has_masters=True, lists_frozen=True)
+class ZeROOptimizer(MasterNames, StepSequence):
+    """Base of `DeepSpeedZeroOptimizer`, `DeepSpeedZeroOptimizer_Stage3` and `BF16_Optimizer`."""
 
-    def fits(self, saved: Mapping[str, Any]) -> bool:
-        """See base class."""
-        try:
-            check_fits(self, saved)
-        except CheckpointMismatchError:
-            return False
-        return True
-
-    def rebuilt_state(
-        self, base: dict[str, Any], masters: Sequence[torch.Tensor], scaler: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """See base class."""
-        lean = [
-            without_padding(group, master)
-            for group, master in zip(self.groups, masters, strict=True)
-        ]
-        return as_sharded_state(self, base, lean)
-
-    @property
-    def bit16_groups(self) -> list[list[nn.Parameter]]:
-        """Trainable parameters of each group, in the order of files."""
-        return [group.params for group in self.groups]
-
-    @property
-    def partition_count(self) -> list[int]:
-        """Number of shards of each group."""
-        return [group.num_shards for group in self.groups]
-
-    @property
-    def group_paddings(self) -> list[int]:
-        """Trailing elements of this rank's shard of each group, as files have it, that belong to no
-        parameter.
-        """
-        return [group.file_table.shard_padding(group.shard_rank) for group in self.groups]
+    masters: MasterWeights

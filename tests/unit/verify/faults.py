@@ -25,9 +25,9 @@ CHECKER = (
     Mutation(
         "a hook records the default stream",
         "reduce_ready_partitions_and_remove_grads: "
-        "self.ipg_buckets[self._slots[i][0]].copy_streams.add(self.side_stream.current_stream()) "
+        "bucket.copy_streams.add(self.side_stream.current_stream()) "
         "-> from deepspeed.accelerator import get_accelerator; "
-        "self.ipg_buckets[self._slots[i][0]].copy_streams.add(get_accelerator().default_stream())",
+        "bucket.copy_streams.add(get_accelerator().default_stream())",
         "streams: stage 2",
         PRODUCER_NOT_AWAITED,
     ),
@@ -40,8 +40,8 @@ CHECKER = (
     Mutation(
         "only the last producer is recorded",
         "reduce_ready_partitions_and_remove_grads: "
-        "self.ipg_buckets[self._slots[i][0]].copy_streams.add(self.side_stream.current_stream()) "
-        "-> self.ipg_buckets[self._slots[i][0]].copy_streams = "
+        "bucket.copy_streams.add(self.side_stream.current_stream()) "
+        "-> bucket.copy_streams = "
         "{self.side_stream.current_stream()}",
         "streams: stage 2",
         PRODUCER_NOT_AWAITED,
@@ -129,8 +129,8 @@ CHECKER = (
     ),
     Mutation(
         "a bf16 hook works on another stream",
-        "_make_hook: self.accumulator.absorb_one(group_index, index, 1.0 / "
-        "self.accumulation_divisor) -> from deepspeed.accelerator import get_accelerator\nwith "
+        "Accumulated._arrived: self.accumulator.absorb_one(group_index, index, 1.0 / "
+        "divisor) -> from deepspeed.accelerator import get_accelerator\nwith "
         "get_accelerator().stream(get_accelerator().default_stream()): ...",
         "streams: BF16_Optimizer, from hooks",
         r"never waits for <.*gradient of(.|\n)*absorb_one",
@@ -149,13 +149,13 @@ CHECKER = (
     ),
     Mutation(
         "stage 0 sends a bucket without waiting for its producers",
-        "ReplicatedReduction._send: streams.wait_for(self._producers[bucket]) -> pass",
+        "Replicated._send: streams.wait_for(self._producers[bucket]) -> pass",
         "streams: stage 0, overlapped",
         r"never waits for <backward stream.*which wrote(.|\n)*_send",
     ),
     Mutation(
         "stage 0 does not wait for its buckets",
-        "ReplicatedReduction._finish: self._streams.join() -> pass",
+        "Replicated._finish: self._streams.join() -> pass",
         "streams: stage 0, overlapped",
         "never waits for <(reduction|nccl) stream",
     ),
@@ -163,7 +163,7 @@ CHECKER = (
 LEDGER = (
     Mutation(
         "an absent gradient leaves what was in the bucket",
-        "DeepSpeedZeroOptimizer._fill: torch._foreach_zero_(absent) -> pass",
+        "Bucketed._fill: torch._foreach_zero_(absent) -> pass",
         "ledger: stage 2",
         "never|sometimes",
     ),
@@ -181,7 +181,7 @@ LEDGER = (
     ),
     Mutation(
         "a reduced piece is added twice",
-        "DeepSpeedZeroOptimizer._finish: read = self._take_in(reduction, pieces) -> ...; "
+        "Bucketed._finish: read = self._take_in(reduction, pieces) -> ...; "
         "self._take_in(reduction, reduction.pending.wait())",
         "ledger: stage 1",
         "(?i)twice|doubled|instead of",
@@ -194,7 +194,8 @@ LEDGER = (
     ),
     Mutation(
         "the boundary micro-batch never joins",
-        "backward_epilogue: self.update_hp_grads() -> if not self.tracker.is_boundary:\n    ...",
+        "backward_epilogue: self.update_hp_grads() -> "
+        "if not self.context.tracker.is_boundary:\n    ...",
         "ledger: BF16_Optimizer",
         r"(?i)lost(.|\n)*micro-batch",
     ),
@@ -224,7 +225,7 @@ LEDGER = (
     ),
     Mutation(
         "the last bucket is not sent",
-        "reduce_gradients: self.readiness.remaining() -> list(...)[:-1]",
+        "reduce_gradients: self.hooks.readiness.remaining() -> list(...)[:-1]",
         "ledger: stage 1, no overlap",
         "(?i)lost",
     ),
@@ -237,7 +238,7 @@ LEDGER = (
     Mutation(
         "a bucket is used again while it is sent",
         "average_tensor: self.side_stream.join_unless_overlapped() -> ...; "
-        "self._free_buffers.append(buffer)",
+        "self.buffers.free.append(buffer)",
         "ledger: stage 2",
         "weight|bias",
     ),
@@ -245,14 +246,14 @@ LEDGER = (
 INTENT = (
     Mutation(
         "one rank skips the norm's reduction",
-        "DeepSpeedZeroOptimizer.scaled_global_norm: return ... -> if dist.get_rank() == 0: "
+        "ZeroMasters.scaled_global_norm: return ... -> if dist.get_rank() == 0: "
         "reduce_squared_norm(squares, self.norm_group)\nreturn self._norm_of(squares)",
         "intent: stage 2",
         r"(?i)all_reduce(.|\n)*reduce_squared_norm",
     ),
     Mutation(
         "one rank skips a bucket",
-        "reduce_gradients: self.readiness.remaining() -> list(...)[dist.get_rank():]",
+        "reduce_gradients: self.hooks.readiness.remaining() -> list(...)[dist.get_rank():]",
         "intent: stage 1",
         "_start_reduction",
     ),

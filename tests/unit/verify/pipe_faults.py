@@ -141,7 +141,7 @@ PIPELINE = (
                 "reduce_squared_norm(squares[index].clone(), self.norm_group)"
             ),
             (
-                "ReplicatedOptimizer.scaled_global_norm: reduce_squared_norm(squares, "
+                "ModelParameters.scaled_global_norm: reduce_squared_norm(squares, "
                 "self.norm_group) -> squares"
             ),
         ),
@@ -150,9 +150,9 @@ PIPELINE = (
     ),
     Mutation(
         "experts are divided by their holders only",
-        "reduce_gradients: super()._settle(self.read_factor) -> from deepspeed import comm as "
-        "dist\nfor gradients, family in zip(self.gradients, self._families):\n    group = "
-        "self._replicas(family.expert_group)\n    world = "
+        "reduce_gradients: super()._tell_settled(self.read_factor) -> from deepspeed import comm "
+        "as dist\nfor gradients, group in zip(self.reduction.gradients, "
+        "self.reduction._replicas):\n    world = "
         "dist.get_world_size(group=self.dp_process_group)\n    gradients.flat.mul_(world / "
         "dist.get_world_size(group=group))\n...",
         "ledger: experts, 4 ranks",
@@ -160,7 +160,7 @@ PIPELINE = (
     ),
     Mutation(
         "experts are reduced over the dense group",
-        "_replicas: expert_group is None -> True",
+        "GradientContext.replicas: expert_group is None -> True",
         "ledger: experts, 4 ranks",
         r"reduced together with other ranks' parameters of the same name(.|\n)*deepspeed_experts",
     ),

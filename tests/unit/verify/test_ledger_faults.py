@@ -17,10 +17,12 @@ from torch.utils.checkpoint import checkpoint
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.runtime.engine_parts.losses import Losses
+from deepspeed.runtime.gradients.bucket_hooks import BucketHooks
 from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedgerError
-from deepspeed.runtime.optimizers.replicated_optimizer import ReplicatedOptimizer
-from deepspeed.runtime.optimizers.step_sequence import StepSequence
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.gradients.reduction import GradientContext
+from deepspeed.runtime.optimizers.settings import StepSettings
+from deepspeed.runtime.optimizers.step_outcome import Outcomes
+from deepspeed.runtime.zero.stage_1_and_2 import Bucketed
 from unit.common import DistributedTest
 from unit.v1.contract import test_contract_bites as bites
 from unit.v1.contract.matrix import Case
@@ -30,35 +32,35 @@ STAGE_2_BF16 = Case(2, "bf16", 3, False, False, True, False, "huge", 2)
 FAULT = Callable[[pytest.MonkeyPatch], None]
 
 
-def on_rank(rank: int, change: Callable[[DeepSpeedZeroOptimizer, int, list[Any]], None]) -> FAULT:
-    """What is to be sent is changed on one rank; `change` gets the optimizer, the micro-batch and
+def on_rank(rank: int, change: Callable[[Bucketed, int, list[Any]], None]) -> FAULT:
+    """What is to be sent is changed on one rank; `change` gets the reduction, the micro-batch and
     the bucket's gradients.
     """
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        original = DeepSpeedZeroOptimizer.average_tensor
+        original = Bucketed.average_tensor
 
-        def average_tensor(self: DeepSpeedZeroOptimizer, index: int, grads: list[Any]) -> None:
+        def average_tensor(self: Bucketed, index: int, grads: list[Any]) -> None:
             if dist.get_rank() == rank:
-                change(self, self.tracker.micro_steps % self.tracker.steps, grads)
+                change(self, self.context.tracker.micro_steps % self.context.tracker.steps, grads)
             original(self, index, grads)
 
-        patch.setattr(DeepSpeedZeroOptimizer, "average_tensor", average_tensor)
+        patch.setattr(Bucketed, "average_tensor", average_tensor)
 
     return plant
 
 
-def double_the_second(optimizer: DeepSpeedZeroOptimizer, micro: int, grads: list[Any]) -> None:
+def double_the_second(reduction: Bucketed, micro: int, grads: list[Any]) -> None:
     if micro == 1:
         grads[:] = [None if grad is None else grad * 2 for grad in grads]
 
 
-def drop_the_second(optimizer: DeepSpeedZeroOptimizer, micro: int, grads: list[Any]) -> None:
+def drop_the_second(reduction: Bucketed, micro: int, grads: list[Any]) -> None:
     if micro == 1:
         grads[:] = [None] * len(grads)
 
 
-def drop_biases_of_nine(optimizer: DeepSpeedZeroOptimizer, micro: int, grads: list[Any]) -> None:
+def drop_biases_of_nine(reduction: Bucketed, micro: int, grads: list[Any]) -> None:
     grads[:] = [None if grad is not None and grad.shape == (9,) else grad for grad in grads]
 
 
@@ -69,22 +71,22 @@ def do_not_divide_the_loss(patch: pytest.MonkeyPatch) -> None:
 
 def unscale_by_another_scale(patch: pytest.MonkeyPatch) -> None:
     """The loss scale that the step divides by is not the one that the loss was multiplied by."""
-    original = StepSequence._used_scale
-    patch.setattr(StepSequence, "_used_scale", lambda self: original(self) * 8)
+    original = Outcomes._used_scale
+    patch.setattr(Outcomes, "_used_scale", lambda self: original(self) * 8)
 
 
 def read_one_element_too_early(patch: pytest.MonkeyPatch) -> None:
     """What memory that was read before it was written does: NaN, though all contributions are
     finite.
     """
-    original = DeepSpeedZeroOptimizer.finish_gradients
+    original = Bucketed.finish_gradients
 
-    def finish_gradients(self: DeepSpeedZeroOptimizer) -> None:
+    def finish_gradients(self: Bucketed) -> None:
         original(self)
         if dist.get_rank() == 0:
             self.groups[0].grad[0] = float("nan")
 
-    patch.setattr(DeepSpeedZeroOptimizer, "finish_gradients", finish_gradients)
+    patch.setattr(Bucketed, "finish_gradients", finish_gradients)
 
 
 FAULTS: list[tuple[FAULT, Case, str, str, str]] = [
@@ -258,14 +260,15 @@ class TestWrongGroup(DistributedTest):
         # optimizer.
         monkeypatch.setenv("DS_VERIFY", "ledger")
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        original = ReplicatedOptimizer.__init__
+        original = StepSettings.context
 
-        def init(self: ReplicatedOptimizer, *args: Any, **kwargs: Any) -> None:
-            kwargs["dp_process_group"] = pairs[dist.get_rank() // 2]
-            original(self, *args, **kwargs)
+        def context(self: StepSettings, *args: Any) -> GradientContext:
+            made = original(self, *args)
+            made.dp_process_group = pairs[dist.get_rank() // 2]
+            return made
 
         case = Case(0, "fp32", 3, False, False, True, False, "huge", 4)
-        error = error_of(lambda patch: patch.setattr(ReplicatedOptimizer, "__init__", init), case)
+        error = error_of(lambda patch: patch.setattr(StepSettings, "context", context), case)
         kinds = {(finding.kind, finding.text) for finding in error.findings}
         wanted = {
             ("group", f"summed over ranks {pair} instead of [0, 1, 2, 3], and divided by 4")
@@ -308,7 +311,7 @@ class TestLate(DistributedTest):
             error = None
             with pytest.MonkeyPatch.context() as patch:
                 if forgets:
-                    patch.setattr(DeepSpeedZeroOptimizer, "_send_late_gradients", lambda self: None)
+                    patch.setattr(BucketHooks, "late", lambda self: [])
                 try:
                     engine.backward(engine(torch.randn(2, 8)))
                     engine.step()

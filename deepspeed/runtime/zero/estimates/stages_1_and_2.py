@@ -18,9 +18,10 @@ from torch import nn
 from deepspeed.comm.watch.operation_log import print_rank_0
 from deepspeed.runtime.gradients.buckets import BucketPlan, fill_buckets, plan_buckets
 from deepspeed.runtime.gradients.sink import HOST_CHUNK
-from deepspeed.runtime.optimizers.master_weights import SHARD_ALIGNMENT, in_memory
+from deepspeed.runtime.optimizers.group_layout import SHARD_ALIGNMENT
 from deepspeed.runtime.sharding.fragments import FragmentTable
 from deepspeed.runtime.streams import MAX_KEPT
+from deepspeed.runtime.zero.bucket_layout import in_memory
 from deepspeed.runtime.zero.stage_1_and_2 import MAX_IN_FLIGHT
 
 GB = 2**30
@@ -126,7 +127,7 @@ def plan_model_states(
     sections = buckets[::-1] if num_ranks > 1 else None
     is_one_piece = len(buckets) < 2 or num_ranks == 1
     file_table = FragmentTable.build(numels, num_ranks, SHARD_ALIGNMENT)
-    table = in_memory(file_table, sections)
+    table = in_memory(file_table, sections or ())
     plans = plan_buckets([table], [buckets], [0], [model_order])
     settings = _Settings(
         stage,

@@ -32,9 +32,9 @@ UNDO_FIXES = (
     Fault(
         "fix2",
         "reduce_ready_partitions_and_remove_grads: "
-        "self.ipg_buckets[self._slots[i][0]].copy_streams.add(self.side_stream.current_stream()) "
+        "bucket.copy_streams.add(self.side_stream.current_stream()) "
         "-> from deepspeed.accelerator import get_accelerator; "
-        "self.ipg_buckets[self._slots[i][0]].copy_streams.add(get_accelerator().default_stream())",
+        "bucket.copy_streams.add(get_accelerator().default_stream())",
         "v1/zero/test_fix2_hook_stream.py -k TestZero",
     ),
     Fault(
@@ -47,7 +47,7 @@ UNDO_FIXES = (
                 "+= squared.squeeze()"
             ),
             (
-                "DeepSpeedZeroOptimizer.scaled_global_norm: reduce_squared_norm(squares, "
+                "ZeroMasters.scaled_global_norm: reduce_squared_norm(squares, "
                 "self.norm_group) -> squares"
             ),
         ),

@@ -171,12 +171,12 @@ FAULTS = (
     ),
     Fault(
         "stage 3 leaves other ranks' slices out of the norm",
-        "_sharded: context.ranks.norm_group -> context.ranks.replicas",
+        "_steps: ranks.norm_group -> ranks.replicas",
         "v1/tensor/test_autotp_stage3.py",
     ),
     Fault(
         "stage 3 counts a parameter in the norm on every rank that shares layers",
-        "_sharded: context.ranks.counts_shard -> None",
+        "_steps: ranks.counts_shard -> None",
         "v1/tensor/test_autotp_stage3.py",
     ),
     Fault(

@@ -40,7 +40,7 @@ FAULTS = (
     ),
     Fault(
         "steps with a gradient that is not finite",
-        "StepSequence.step: not self.overflow -> True",
+        "StepSequence.step: not outcomes.overflow -> True",
         "v1/fp16/test_dynamic_scaling.py -k test_overflow_on_one_rank_skips_on_both",
     ),
     Fault(
@@ -50,7 +50,7 @@ FAULTS = (
     ),
     Fault(
         "the host looks at the norm before the update",
-        "StepSequence.step: self._late_norms.rotate() -> ...; self.learn_outcome()",
+        "StepSequence.step: outcomes.send(outcome) -> ...; outcomes.learn_outcome()",
         "v1/device/test_host_waits.py -k test_of_a_step",
     ),
     Fault(
@@ -60,7 +60,7 @@ FAULTS = (
     ),
     Fault(
         "the host copy of one norm is used for two steps",
-        "StepSequence.step: self._late_norms.rotate() -> pass",
+        "Outcomes.send: self._late_norms.rotate() -> pass",
         "v1/device/test_host_waits.py -k nobody_asked",
     ),
     Fault(
@@ -85,8 +85,8 @@ FAULTS = (
     ),
     Fault(
         "a bf16 hook works on another stream",
-        "_make_hook: self.accumulator.absorb_one(group_index, index, 1.0 / "
-        "self.accumulation_divisor) -> from deepspeed.accelerator import get_accelerator\nwith "
+        "Accumulated._arrived: self.accumulator.absorb_one(group_index, index, 1.0 / "
+        "divisor) -> from deepspeed.accelerator import get_accelerator\nwith "
         "get_accelerator().stream(get_accelerator().default_stream()): ...",
         "v1/zero/test_fix2_hook_stream.py -k TestBF16Optimizer",
     ),

@@ -12,7 +12,7 @@ import torch
 
 from deepspeed.comm.shard_ops import PendingShards
 from deepspeed.runtime import bf16_optimizer
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.bf16_optimizer import Accumulated
 from deepspeed.runtime.gradients import sink
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
 from deepspeed.runtime.gradients.readiness import ReadinessTracker
@@ -21,7 +21,7 @@ from deepspeed.runtime.gradients.replicated import FlatGradients
 from deepspeed.runtime.optimizers import master_weights, step_sequence
 from deepspeed.runtime.sharding.publisher import Publisher
 from deepspeed.runtime.zero import stage_1_and_2, zero_optimizer
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import Bucketed
 from unit.common import DistributedTest
 from unit.v1.contract.matrix import Case
 from unit.v1.contract.runner import run_cases
@@ -71,7 +71,7 @@ def leave_absent_as_it_was(patch: pytest.MonkeyPatch) -> None:
         for view, grad in zip(views, grads, strict=True):
             view.copy_(grad if grad is not None else torch.full_like(view, 0.25))
 
-    patch.setattr(DeepSpeedZeroOptimizer, "_fill", staticmethod(fill))
+    patch.setattr(Bucketed, "_fill", staticmethod(fill))
 
 
 def keep_the_last_micro_batch(patch: pytest.MonkeyPatch) -> None:
@@ -112,14 +112,14 @@ def lose_own_part(patch: pytest.MonkeyPatch) -> None:
 
 def reduce_before_the_last_micro_batch(patch: pytest.MonkeyPatch) -> None:
     """Fix 4 undone: the boundary micro-batch joins after the reduction."""
-    original = BF16_Optimizer.reduce_gradients
-    patch.setattr(BF16_Optimizer, "backward_epilogue", lambda self: None)
+    original = Accumulated.reduce_gradients
+    patch.setattr(Accumulated, "backward_epilogue", lambda self: None)
 
-    def reduce_gradients(self: BF16_Optimizer) -> None:
+    def reduce_gradients(self: Accumulated) -> None:
         original(self)
         self.update_hp_grads()
 
-    patch.setattr(BF16_Optimizer, "reduce_gradients", reduce_gradients)
+    patch.setattr(Accumulated, "reduce_gradients", reduce_gradients)
 
 
 def skip_a_small_gradient(patch: pytest.MonkeyPatch) -> None:
@@ -151,9 +151,9 @@ def _unless_norm(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def count_padding_in_the_norm(patch: pytest.MonkeyPatch) -> None:
     """Something in the padding."""
-    original = DeepSpeedZeroOptimizer.finish_gradients
+    original = Bucketed.finish_gradients
 
-    def finish(self: DeepSpeedZeroOptimizer) -> None:
+    def finish(self: Bucketed) -> None:
         original(self)
         for group in self.groups:
             padding = torch.ones_like(group.grad, dtype=torch.bool)
@@ -161,7 +161,7 @@ def count_padding_in_the_norm(patch: pytest.MonkeyPatch) -> None:
                 padding[fragment.in_shard] = False
             group.grad[padding] = 1.0
 
-    patch.setattr(DeepSpeedZeroOptimizer, "finish_gradients", finish)
+    patch.setattr(Bucketed, "finish_gradients", finish)
 
 
 def gather_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def clip_by_the_scaled_norm(patch: pytest.MonkeyPatch) -> None:
 
 def stay_inside_the_instance(patch: pytest.MonkeyPatch) -> None:
     """Buckets never go to the other instances."""
-    patch.setattr(DeepSpeedZeroOptimizer, "_reduce_between_instances", lambda self, limit: None)
+    patch.setattr(Bucketed, "_reduce_between_instances", lambda self, limit: None)
 
 
 def cross_from_one_instance_twice(patch: pytest.MonkeyPatch) -> None:

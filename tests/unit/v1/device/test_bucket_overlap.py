@@ -112,7 +112,7 @@ class TestOverlap(DistributedTest):
                 step(engine, 0)
                 with device.trace_streams(order):
                     step(engine, 1)
-                buffers = len(engine.optimizer._free_buffers)
+                buffers = len(engine.optimizer.reduction.buffers.free)
                 engine.destroy()
             copies = on_stream(order.launches, "reduction stream", "_foreach_copy_")
             sums = on_stream(order.launches, "nccl stream", "reduce")[: len(copies)]

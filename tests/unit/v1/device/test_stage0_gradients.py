@@ -135,7 +135,7 @@ class TestClients(DistributedTest):
         # Kills: gradients in memory of their own; zeros shown for a parameter that has no
         # gradient yet, or none shown after the reduction.
         with trained(fp32()) as (engine, reference, plain, _):
-            flat = engine._sequence.gradients[0].flat.untyped_storage().data_ptr()
+            flat = engine._sequence.reduction.gradients[0].flat.untyped_storage().data_ptr()
             for seed in (0, 1):
                 engine.backward(engine(batch(seed)))
                 for name, param in engine.module.named_parameters():

@@ -218,7 +218,7 @@ class TestStagesOfTwo(DistributedTest):
         sequence.tracker.advance()  # to the boundary
         engine._begin_managed_backward()
         engine.module(batch(0, mpu.stage, mpu.data_rank)).square().mean().backward()
-        assert list(sequence.readiness.remaining()) == held
+        assert list(sequence.reduction.hooks.readiness.remaining()) == held
 
     def test_hold_in_the_middle_of_a_window_is_refused(self) -> None:
         # Kills: plans that change while gradients that the old ones counted are about.

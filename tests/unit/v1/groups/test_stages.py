@@ -14,7 +14,7 @@ from deepspeed import comm as dist
 from deepspeed.comm.watch import intent
 from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.runtime.gradients.norm import local_squared_norm
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import ZeroMasters
 from unit.common import DistributedTest
 from unit.v1.groups.stages import (
     CUTS,
@@ -140,7 +140,7 @@ class TestTwoStages(DistributedTest):
     def test_a_collective_per_group_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # The mutant: what fix 3 replaced. Stages with 1 and 3 groups would wait for each other; the
         # intent check says so.
-        def per_group(self: DeepSpeedZeroOptimizer) -> torch.Tensor:
+        def per_group(self: ZeroMasters) -> torch.Tensor:
             total = torch.zeros(1, device=self.device)
             for index in range(len(self.groups)):
                 squared = local_squared_norm(self._norm_grads(index), self.device)
@@ -148,7 +148,7 @@ class TestTwoStages(DistributedTest):
                 total += squared
             return total.sqrt_()
 
-        monkeypatch.setattr(DeepSpeedZeroOptimizer, "scaled_global_norm", per_group)
+        monkeypatch.setattr(ZeroMasters, "scaled_global_norm", per_group)
         mpu = Stages(2)
         engine = start(mpu, "stage 1", CUTS["1 and 3 groups"][mpu.stage])
         intent.enable(timeout_s=3.0)

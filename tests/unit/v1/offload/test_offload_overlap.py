@@ -17,7 +17,7 @@ import deepspeed
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.host_optimizer import HostOptimizer
 from deepspeed.runtime.gradients import sink
-from deepspeed.runtime.optimizers.step_sequence import StepSequence
+from deepspeed.runtime.optimizers.master_weights import MasterWeights
 from deepspeed.runtime.sharding import publisher
 from deepspeed.runtime.sharding.publisher import Publisher
 from unit.common import DistributedTest
@@ -106,7 +106,7 @@ class TestPieces(DistributedTest):
         # nothing would overlap.
         log: list[str] = []
         for owner, name in (
-            (StepSequence, "_norm_of"),
+            (MasterWeights, "_norm_of"),
             (HostOptimizer, "_run"),
             (Publisher, "_gather"),
         ):

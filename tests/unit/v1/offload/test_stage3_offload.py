@@ -223,7 +223,8 @@ class TestCosts(DistributedTest):
                 if offload:
                     assert built < 0.1 * own, built
                 if offload == BOTH:
-                    reductions = sum(b.tensor.nbytes for b in engine.optimizer._free_buffers)
+                    free = engine.optimizer.reduction.buffers.free
+                    reductions = sum(buffer.tensor.nbytes for buffer in free)
                     assert held[2] < pooled + reductions + 0.1 * own
                 engine.destroy()
 

@@ -14,7 +14,7 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.runtime.zero.partial_offload import DevicePart, num_kept
+from deepspeed.runtime.zero.units.partial_offload import DevicePart, num_kept
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,

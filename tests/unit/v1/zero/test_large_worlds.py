@@ -19,6 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import deepspeed
 from deepspeed.comm.watch.observation import add_observer, remove_observer
+from deepspeed.runtime.gradients.reduction import ReductionSettings
+from deepspeed.runtime.optimizers.settings import ShardSettings, StepSettings
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 WORLDS = (8, 64, 512, 4096)
@@ -73,10 +75,11 @@ def built(model: list[tuple[int, ...]], stage: int) -> DeepSpeedZeroOptimizer:
     return DeepSpeedZeroOptimizer(
         torch.optim.SGD(params, lr=0.1),
         {param: str(index) for index, param in enumerate(params)},
-        partition_grads=stage == 2,
         # Nothing has a value, so no norm can be looked at.
-        check_grad_overflow=False,
-        clip_grad=0.0,
+        StepSettings(check_grad_overflow=False),
+        ShardSettings(),
+        ReductionSettings(),
+        partition_grads=stage == 2,
     )
 
 
@@ -86,7 +89,7 @@ def step(optimizer: DeepSpeedZeroOptimizer) -> None:
         for param in group.params:
             param.grad = torch.empty_like(param)
     # Ranks agree on this in a first backward; there is nobody to agree with.
-    optimizer.readiness.learned = True
+    optimizer.reduction.hooks.readiness.learned = True
     optimizer.backward_prologue()
     optimizer.reduce_gradients()
     optimizer.exit_backward()

@@ -13,10 +13,10 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.comm.watch import intent, observation
 from deepspeed.comm.watch.observation import CollectiveCall, group_size
-from deepspeed.runtime.optimizers.master_weights import MasterWeightOptimizer
-from deepspeed.runtime.optimizers.replicated_optimizer import ReplicatedOptimizer
+from deepspeed.runtime.optimizers.master_weights import MasterWeights
+from deepspeed.runtime.optimizers.replicated_optimizer import ModelParameters
 from deepspeed.runtime.pipe.messages.failure import PipelinePeerError
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import ZeroMasters
 from unit.common import DistributedTest
 from unit.v1.contract.runner import run_cases
 from unit.v1.pipe.contract.cases import PipeCase
@@ -142,8 +142,8 @@ class TestTwoStages(DistributedTest):
         self, stage: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # Kills: an intent check that is silent about what would hang, or make norms of losses.
-        monkeypatch.setattr(ReplicatedOptimizer, "scaled_global_norm", reduce_per_group)
-        monkeypatch.setattr(DeepSpeedZeroOptimizer, "scaled_global_norm", reduce_per_group)
+        monkeypatch.setattr(ModelParameters, "scaled_global_norm", reduce_per_group)
+        monkeypatch.setattr(ZeroMasters, "scaled_global_norm", reduce_per_group)
         run = GroupsRun(case((0, 9, 10), 2, stage, "fp32", False))
         intent.enable(timeout_s=5.0)
         with pytest.raises(
@@ -168,8 +168,8 @@ class TestFourRanks(DistributedTest):
 def reduce_per_group(self: Any) -> torch.Tensor:
     """Fix 3 undone: as many collectives as this rank has groups."""
     total = torch.zeros(1)
-    for index in range(len(self.param_groups)):
-        is_flat = isinstance(self, MasterWeightOptimizer)
+    for index in range(len(self.optimizer.param_groups)):
+        is_flat = isinstance(self, MasterWeights)
         parts = self._norm_grads(index) if is_flat else self._counted[index]
         squared = sum((part.float().square().sum() for part in parts), torch.zeros(1))
         dist.all_reduce(squared, group=self.norm_group)

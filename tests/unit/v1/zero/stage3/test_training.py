@@ -106,7 +106,7 @@ class TestSteps(DistributedTest):
             zero = {**SHARDED, "round_robin_gradients": dealt}
             engine = engine_of(make_net(), config_of(3, **zero))
             orders.append(
-                [engine.optimizer._names(at) for at in range(len(engine.optimizer.groups))]
+                [engine.optimizer.masters.names(at) for at in range(len(engine.optimizer.groups))]
             )
             engine.destroy()
         assert orders[0] == orders[1]

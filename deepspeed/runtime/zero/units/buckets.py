@@ -6,7 +6,7 @@ reduce-scatter. A row may belong to several optimizer groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from deepspeed.runtime.gradients.buckets import Segment
+from deepspeed.runtime.gradients.reduction import ReductionSettings
 from deepspeed.runtime.gradients.sequence_parts import has_parts
+from deepspeed.runtime.optimizers.master_weights import Place
 from deepspeed.runtime.sharding.fragments import ParameterCutTable
 from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
@@ -74,8 +76,8 @@ class UnitBucket:
 def buckets_of(
     unit: GatherUnit,
     groups: Groups,
-    travels_in: Callable[[nn.Parameter], torch.dtype],
-    bucket_size: int,
+    places: Mapping[nn.Parameter, Place],
+    settings: ReductionSettings,
 ) -> Iterator[UnitBucket]:
     """The buckets of a unit: one for each dtype of its trained parameters, and others for those
     whose gradients are complete only right before a reduction, for which the rest need not wait.
@@ -83,17 +85,18 @@ def buckets_of(
     Args:
         unit: Whose.
         groups: Of the optimizer.
-        travels_in: The dtype in which a parameter's gradient is reduced.
-        bucket_size: What persists may be many parameters: so many elements at a time.
+        places: Where parameters lie in them.
+        settings: What travels. What persists may be many parameters: a bucket's elements at a time.
     """
     kinds: dict[tuple[torch.dtype, bool], list[tuple[int, int]]] = {}
     for param in unit.params:
-        link = getattr(param, "_hp_mapping", None)
-        if link is not None and record_of(param).numel:
-            kind = travels_in(param), has_parts(param)
-            kinds.setdefault(kind, []).append((link.group, link.param_index))
+        place = places.get(param)
+        if place is not None and record_of(param).numel:
+            kind = settings.travels_in(param), has_parts(param)
+            kinds.setdefault(kind, []).append(place)
+    limit = settings.reduce_bucket_size if unit.persists else None
     for (dtype, _), at in kinds.items():
-        for chunk in _chunks(sorted(at), groups, bucket_size if unit.persists else None):
+        for chunk in _chunks(sorted(at), groups, limit):
             numels = tuple(groups[group].table.numels[index] for group, index in chunk)
             table = ParameterCutTable.cut(numels, unit.num_shards)
             yield UnitBucket(table, tuple(chunk), _parts(chunk, table, groups), dtype)

@@ -15,7 +15,7 @@ mean(mean(x) + y) = mean(x) + mean(y). Afterwards `.grad` is the view of the buf
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,13 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import Stream
+from deepspeed.runtime.gradients.bucket_hooks import BucketHooks
 from deepspeed.runtime.gradients.buckets import fill_buckets, plan_buckets
-from deepspeed.runtime.gradients.late import buckets_to_send_again
-from deepspeed.runtime.gradients.readiness import ReadinessTracker
+from deepspeed.runtime.gradients.reduction import (
+    GradientContext,
+    GradientReduction,
+    ReductionSettings,
+)
 from deepspeed.runtime.gradients.replicated import (
     FlatGradients,
     Flight,
@@ -33,52 +37,41 @@ from deepspeed.runtime.gradients.replicated import (
     finish_all_reduce,
     start_all_reduce,
 )
-from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.fragments import FragmentTable
+from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.runtime.streams import SideStream
 
 
-class ReplicatedReduction:
+class Replicated(GradientReduction):
     """See module.
 
     Args:
-        owner: Whose gradients; knows the boundary, the rule, the observer.
-        gradients: Its flat buffers.
+        context: See base class.
+        gradients: Flat buffers.
         replicas: For each, the ranks that hold the same parameters.
-        bucket_numel: Elements per collective.
-        communication_data_type: What travels; None is the gradients' dtype.
-        overlap: Send buckets while backward goes on, on devices with streams.
-        param_names: Name of each parameter, in model order.
-        backward_started: Called by the first hook of a backward that nobody announced.
+        settings: With `overlap_comm`, on devices with streams, buckets leave while backward goes
+            on.
+        groups: See base class.
     """
 
     def __init__(
         self,
-        owner: StepSequence,
+        context: GradientContext,
         gradients: Sequence[FlatGradients],
         replicas: Sequence[dist.Group],
-        *,
-        bucket_numel: int,
-        communication_data_type: torch.dtype | None,
-        overlap: bool = False,
-        param_names: Mapping[nn.Parameter, str] | None = None,
-        backward_started: Callable[[], None] | None = None,
+        settings: ReductionSettings,
+        groups: Sequence[ShardedGroup] = (),
     ) -> None:
-        self._owner = owner
-        self._gradients = list(gradients)
+        super().__init__(context, groups)
+        self.gradients = list(gradients)
         self._replicas = list(replicas)
-        self._bucket_numel = bucket_numel
-        self._dtype = communication_data_type
-        self._names = dict(param_names or {})
-        self._backward_started = backward_started
-        self._reducing = False
+        self.settings = settings
         self._in_flight: deque[Flight] = deque()
-        self._held: frozenset[nn.Parameter] = frozenset()
-        self._handles: list[Any] = []
-        streams = SideStream(overlap)
+        self._hooks = BucketHooks(context, self._arrived)
+        streams = SideStream(settings.overlap_comm)
         # The host computes with the cores that would communicate, and gathers gradients in one
         # go more cheaply than bucket by bucket.
-        self._streams = streams if overlap and streams.has_streams else None
+        self._streams = streams if settings.overlap_comm and streams.has_streams else None
         self._plan()
 
     # Buckets
@@ -87,150 +80,127 @@ class ReplicatedReduction:
         """Plan buckets; those with held parameters are sent last."""
         if self._streams is None:
             return
-        known = {param: position for position, param in enumerate(self._names)}
+        known = {param: position for position, param in enumerate(self.context.param_names)}
         order = [
             [
-                -1 if param in self._held else known.get(param, len(known) + index)
+                -1 if param in self._hooks.held else known.get(param, len(known) + index)
                 for index, param in enumerate(gradients.params)
             ]
-            for gradients in self._gradients
+            for gradients in self.gradients
         ]
         tables = [
             FragmentTable.build([param.numel() for param in gradients.params], 1, 1)
-            for gradients in self._gradients
+            for gradients in self.gradients
         ]
         buckets = [
-            fill_buckets(table.numels, positions, self._bucket_numel)
+            fill_buckets(table.numels, positions, self.settings.reduce_bucket_size)
             for table, positions in zip(tables, order, strict=True)
         ]
         self._plans = plan_buckets(tables, buckets, [0] * len(tables), order)
-        self._slots = [
-            (bucket, self._gradients[plan.group].params[index])
-            for bucket, plan in enumerate(self._plans)
-            for index in plan.params
-        ]
-        self._readiness = ReadinessTracker([bucket for bucket, _ in self._slots], len(self._plans))
-        self._readiness.held = frozenset(
-            slot for slot, (_, param) in enumerate(self._slots) if param in self._held
+        self._hooks.plan(
+            [[self.gradients[plan.group].params[i] for i in plan.params] for plan in self._plans]
         )
         self._producers: list[set[Stream]] = [set() for _ in self._plans]
         if len(self._plans) > 1:
-            for slot, (_, param) in enumerate(self._slots):
-                handle = param.register_post_accumulate_grad_hook(self._make_hook(slot))
-                self._handles.append(handle)
+            self._hooks.add()
 
     def hold(self, params: Iterable[nn.Parameter]) -> None:
-        """See `StepSequence.hold`.
+        """Plan anew; see base class.
 
         Raises:
             RuntimeError: In the middle of an accumulation window.
         """
-        if self._streams is None:
-            return
-        if any(param.grad is not None for _, param in self._slots):
-            raise RuntimeError(
-                "hold(params) in the middle of an accumulation window: call it before training or "
-                "after zero_grad()"
-            )
-        self._held = self._held.union(params)
-        self._remove_hooks()
-        self._plan()
-
-    def _remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        if self._streams is not None:
+            self._hooks.hold(params)
+            self._plan()
 
     # Backward
 
-    def _make_hook(self, slot: int) -> Callable[[torch.Tensor], None]:
-        def on_gradient(param: torch.Tensor) -> None:
-            if self._backward_started is not None:
-                self._backward_started()
-            if self._reducing:
-                self._arrived(slot)
-
-        return on_gradient
-
-    def _arrived(self, slot: int) -> None:
+    def _arrived(self, param: torch.Tensor, i: int) -> None:
+        self.context.backward_started()
+        if not self._hooks.reducing:
+            return
         if self._streams is not None:
             # [fix 2] The stream current here, inside the hook, is the one that produced this
             # gradient and on which it was copied into the buffer.
-            self._producers[self._slots[slot][0]].add(self._streams.current_stream())
-        for bucket in self._readiness.mark(slot):
+            self._producers[self._hooks.slots[i][0]].add(self._streams.current_stream())
+        for bucket in self._hooks.mark(i):
             self._send(bucket)
 
     @property
     def works_during_backward(self) -> bool:
-        """See `StepSequence.works_during_backward`."""
-        return bool(self._handles) or any(gradients.has_hooks for gradients in self._gradients)
+        """See base class."""
+        return self._hooks.are_set or any(gradients.has_hooks for gradients in self.gradients)
 
     def backward_prologue(self) -> None:
-        """Before the first gradient of a backward."""
+        """See base class."""
         self._finish()  # of a backward that raised
-        for gradients in self._gradients:
+        for gradients in self.gradients:
             gradients.take_over()
-        self._reducing = self._owner.reduces_now
+        self._hooks.reducing = self.reduces_now
 
     def exit_backward(self) -> None:
-        """After the reduction: forget the state of this backward."""
-        self._reducing = False
+        """See base class."""
+        self._hooks.reducing = False
         if self._streams is not None:
-            self._readiness.reset()
+            self._hooks.end()
 
-    def reduce(self) -> None:
-        """Average all gradients that are not averaged yet; the current stream has them when this
-        returns.
+    def reduce_gradients(self) -> None:
+        """Average, at the boundary, all gradients that are not averaged yet; the current stream has
+        them when this returns.
         """
-        if not self._handles or self._streams is None:
-            for gradients in self._gradients:
-                gradients.collect()
-            flats = [gradients.flat for gradients in self._gradients]
-            rule = self._owner.reduce_rule
-            all_reduce_flat(flats, self._bucket_numel, rule, self._replicas, self._dtype)
+        if not self.reduces_now:
             return
-        for bucket in self._readiness.remaining():
+        if not self._hooks.are_set or self._streams is None:
+            for gradients in self.gradients:
+                gradients.collect()
+            flats = [gradients.flat for gradients in self.gradients]
+            size, dtype = self.settings.reduce_bucket_size, self.settings.communication_data_type
+            all_reduce_flat(flats, size, self.context.reduce_rule, self._replicas, dtype)
+            return
+        for bucket in self._hooks.readiness.remaining():
             # Of a bucket that is not complete, some gradients may be left from earlier backwards,
             # and the absent ones are zeroed here.
             self._producers[bucket].add(self._streams.current_stream())
             self._send(bucket)
-        names = [self._names.get(param, "?") for _, param in self._slots]
-        owner = self._owner
-        again = buckets_to_send_again(self._readiness, names, owner.device, owner.dp_process_group)
+        again = self._hooks.late()
         if again:
             self._send_again(again)
         self._finish()
-        for gradients in self._gradients:
+        for gradients in self.gradients:
             gradients.collect()  # what has no elements is in no bucket
 
     def _send(self, bucket: int) -> None:
         """Start the all-reduce of a bucket after everything that has written to it."""
         streams, plan = self._streams, self._plans[bucket]
         assert streams is not None, f"bucket {bucket} without overlap"
-        gradients = self._gradients[plan.group]
+        gradients = self.gradients[plan.group]
         gradients.collect_some(plan.params)
         streams.wait_for(self._producers[bucket])
         with streams.issue():
+            rule, dtype = self.context.reduce_rule, self.settings.communication_data_type
             for segment in plan.segments:
                 part = gradients.flat[segment.shard_start : segment.shard_start + segment.numel]
-                rule, replicas = self._owner.reduce_rule, self._replicas[plan.group]
-                self._in_flight.append(start_all_reduce(part, rule, replicas, self._dtype))
+                flight = start_all_reduce(part, rule, self._replicas[plan.group], dtype)
+                self._in_flight.append(flight)
             while len(self._in_flight) > 1:  # one is finished while the next travels
                 finish_all_reduce(self._in_flight.popleft())
         self._producers[bucket].clear()
         gradients.detach(plan.params)
-        self._owner.observer.sent(gradients.params[index] for index in plan.params)
+        self.context.observer.sent(gradients.params[index] for index in plan.params)
 
     @torch.no_grad()
     def _send_again(self, buckets: Sequence[int]) -> None:
-        """What has arrived apart joins the means; see [Note: gradients of a bucket on its way]."""
+        """Let what has arrived apart join the means; see [Note: gradients of a bucket on its
+        way].
+        """
         streams = self._streams
         assert streams is not None, f"buckets {list(buckets)} without overlap"
-        late = {param: param.grad for _, param in self._slots if param.grad is not None}
+        late = {param: param.grad for _, param in self._hooks.slots if param.grad is not None}
         self._finish()
         for bucket in buckets:
             plan = self._plans[bucket]
-            gradients = self._gradients[plan.group]
+            gradients = self.gradients[plan.group]
             for index in plan.params:
                 if gradients.params[index] in late:
                     gradients.views[index].add_(late[gradients.params[index]])
@@ -248,23 +218,44 @@ class ReplicatedReduction:
                 while self._in_flight:
                     finish_all_reduce(self._in_flight.popleft())
             self._streams.join()
-        for gradients in self._gradients:
+        for gradients in self.gradients:
             gradients.attach()
+
+    # What others ask
+
+    @property
+    def has_reduced_gradients(self) -> bool:
+        """See base class; only the engine steps what is no client's optimizer."""
+        return True
+
+    @property
+    def step_divisor(self) -> float:
+        """See base class."""
+        return self.context.accumulation_divisor
+
+    def _travels_in(self, param: nn.Parameter, local: torch.dtype) -> torch.dtype:
+        return self.settings.communication_data_type or local
+
+    def load_window_state(self, saved: Mapping[str, Any]) -> None:
+        """See base class."""
+        super().load_window_state(saved)
+        for gradients in self.gradients:
+            gradients.collect_present()
 
     # Clearing
 
     def clear(self) -> None:
-        """Forget all gradients."""
+        """See base class."""
         self._finish()
-        for gradients in self._gradients:
+        for gradients in self.gradients:
             gradients.forget()
 
     def destroy(self) -> None:
-        """Remove the hooks, wait for outstanding work, let go of the buffers."""
+        """See base class; waits for outstanding work."""
         self._finish()
-        self._remove_hooks()
+        self._hooks.remove()
         if self._streams is not None:
             self._streams.destroy()
-        for gradients in self._gradients:
+        for gradients in self.gradients:
             gradients.destroy()
-        self._gradients = []
+        self.gradients = []

@@ -1,0 +1,88 @@
+"""Memory that the gradients of a bucket are copied together in: `BucketBuffers`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from deepspeed.accelerator import get_accelerator
+
+
+class Payload(Protocol):
+    """What of a bucket's plan is asked here."""
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+
+    @property
+    def kind(self) -> Any:
+        """Their dtype."""
+
+
+class BucketBuffer:
+    """Payload memory of a bucket, with cached views per plan (making 800 views costs more than
+    copying 800 small gradients).
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        # Event after which it may be filled again, if that is not in stream order anyway.
+        self.last_read: Any = None
+        self._views: dict[int, list[torch.Tensor]] = {}
+
+    def views(
+        self, index: int, params: Sequence[nn.Parameter], starts: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Where each parameter of bucket `index` lies, in its shape."""
+        if index not in self._views:
+            self._views[index] = [
+                self.tensor[start : start + param.numel()].view(param.shape)
+                for param, start in zip(params, starts, strict=True)
+            ]
+        return self._views[index]
+
+
+class BucketBuffers:
+    """Buffers of all buckets.
+
+    Args:
+        device: Where they lie.
+        reuses: Keep them, each large enough for any bucket of its dtype.
+
+    Attributes:
+        free: Those that are in nobody's use.
+    """
+
+    def __init__(self, device: torch.device, reuses: bool) -> None:
+        self._device = device
+        self._reuses = reuses
+        self.free: list[BucketBuffer] = []
+        self._largest: dict[Any, int] = {}
+
+    def plan(self, plans: Sequence[Payload]) -> None:
+        """Serve these buckets from now on."""
+        self.free = []
+        self._largest = {}
+        for plan in plans:
+            self._largest[plan.kind] = max(plan.numel, self._largest.get(plan.kind, 0))
+
+    def take(self, plan: Payload) -> BucketBuffer:
+        """A buffer for a bucket, which the current stream may fill."""
+        for position, buffer in enumerate(self.free):
+            if buffer.tensor.dtype == plan.kind and buffer.tensor.numel() >= plan.numel:
+                if buffer.last_read is not None:
+                    # Its owned part may still be on its way to the host, on another stream.
+                    get_accelerator().current_stream().wait_event(buffer.last_read)
+                return self.free.pop(position)
+        numel = self._largest[plan.kind] if self._reuses else plan.numel
+        return BucketBuffer(numel, plan.kind, self._device)
+
+    def give_back(self, buffer: BucketBuffer, read: Any) -> None:
+        """Let `buffer` be filled again after the event `read`."""
+        if self._reuses:
+            buffer.last_read = read
+            self.free.append(buffer)

@@ -1,0 +1,254 @@
+"""Masters of stage 3: of every parameter a cut, rounded into this rank's shards.
+
+[Note: shards of units and of groups]
+The model-precision shard of an optimizer group is one buffer, that of a gather unit too. Where a
+unit's parameters follow one another in one group the unit's shard is a view of the group's, and an
+update is there at once. Otherwise (frozen parameters beside trainable ones, groups with and without
+weight decay) it is a copy, which follows each update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.runtime.gradients.reduction import GradientContext
+from deepspeed.runtime.optimizers.group_layout import GroupLayout
+from deepspeed.runtime.optimizers.publishing import Publishing
+from deepspeed.runtime.optimizers.settings import ShardSettings, StepSettings
+from deepspeed.runtime.optimizers.step_outcome import GradientScaling
+from deepspeed.runtime.sharding.fragments import ParameterCutTable
+from deepspeed.runtime.sharding.group import ShardedGroup
+from deepspeed.runtime.sharding.publisher import Publisher
+from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.parameters.zero_parameter import ZeroParamStatus, record_of
+from deepspeed.runtime.zero.stage_1_and_2 import ZeroMasters
+from deepspeed.runtime.zero.units.partial_offload import DevicePart, num_kept
+from deepspeed.runtime.zero.units.shard_writer import ShardWriter
+
+Copies = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class CutLayout(GroupLayout):
+    """Every parameter is cut by itself, in files as in memory."""
+
+    def _kept_on_device(self, params: Sequence[Sequence[nn.Parameter]]) -> list[int]:
+        """See base class: with `offload_optimizer.ratio`."""
+        offload = self.settings.offload
+        if offload is None or offload.ratio == 1.0:
+            return super()._kept_on_device(params)
+        numels = [[record_of(param).numel for param in theirs] for theirs in params]
+        return num_kept(numels, offload.ratio)
+
+    def _tables(
+        self, params: Sequence[nn.Parameter], num_shards: int, alignment: int
+    ) -> tuple[ParameterCutTable, ParameterCutTable]:
+        """See base class."""
+        table = ParameterCutTable.cut([record_of(param).numel for param in params], num_shards)
+        return table, table
+
+    def _maker(self, params: Sequence[nn.Parameter]) -> Callable[..., ShardedGroup]:
+        """See base class."""
+        return partial(ShardedGroup, params, shards=[record_of(param).shard for param in params])
+
+
+class ShardPublishing(Publishing):
+    """Rounds masters into shards; nobody gathers anything but what persists: that is done by the
+    next forward.
+
+    Args:
+        groups: Whose; the parts that stay on the device come last.
+        settings: How.
+        num_groups: How many groups are not such parts.
+        parameter_offload: Gathers the model's parameters.
+
+    Attributes:
+        copied: Pieces (to, from) by which shards of units follow.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[ShardedGroup],
+        settings: ShardSettings,
+        num_groups: int,
+        parameter_offload: DeepSpeedZeRoOffload,
+    ) -> None:
+        super().__init__(groups, settings)
+        self._num_groups = num_groups
+        self._parameter_offload = parameter_offload
+        self.copied: Copies = []
+
+    def _publisher(self, group: ShardedGroup) -> Publisher:
+        return ShardWriter(group)
+
+    def publish(self, delivered: bool = False) -> None:
+        """See base class: into the shards."""
+        self._parameter_offload.before_update()
+        if self._settings.offload is not None:
+            self._parameter_offload.resources.before_write()
+        for publisher in self.publishers()[self._num_groups :] if delivered else ():
+            publisher.publish()
+        super().publish(delivered)
+        self._copy_to_units()
+        self._parameter_offload.after_update()
+
+    @torch.no_grad()
+    def _copy_to_units(self) -> None:
+        if self.copied:
+            torch._foreach_copy_([to for to, _ in self.copied], [own for _, own in self.copied])
+
+
+class CutMasters(ZeroMasters):
+    """See module.
+
+    Args:
+        init_optimizer: See base class.
+        context: See base class.
+        steps: See base class.
+        layout: See base class.
+        parameter_offload: Gathers the model's parameters.
+
+    Attributes:
+        device_part: What stays on the device with `offload_optimizer.ratio`, if anything does.
+    """
+
+    publishing: ShardPublishing
+
+    def __init__(
+        self,
+        init_optimizer: torch.optim.Optimizer,
+        context: GradientContext,
+        steps: StepSettings,
+        layout: CutLayout,
+        parameter_offload: DeepSpeedZeRoOffload,
+    ) -> None:
+        super().__init__(init_optimizer, context, steps, layout)
+        self.parameter_offload = parameter_offload
+        count = len(init_optimizer.param_groups)
+        kept = self.groups[count:]
+        self.device_part = DevicePart(init_optimizer, kept) if kept else None
+        self.publishing = ShardPublishing(self.groups, self.settings, count, parameter_offload)
+        for unit in (*parameter_offload.units, *parameter_offload.persistent_units):
+            self.publishing.copied += self._place_shard(unit)
+
+    def _place_shard(self, unit: GatherUnit) -> Copies:
+        """Let a unit's shard be a view of a group's; otherwise the pieces (to, from) by which it
+        follows. See [Note: shards of units and of groups].
+        """
+        places = [self.places.get(param) for param in unit.params]
+        first = places[0]
+        if first is not None and all(
+            place == (first.group, first.param_index + step) for step, place in enumerate(places)
+        ):
+            group = self.groups[first.group]
+            table: Any = group.table
+            start = table.cut_starts[first.param_index]
+            unit.use_shard(group.flat[start : start + unit.table.shard_numel])
+            return []
+        return [
+            (record.shard, self._cut(place.group, place.param_index))
+            for record, place in zip(unit.records, places, strict=True)
+            if place is not None
+        ]
+
+    def _cut(self, group: int, param_index: int) -> torch.Tensor:
+        return self.groups[group].cut_of(param_index, self.groups[group].flat)
+
+    # Update
+
+    @torch.no_grad()
+    def update(self, scaling: GradientScaling) -> None:
+        """See base class; not while somebody would keep the old values. An optimizer on the host
+        writes to shards there by itself.
+        """
+        self.parameter_offload.refuse_holders()
+        resources = self.parameter_offload.resources
+        # Masters may be what gathers read.
+        resources.before_write() if self.cpu_offload else resources.before_update()
+        if self.device_part is not None:
+            # First: the device is busy with it while the host updates its own part.
+            self.device_part.step(scaling)
+        super().update(scaling)
+
+    def refresh_fp32_params(self) -> None:
+        """See base class; the shards of units are what was loaded or edited."""
+        with torch.no_grad():
+            for shard, own in self.publishing.copied:
+                own.copy_(shard)
+        super().refresh_fp32_params()
+
+    @torch.no_grad()
+    def set_param(self, param: nn.Parameter, value: torch.Tensor) -> None:
+        """See base class: into the shard, and into what is whole."""
+        record = record_of(param)
+        if record.status is ZeroParamStatus.AVAILABLE:
+            param.data.copy_(value)
+        record.write(value)
+        self._follow_shard(param)
+        self.parameter_offload.shard_changed(param)
+
+    def _follow_shard(self, param: nn.Parameter) -> torch.Tensor:
+        """The group's shard <- that of the unit, which was edited; returns the group's cut."""
+        cut = self._cut(*self.places[param])
+        cut.copy_(record_of(param).shard)
+        return cut
+
+    @torch.no_grad()
+    def on_edit(self, param: nn.Parameter) -> None:
+        """Let the master follow a shard that a script has changed."""
+        place = self.places.get(param)
+        if place is not None:
+            group = self.groups[place.group]
+            group.cut_of(place.param_index, group.master).copy_(self._follow_shard(param))
+        # After the master, which in fp32 is the memory that gathers read.
+        self.parameter_offload.shard_changed(param)
+
+    @torch.no_grad()
+    def set_own_masters(self, own: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Masters <- this rank's elements of parameters, 1-D without padding; the shards have them
+        rounded already. What is not trained here is left alone.
+        """
+        for param, value in own.items():
+            place = self.places.get(param)
+            if place is not None:
+                group = self.groups[place.group]
+                group.cut_of(place.param_index, group.master)[: value.numel()].copy_(value)
+
+    # State
+
+    @property
+    def state(self) -> Any:
+        """See base class; with `offload_optimizer.ratio` that of both parts."""
+        state = self.optimizer.state
+        return {**state, **self.device_part.optimizer.state} if self.device_part else state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    def numbered_params(self) -> list[list[nn.Parameter]]:
+        """See base class: what stays on the device comes first."""
+        if self.device_part is None:
+            return super().numbered_params()
+        count = len(self.optimizer.param_groups)
+        return [
+            [*device.params, *host.params]
+            for host, device in zip(self.groups[:count], self.groups[count:], strict=True)
+        ]
+
+    def shard_numels(self) -> list[int]:
+        """Elements of this rank's shard of each parameter group of the optimizer."""
+        numels = [0] * len(self.optimizer.param_groups)
+        for index, group in enumerate(self.groups):
+            numels[self._param_group_of(index)] += group.table.shard_numel
+        return numels
+
+    def partition_counts(self) -> int | list[int]:
+        """Over how many ranks parameters are cut; of each group if experts are over fewer."""
+        counts = [group.num_shards for group in self.groups[: len(self.optimizer.param_groups)]]
+        return counts if set(counts) - {self.num_shards} else self.num_shards
