@@ -118,7 +118,7 @@ def byte_intervals(tensor: torch.Tensor, limit: int = MAX_INTERVALS) -> list[tup
 def _element_intervals(
     shape: tuple[int, ...], strides: tuple[int, ...], limit: int
 ) -> list[tuple[int, int]]:
-    """As `byte_intervals`, in elements from the first one."""
+    """Give `byte_intervals` in elements from the first one."""
     if 0 in shape:
         return []
     run = 1

@@ -102,7 +102,7 @@ class Sim_Accelerator(CPU_Accelerator):
         return True
 
     def device_count(self) -> int:
-        """As many as a machine with devices usually has: each process simulates its own."""
+        """Return how many a machine with devices usually has: each process simulates its own."""
         return NUM_DEVICES
 
     def synchronize(self, device_index: int | None = None) -> None:

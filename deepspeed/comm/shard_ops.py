@@ -37,7 +37,7 @@ class PendingShards:
         self._keep: torch.Tensor | None = keep
 
     def sum_over(self, group: dist.Group) -> None:
-        """Of a reduction: sum this rank's slice over the ranks of `group` too, which own the same
+        """Sum this rank's slice of a reduction over the ranks of `group` too, which own the same
         slice of other sums.
 
         Completes what was started (the host waits on backends without streams) and starts one

@@ -98,7 +98,7 @@ class BackwardStreams:
             self._streams.append(stream)
 
     def marking(self, stream: Stream) -> AbstractContextManager[Any]:
-        """To be entered while a stream is current by the user's choice."""
+        """Enter this while a stream is current by the user's choice."""
         return nullcontext() if stream is self._scheduler.default else _MarkAccumulation(stream)
 
     @contextmanager

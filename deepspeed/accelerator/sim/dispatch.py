@@ -495,7 +495,7 @@ _INTEGERS = frozenset((int, bool))
 
 
 def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """What of an argument the shape of the result, and how the operator is treated, can depend
+    """Tell what of an argument the result's shape, and the operator's treatment, can depend
     on.
     """
     if isinstance(value, torch.Tensor):
@@ -596,7 +596,7 @@ def _aliased(func: Any, alias: Any, num_positional: int) -> int | str:
 
 
 def _read_and_written(func: Any, args: Any, kwargs: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of the arguments' tensors, counted in order: those that are only read, and those that are
+    """Divide the arguments' tensors, counted in order: those that are only read, and those that are
     written.
     """
     written, given = operators.written_names(func), operators.arguments(func, args, kwargs)

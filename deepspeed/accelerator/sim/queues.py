@@ -377,7 +377,7 @@ class Scheduler:
                     goals.append(self._last_obstacle(current, until))
 
     def _last_obstacle(self, stream: Stream, until: int) -> tuple[Stream, int]:
-        """Of all that `stream` waits for up to there, what it waits for last.
+        """Find what `stream` waits for last, of all that it waits for up to there.
 
         Work behind a wait can't run, but what it will wait for can. Running that first lets a
         consumer (a reduction, waited for at the end) run before a producer that it should have

@@ -78,7 +78,7 @@ class PlainBackward:
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _foreign(self) -> Foreign | None:
-        """Whose backward is under way, if it is another engine's."""
+        """Return the other engine whose backward is under way."""
         for engine in verification.engines:
             tracker = engine.tracker
             is_managed = tracker.state is BackwardState.ANNOUNCED or (

@@ -82,7 +82,7 @@ def reduce_squared_norm(squared: torch.Tensor, group: dist.Group) -> torch.Tenso
 
 
 def clip_factor(norm: Norm, max_norm: float) -> Norm | float:
-    """By what a gradient of this (unscaled) norm is multiplied so that the norm is at most
+    """Return the factor of a gradient of this (unscaled) norm that makes the norm at most
     `max_norm`; 0 disables.
 
     A norm that is a tensor stays where it is, and so does the factor. NaN clips nothing.

@@ -100,17 +100,16 @@ class UnitReadiness(ReadinessTracker):
         super().__init__(bucket_of, num_buckets)
 
     def reset(self) -> None:
-        """See base class."""
         super().reset()
         self._sent: set[BucketIndex] = set()
 
     @property
     def fires_repeatedly(self) -> bool:
-        """See base class; how often does not matter here."""
+        """Whether hooks fire repeatedly, which does not matter to units."""
         return not self.has_units and super().fires_repeatedly
 
     def mark(self, slot: SlotIndex) -> range:
-        """See base class; a hook launches nothing."""
+        """Count without a launch from a hook."""
         if not self.has_units:
             return super().mark(slot)
         self.fired[slot] += 1
@@ -129,7 +128,6 @@ class UnitReadiness(ReadinessTracker):
         return True
 
     def remaining(self) -> Sequence[BucketIndex]:
-        """See base class."""
         if not self.has_units:
             return super().remaining()
         left = [bucket for bucket in range(len(self._sizes)) if bucket not in self._sent]
@@ -137,6 +135,6 @@ class UnitReadiness(ReadinessTracker):
         return left
 
     def learn(self, fired: Sequence[int], late: Sequence[int] = ()) -> None:
-        """See base class; buckets with late gradients wait for the end of backward from now on."""
+        """Let buckets with late gradients wait for the end of backward from now on."""
         super().learn(fired, late)
         self._wait_for_all.update(self.bucket_of[slot] for slot, was in enumerate(late) if was)

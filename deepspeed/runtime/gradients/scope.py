@@ -55,7 +55,7 @@ class Passes(NamedTuple):
 
 @dataclass(frozen=True)
 class GradientScope:
-    """Whose contributions make the right gradient of which parameter; see module.
+    """The ranks whose contributions make the right gradient of each parameter.
 
     Attributes:
         num_replicas: Ranks whose mean losses are averaged; N of the definition.

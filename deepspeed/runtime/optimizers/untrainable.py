@@ -22,7 +22,7 @@ _SHOWN = 4  # shapes
 
 
 def why_untrainable(optimizer: torch.optim.Optimizer, model: nn.Module) -> str | None:
-    """What of an optimizer, or of its parameters, cannot be trained; None: nothing.
+    """Tell what of an optimizer, or of its parameters, cannot be trained; None: nothing.
 
     Args:
         optimizer: The client's, or the configuration's.

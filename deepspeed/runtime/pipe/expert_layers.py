@@ -63,7 +63,7 @@ class ExpertLayers:
             make_expert_groups(ep_size, is_tensor_parallel, data_first)
 
     def numbered(self) -> list[tuple[int, str, MoE]]:
-        """Of each `MoE` of this stage its number in the whole model, its name, and itself, in
+        """Give each `MoE` of this stage: its number in the whole model, its name, and itself, in
         order.
         """
         return sorted(

@@ -56,14 +56,11 @@ class MovableWeights(Movable):
         self._offload = offload
 
     def _leave(self, kinds: Iterable[OffloadStateTypeEnum]) -> None:
-        """See base class."""
         if OffloadStateTypeEnum.lp_params in kinds:
             let_leave(self._offload)
 
     def _come_back(self, kinds: Iterable[OffloadStateTypeEnum]) -> None:
-        """See base class."""
         have_back(self._offload)
 
     def state_tensors(self, kind: OffloadStateTypeEnum) -> list[torch.Tensor]:
-        """See base class."""
         return list(weights_of(self._offload)) if kind in self.kinds else []

@@ -290,7 +290,7 @@ class _Holder:
 
 
 def _padded(contributions: torch.Tensor, num_micro: int) -> torch.Tensor:
-    """With zeros for micro-batches that this rank did not have."""
+    """Add zeros for micro-batches that this rank did not have."""
     missing = num_micro - contributions.shape[0]
     return (
         torch.nn.functional.pad(contributions, (0, 0, 0, 0, 0, missing))

@@ -114,22 +114,21 @@ class GradientLedger(ContributionRecorder):
         self._skips_window = False
 
     def replaced(self, param: nn.Parameter) -> None:
-        """See base class: it is not checked at this step."""
+        """Don't check it at this step."""
         self._excused.add(param)
 
     def skip_window(self) -> None:
-        """See base class: nothing is checked."""
+        """Check nothing."""
         self._skips_window = True
 
     def cleared(self) -> None:
-        """See base class."""
         super().cleared()
         self._excused.clear()
         self._skips_window = False
 
     @torch.no_grad()
     def settled(self, factor: float) -> None:
-        """See base class: compares the gradient that is about to be used with the contributions.
+        """Compare the gradient that is about to be used with the contributions.
 
         Raises:
             GradientLedgerError: On all ranks, if a parameter's gradient deviates on one.

@@ -49,7 +49,7 @@ class _MicroBatch:
     number: int | None = None
 
     def factor(self) -> torch.Tensor | float:
-        """By what autograd's gradients are divided to be those of the client's loss."""
+        """The number that autograd's gradients are divided by to be those of the client's loss."""
         return 1.0 if self.loss_factor is None else self.loss_factor
 
 
@@ -104,7 +104,7 @@ class ContributionRecorder(GradientObserver):
     # As it happens
 
     def opened(self, loss: torch.Tensor | None, divisor: float) -> None:
-        """See base class: measures the gradient at the loss."""
+        """Measure the gradient at the loss."""
         micro_batch = _MicroBatch(divisor, self._tracker.micro_steps)
         self._micro_batches.append(micro_batch)
         self._begin()
@@ -116,7 +116,7 @@ class ContributionRecorder(GradientObserver):
             loss.register_hook(on_loss)  # type: ignore[no-untyped-call]  # torch's is untyped
 
     def pass_opened(self, micro_batch: int, chunk: int) -> None:
-        """See base class: all passes of one micro-batch are one entry."""
+        """Make all passes of one micro-batch one entry."""
         self._passes.append((micro_batch, chunk))
         known = next((m for m in self._micro_batches if m.number == micro_batch), None)
         if known is not None:
@@ -127,7 +127,7 @@ class ContributionRecorder(GradientObserver):
         self._begin()
 
     def loss_known(self, micro_batch: int, loss: torch.Tensor) -> None:
-        """See base class: measures the gradient at the loss."""
+        """Measure the gradient at the loss."""
         self._at_loss[micro_batch] = None
 
         def on_loss(grad: torch.Tensor) -> None:
@@ -145,7 +145,6 @@ class ContributionRecorder(GradientObserver):
                 hooks[handle.id] = hooks.pop(handle.id)
 
     def closed(self) -> None:
-        """See base class."""
         self._is_open = False
         self._sealed.clear()
 
@@ -177,13 +176,12 @@ class ContributionRecorder(GradientObserver):
                 self._late.setdefault(param, []).append((micro_batch, index, len(entries) - 1))
 
     def sent(self, params: Iterable[nn.Parameter]) -> None:
-        """See base class: what comes later in this backward is late unless it is sent again."""
+        """Take what comes later in this backward for late unless it is sent again."""
         for param in params:
             self._sealed.add(param)
             self._late.pop(param, None)
 
     def resumed(self, is_empty: Callable[[], bool]) -> None:
-        """See base class."""
         if is_empty():
             self._forget_contributions()
 
@@ -196,13 +194,11 @@ class ContributionRecorder(GradientObserver):
         self._is_open = bool(self._micro_batches)
 
     def cleared(self) -> None:
-        """See base class."""
         self._forget_contributions()
         self._passes.clear()
         self._at_loss.clear()
 
     def detached(self) -> None:
-        """See base class."""
         for handle in self._handles.values():
             handle.remove()
         self._handles = {}

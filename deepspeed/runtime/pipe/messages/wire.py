@@ -172,8 +172,8 @@ def _tuples(structure: Any) -> Structure:
 
 
 class Layout:
-    """In which pieces tensors travel: those of more than `SMALL_BYTES` and a single one alone, the
-    others in one piece.
+    """The pieces in which tensors travel: a single one and those of more than `SMALL_BYTES` alone,
+    the others in one piece.
     """
 
     def __init__(self, specs: tuple[TensorSpec, ...]) -> None:

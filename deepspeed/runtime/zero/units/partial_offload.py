@@ -120,8 +120,8 @@ class DevicePart:
     # State in files: that of an optimizer of both parts
 
     def state_dict(self) -> dict[str, Any]:
-        """Of both optimizers: the host's, and behind its tensors those of the device, as
-        `MasterWeightOptimizer.own_tensors` numbers them.
+        """Give both optimizers' states: the host's, and behind its tensors those of the device,
+        as `MasterWeightOptimizer.own_tensors` numbers them.
         """
         host, device = self._host.state_dict(), self.optimizer.state_dict()
         states = {len(self._groups) + number: state for number, state in device["state"].items()}

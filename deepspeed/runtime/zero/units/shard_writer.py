@@ -24,11 +24,11 @@ class ShardWriter(Publisher):
             yield Gather(sections[0], 0, self._group.table.shard_numel)
 
     def _sections(self) -> Iterator[tuple[int, int]]:
-        """See base class; on their way to the host, rounded ones take memory of the device."""
+        """Yield pieces on the way to the host: rounded ones take memory of the device."""
         return self.pieces() if lies_on_host(self._group.flat) else super()._sections()
 
     def _send(self, source: torch.Tensor, start: int) -> None:
-        """See base class; to shards on the host too, from masters there or on the device."""
+        """Send to shards on the host too, from masters there or on the device."""
         own = self._group.own(start, start + source.numel())
         if not lies_on_host(own):
             super()._send(source, start)
@@ -39,4 +39,4 @@ class ShardWriter(Publisher):
             self._copy(own, source.to(own.dtype), asynchronous=get_accelerator().is_pinned(own))
 
     def _gather(self, gather: Gather) -> None:
-        """Who needs the parameters gathers them."""
+        """Gather nothing: who needs the parameters does."""
