@@ -1,12 +1,10 @@
-"""What happens on real streams, told to a `StreamTracer`: CUDA's side of
-`DeepSpeedAccelerator.trace_streams`.
+"""What happens on real streams, told to a `StreamTracer`: CUDA's side of `trace_streams`.
 
 Operators are seen by a dispatch mode (backward's too: autograd's threads inherit it); events,
-waits, synchronizations and allocations through torch's own trace of GPU calls, so that those of
-autograd's and NCCL's C++ code are seen as well. Not seen: kernels that no operator stands for
-(Triton kernels of compiled code, graph replays), and the host's reads of page-locked memory through
-`numpy` or `tolist`. Handles are those of one device; a process that works on several needs a tracer
-per device.
+waits, synchronizations and allocations through torch's own trace of GPU calls, so that those of C++
+code are seen as well. Not seen: kernels that no operator stands for (Triton kernels of compiled
+code, graph replays), and the host's reads of page-locked memory through `numpy` or `tolist`.
+Handles are those of one device.
 
 torch cannot switch its trace off again: after the first use, GPU calls of this process go through
 empty lists of callbacks.
@@ -56,13 +54,7 @@ class EventHandle:
 
 
 class IssuedCollective:
-    """A collective that runs on its group's stream.
-
-    Args:
-        tracer: Who listens.
-        stream: The group's stream.
-        current_stream: The stream that is current when asked.
-    """
+    """A collective that runs on its group's stream."""
 
     def __init__(
         self, tracer: StreamTracer, stream: Hashable, current_stream: Callable[[], Hashable]
@@ -73,11 +65,9 @@ class IssuedCollective:
         tracer.event_recorded(self._done, stream)
 
     def stream_waits(self) -> None:
-        """The stream current now waits for it (`work.wait()`)."""
         self._tracer.event_waited(self._done, self._current_stream())
 
     def host_waited(self) -> None:
-        """The host knows that it is done."""
         self._tracer.event_synchronized(self._done)
 
 
@@ -86,13 +76,7 @@ def _current_handle() -> Handle:
 
 
 class CudaTrace:
-    """Resolves tensors, streams and events and tells the tracer.
-
-    Args:
-        tracer: Who listens.
-        current_handle: Handle of the stream current now.
-        device_type: Whose tensors are the device's.
-    """
+    """Resolves tensors, streams and events and tells the tracer."""
 
     def __init__(
         self,
@@ -118,7 +102,6 @@ class CudaTrace:
         return self._streams.setdefault(handle, StreamHandle(f"stream {number}"))
 
     def current_stream(self) -> StreamHandle:
-        """The stream on which work is issued now."""
         return self._stream(self._current_handle())
 
     def _event(self, handle: Handle) -> EventHandle:
@@ -150,10 +133,8 @@ class CudaTrace:
     # Operators
 
     def run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Tell of an operator and call it.
-
-        Arguments are told before the call, because the operator may synchronize before it returns;
-        fresh results after it, because only then they exist.
+        """Tell of an operator and call it: arguments before the call, because the operator may
+        synchronize before it returns; fresh results after it, because only then they exist.
         """
         if func is torch.ops.aten.record_stream.default:
             self._tracer.stream_recorded(self._storage(args[0]), self._stream(_handle_of(args[1])))
@@ -228,11 +209,6 @@ class CudaTrace:
     ) -> IssuedCollective:
         """Tell of a collective that is about to be issued: on the group's stream, after the work of
         the current one.
-
-        Args:
-            name: Which.
-            group: Names the communicator; one stream each.
-            reads, writes: The tensors it touches.
         """
         stream = self._streams.setdefault(group, StreamHandle(f"nccl stream of {group}"))
         issued = EventHandle()
@@ -302,8 +278,8 @@ class CudaTrace:
 
 @contextmanager
 def _query_tells(kind: Any, handle: str, done: Callable[[Handle], None]) -> Iterator[None]:
-    """Within it, `query()` that answers yes tells `done`: a host that has seen this knows as much
-    as one that waited.
+    """Within it, `query()` that answers yes tells `done`: the host knows as much as if it had
+    waited.
     """
     query = kind.query
 
@@ -340,8 +316,6 @@ def _handle_of(stream: Any) -> Handle:
 
 
 class _Operators(TorchDispatchMode):
-    """Passes every operator on to the trace."""
-
     def __init__(self, trace: CudaTrace) -> None:
         super().__init__()
         self._trace = trace
@@ -357,11 +331,7 @@ _active: list[CudaTrace] = []
 
 @contextmanager
 def traced(trace: CudaTrace) -> Iterator[CudaTrace]:
-    """Within it, everything is told.
-
-    Raises:
-        RuntimeError: Somebody listens already.
-    """
+    """Within it, everything is told."""
     if _active:
         raise RuntimeError("trace_streams: another tracer is active; leave its context first")
     _active.append(trace)

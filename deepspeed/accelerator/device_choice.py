@@ -1,8 +1,6 @@
-"""Which device a process uses: the one rule, for whoever makes a device current.
-
-A launcher either shows every process of a machine all devices, and the local rank is the device's
-number; or it shows each process its own device only (`srun --gpus-per-task=1`, a Kubernetes pod per
-rank), which is then number 0 whatever the local rank.
+"""Which device a process uses. A launcher either shows every process of a machine all devices, and
+the local rank is the device's number; or it shows each process its own only (`srun
+--gpus-per-task=1`, a Kubernetes pod per rank), which is then number 0 whatever the local rank.
 """
 
 from __future__ import annotations
@@ -11,17 +9,11 @@ from deepspeed.accelerator.real_accelerator import get_accelerator
 
 
 def select_device(local_rank: int, told_by: str = "LOCAL_RANK") -> int:
-    """Make this process's device current.
-
-    Args:
-        local_rank: This process's ordinal on its machine.
-        told_by: Where that number comes from, for the error.
-
-    Returns:
-        The device's number.
+    """Make this process's device current, and return its number.
 
     Raises:
-        ValueError: This process sees several devices, but not so many.
+        ValueError: This process sees several devices, but not so many as its rank, of which
+            `told_by` tells, needs.
     """
     accelerator = get_accelerator()
     count = accelerator.device_count()

@@ -1,8 +1,5 @@
-"""Streams and events for devices that have none.
-
-On the host every operation is done when its call returns, so a stream is an object that is always
-idle and an event is a point in time. They exist so that the code which orders work on streams is
-one code for all devices.
+"""Streams and events for devices that have none: a stream is always idle and an event is a point in
+time, so that the code which orders work on streams is one code for all devices.
 """
 
 import time
@@ -10,7 +7,7 @@ from types import TracebackType
 
 
 class HostEvent:
-    """An event that has always happened; it keeps the wall-clock time of its last `record` for
+    """An event that has always happened; it keeps the time of its last `record` for
     `elapsed_time`.
     """
 
@@ -23,25 +20,19 @@ class HostEvent:
         self._recorded_at: float | None = None
 
     def record(self, stream: "HostStream | None" = None) -> None:
-        """Remember the time; all earlier work of every stream is done by definition."""
         self._recorded_at = time.perf_counter()
 
     def wait(self, stream: "HostStream | None" = None) -> None:
         """Nothing to wait for."""
 
     def query(self) -> bool:
-        """Always True."""
         return True
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
     def elapsed_time(self, end_event: "HostEvent") -> float:
-        """Milliseconds from this event's record to that of ``end_event``.
-
-        Raises:
-            RuntimeError: one of the two was never recorded.
-        """
+        """Milliseconds from this event's record to that of ``end_event``."""
         if self._recorded_at is None or end_event._recorded_at is None:
             raise RuntimeError(
                 "elapsed_time needs two recorded events; call record() on both first"
@@ -63,13 +54,11 @@ class HostStream:
         """Nothing to wait for."""
 
     def record_event(self, event: HostEvent | None = None) -> HostEvent:
-        """Record ``event`` (a new one if None) and return it."""
         recorded = HostEvent() if event is None else event
         recorded.record(self)
         return recorded
 
     def query(self) -> bool:
-        """Always True."""
         return True
 
     def synchronize(self) -> None:

@@ -1,8 +1,6 @@
 """Counts of the moments at which the host stands still because it wants something of the device,
-and of the copies that make it do so, each by its place in the program.
-
-A device reports to the `HostWaits` that somebody has asked for; nothing is counted otherwise. A
-training step that waits nowhere keeps the device busy however slow the host is.
+and of the copies that make it do so, by place. A device reports to the `HostWaits` that somebody
+asked for.
 """
 
 from __future__ import annotations
@@ -44,19 +42,13 @@ def _is_data_loader() -> bool:
 
 
 class HostWaits:
-    """What one thread, that which made this, waited for. Other threads are not counted.
-
-    A place is ``deepspeed/runtime/engine.py:12 in step`` (a file of the program that uses the
-    package has its full path), the innermost frame that is neither torch's nor the device's nor a
-    collective's own.
+    """What the thread that made this waited for.
 
     Attributes:
-        by_place: Waits by ``PLACE: KIND``; kinds are ``item``, ``tolist``, ``numpy``, ``nonzero``
-            and other operators whose result the host has to see, ``event.synchronize``,
-            ``stream.synchronize``, ``device synchronize``, ``blocking copy``, and collectives of
-            objects.
+        by_place: Waits by ``PLACE: KIND``, such as ``deepspeed/runtime/engine.py:12 in step:
+            item``.
         pageable_copies: Copies between host and device that are blocking or whose host memory is
-            not page-locked, by place. Where the host stands still for one, it is a wait too.
+            not page-locked, by place.
     """
 
     def __init__(self) -> None:
@@ -66,7 +58,6 @@ class HostWaits:
 
     @property
     def total(self) -> int:
-        """How often the host waited so far."""
         return self.by_place.total()
 
     def inside(self, part: str) -> dict[str, int]:
@@ -74,7 +65,6 @@ class HostWaits:
         return {place: count for place, count in self.by_place.items() if part in place}
 
     def waited(self, kind: str) -> None:
-        """The host is about to wait."""
         if threading.get_ident() == self._thread and not _is_data_loader():
             self.by_place[f"{program_place()}: {kind}"] += 1
 

@@ -1,7 +1,5 @@
-"""Apple GPUs through `torch.mps`.
-
-There is one device and one queue: streams are the always-idle objects of `host_streams`, because
-every operation is issued in order and a host read waits for it.
+"""Apple GPUs through `torch.mps`. There is one queue: streams are the always-idle objects of
+`host_streams`, because operations run in order and a host read waits for them.
 """
 
 import contextlib
@@ -19,7 +17,6 @@ class _Queue(HostStream):
     """The one queue."""
 
     def synchronize(self) -> None:
-        """Let the host wait for it."""
         torch.mps.synchronize()
 
 
@@ -29,13 +26,11 @@ class _QueueEvent(HostEvent):
     """
 
     def record(self, stream: HostStream | None = None) -> None:
-        """Remember the time, once what was issued is done."""
         if self.enable_timing:
             torch.mps.synchronize()
         super().record(stream)
 
     def synchronize(self) -> None:
-        """Let the host wait."""
         torch.mps.synchronize()
 
 

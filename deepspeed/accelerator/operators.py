@@ -1,7 +1,5 @@
-"""Which memory an aten operator reads, writes and views, from its schema.
-
-Shared by the simulated device and by tracing on real streams. It calls no operator and keeps no
-tensor. What a schema doesn't say (statistics that batch norm updates) is in a table here.
+"""Which memory an aten operator reads, writes and views, from its schema; what that doesn't say is
+in a table here. Shared by the simulated device and by tracing on real streams.
 """
 
 from __future__ import annotations
@@ -37,9 +35,7 @@ _UNDECLARED_WRITES: dict[str, tuple[str, ...]] = {
 
 @cache
 def is_view(func: Any) -> bool:
-    """Whether the operator touches no memory: its results alias arguments, or it changes only an
-    argument's sizes.
-    """
+    """Whether the operator touches no memory: results alias arguments, or only sizes change."""
     if func._schema.name in _UNDECLARED_VIEWS or torch.Tag.inplace_view in func.tags:
         return True
     returns = func._schema.returns
@@ -81,9 +77,7 @@ def arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict
 
 
 def writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Tensors among the arguments that the operator writes, and perhaps reads. Fresh results are
-    not among them.
-    """
+    """Tensors among the arguments that the operator writes, and perhaps reads."""
     names = written_names(func)
     given = arguments(func, args, kwargs) if names else {}
     return [tensor for name in names for tensor in tensors_in(given.get(name))]
@@ -102,12 +96,7 @@ def reads(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tor
 
 def byte_intervals(tensor: torch.Tensor, limit: int = MAX_INTERVALS) -> list[tuple[int, int]]:
     """The bytes of its storage that a strided tensor covers, as disjoint ascending half-open
-    intervals.
-
-    Args:
-        tensor: any strided tensor.
-        limit: at most about this many intervals; a tensor in more pieces gets intervals that also
-            cover some gaps.
+    intervals: at most about `limit`, some of which then cover gaps.
     """
     width, first = tensor.element_size(), int(tensor.storage_offset())
     relative = _element_intervals(tensor.shape, tensor.stride(), limit)
@@ -118,7 +107,7 @@ def byte_intervals(tensor: torch.Tensor, limit: int = MAX_INTERVALS) -> list[tup
 def _element_intervals(
     shape: tuple[int, ...], strides: tuple[int, ...], limit: int
 ) -> list[tuple[int, int]]:
-    """Give `byte_intervals` in elements from the first one."""
+    """Compute `byte_intervals` in elements from the first one."""
     if 0 in shape:
         return []
     run = 1

@@ -1,9 +1,6 @@
-"""Which accelerator this process uses.
-
-Owns the one process-wide accelerator object: chosen by `set_accelerator`, by the environment
-variable ``DS_ACCELERATOR``, or by looking at the machine. Looking must not initialize a device: a
-forked worker could not use it. Third-party accelerators register a class under the entry-point
-group ``deepspeed.accelerators``.
+"""Which accelerator this process uses: chosen by `set_accelerator`, by ``DS_ACCELERATOR``, or by
+looking at the machine, which must not initialize a device (a forked worker could not use it). Third
+parties register a class under the entry-point group ``deepspeed.accelerators``.
 """
 
 import importlib
@@ -117,16 +114,12 @@ def set_accelerator(accel_obj: DeepSpeedAccelerator) -> DeepSpeedAccelerator:
 
 
 def follow_accelerator(follower: Callable[[], None]) -> None:
-    """Call `follower` each time that `set_accelerator` has changed what `get_accelerator()`
-    returns.
-    """
+    """Call `follower` each time that `set_accelerator` has changed the accelerator."""
     _followers.append(follower)
 
 
 def is_current_accelerator_supported() -> bool:
-    """Whether the current accelerator is one that ships with this package or is registered by a
-    plug-in.
-    """
+    """Whether the current accelerator ships with this package or is registered by a plug-in."""
     current = get_accelerator()
     if current._name in _BUILT_IN:
         return True

@@ -1,8 +1,6 @@
-"""`DS_ACCELERATOR=sim`: a device without hardware whose streams order work as CUDA's do.
-
-Tensors are host tensors and numbers are the host's, bit for bit, as long as the program orders its
-work. Where it doesn't, results are wrong in the same way in each run. See
-`deepspeed.accelerator.sim` for the parts and docs/checking-synchronization.md for how to use it.
+"""`DS_ACCELERATOR=sim`: a device without hardware whose streams order work as CUDA's do. Numbers
+are the host's, bit for bit, as long as the program orders its work; else results are wrong in the
+same way in each run.
 """
 
 from __future__ import annotations
@@ -90,7 +88,6 @@ class Sim_Accelerator(CPU_Accelerator):
             self.simulator.close()
 
     def close(self) -> None:
-        """Run all work and stop deferring."""
         self.simulator.close()
         atexit.unregister(self._at_exit)
 
@@ -102,7 +99,7 @@ class Sim_Accelerator(CPU_Accelerator):
         return True
 
     def device_count(self) -> int:
-        """Return how many a machine with devices usually has: each process simulates its own."""
+        """The number that machines usually have: each process simulates its own."""
         return NUM_DEVICES
 
     def synchronize(self, device_index: int | None = None) -> None:
@@ -130,9 +127,7 @@ class Sim_Accelerator(CPU_Accelerator):
 
     def on_host(self) -> AbstractContextManager[None]:
         """Within it the host computes at once, untraced, and as fast as without a simulation.
-
-        Entering waits for the current stream, as looking at a value does. Only for tensors that
-        nobody else uses: no other stream is waited for.
+        Entering waits for the current stream only, so use tensors that nobody else uses.
         """
         return self.simulator.on_host()
 
@@ -165,13 +160,10 @@ class Sim_Accelerator(CPU_Accelerator):
     def pin_memory(
         self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True
     ) -> torch.Tensor:
-        """A copy in page-locked memory: the only memory that the simulation takes for the
-        host's.
-        """
+        """A copy in page-locked memory, the only memory that is taken for the host's."""
         return self.simulator.allocator.pin(tensor, make_copy)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in page-locked memory: no other counts as the host's here."""
         return self.simulator.allocator.pin(tensor)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -224,10 +216,8 @@ class Sim_Accelerator(CPU_Accelerator):
 
 
 def simulated_device(needed_by: str) -> Sim_Accelerator:
-    """This process's accelerator, which must be the simulated device.
-
-    Args:
-        needed_by: Who asks, for the error.
+    """This process's accelerator, which must be the simulated device, for whoever `needed_by`
+    names.
 
     Raises:
         RuntimeError: It is another.
@@ -245,9 +235,7 @@ def simulated_device(needed_by: str) -> Sim_Accelerator:
 def simulate(
     seed: int = 0, schedule: int = 0, backward_streams: int = 0
 ) -> Iterator[Sim_Accelerator]:
-    """A simulated device that is this process's accelerator within the context; arguments as those
-    of `Sim_Accelerator`.
-    """
+    """A simulated device as this process's accelerator; arguments as those of `Sim_Accelerator`."""
     before = get_accelerator()
     outer = (
         before.simulator

@@ -1,10 +1,5 @@
-"""What happens on streams, told to a listener: the interface between devices and the stream
-checker.
-
-A device that orders work by streams (the simulated one; CUDA) reports every launch, event, wait and
-allocation to the tracer that `DeepSpeedAccelerator.trace_streams` was given, in the order in which
-the host issues them. Nothing is reported, and nothing costs anything, while no tracer is set. This
-module holds the vocabulary only.
+"""What happens on streams, told to a listener: the vocabulary of devices and the stream checker.
+Nothing is reported, and nothing costs anything, while no tracer is set.
 """
 
 from __future__ import annotations
@@ -17,15 +12,8 @@ if TYPE_CHECKING:
 
 
 class Access(NamedTuple):
-    """One byte range that an operator reads or writes.
-
-    Attributes:
-        storage: Serial number of one life of a piece of memory: memory that is freed and handed out
-            again gets another one.
-        start: First byte, counted from the beginning of the storage.
-        end: One past the last byte.
-        writes: Whether it is written (and perhaps read) or only read.
-        address: Address of byte `start` in memory; names the memory in reports.
+    """One byte range, `start` to `end` of a storage, that an operator reads or writes. `storage`
+    numbers one life of a piece of memory, `address` names the memory in reports.
     """
 
     storage: int
@@ -36,27 +24,21 @@ class Access(NamedTuple):
 
 
 class StreamTracer(Protocol):
-    """Listener. Streams and events are any hashable objects whose `repr` a reader can tell
-    apart.
+    """Listener, told in the order in which the host issues. Streams and events are any hashable
+    objects whose `repr` a reader can tell apart.
     """
 
     def launched(self, operator: str, stream: Hashable, accesses: Sequence[Access]) -> None:
         """An operator (or collective) was issued on `stream`; it runs some time later."""
 
     def host_accessed(self, operator: str, accesses: Sequence[Access]) -> None:
-        """The host itself read or wrote memory, now; what it waited for before was reported
-        before.
-        """
+        """The host itself read or wrote memory, now; what it waited for was reported before."""
 
     def event_recorded(self, event: Hashable, stream: Hashable) -> None:
-        """`event` now stands for the work issued on `stream` so far; what it stood for before is
-        forgotten.
-        """
+        """`event` now stands for the work issued on `stream` so far, and nothing else."""
 
     def event_waited(self, event: Hashable, stream: Hashable) -> None:
-        """Work issued on `stream` from now on runs after `event`. An event that was never recorded
-        is no wait.
-        """
+        """Work issued on `stream` from now on runs after `event`, if that was ever recorded."""
 
     def event_synchronized(self, event: Hashable) -> None:
         """The host has waited for `event`."""
@@ -68,18 +50,14 @@ class StreamTracer(Protocol):
         """The host has waited for all work of all streams."""
 
     def allocated(self, storage: int, nbytes: int, stream: Hashable) -> None:
-        """Memory was handed out to `stream`; it may be any memory that was freed for `stream`
-        before.
-        """
+        """Memory was handed out to `stream`: any memory that was freed for it before."""
 
     def freed(self, storage: int) -> None:
-        """The last Python reference is gone: the allocator may hand the memory out on the stream it
-        was allocated for.
-        """
+        """The last Python reference is gone: the memory may be handed out on its stream again."""
 
     def stream_recorded(self, storage: int, stream: Hashable) -> None:
-        """`record_stream`: freed memory is not handed out before the work that `stream` has by then
-        is done.
+        """`record_stream`: freed memory is not handed out before the work of `stream` by then is
+        done.
         """
 
 
@@ -94,8 +72,8 @@ class TracedCollective(Protocol):
 
 
 class CollectiveTracing(Protocol):
-    """A device's trace that has to be told of collectives, because their backend orders them past
-    the accelerator's sight.
+    """A trace that has to be told of collectives, because their backend orders them past its
+    sight.
     """
 
     def collective(

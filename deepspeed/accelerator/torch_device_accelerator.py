@@ -1,8 +1,5 @@
-"""Devices whose torch module follows the interface of `torch.cuda`: CUDA itself, XPU, NPU, HPU and
-MPS.
-
-`TorchDeviceAccelerator` answers every question by asking that module. A subclass names it and
-overrides what its device does differently. What a module lacks is an error that names it, except
+"""Devices whose torch module follows the interface of `torch.cuda`. A subclass names it and
+overrides what its device does differently; what a module lacks is an error that names it, except
 for what is meaningless without it (peaks, ranges).
 """
 
@@ -20,12 +17,9 @@ from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 
 
 class TorchDeviceAccelerator(DeepSpeedAccelerator):
-    """An accelerator that speaks through a module like `torch.cuda`.
-
-    Attributes:
-        _export_envs: prefixes of the environment variables that matter to the device and its
-            communication library.
-        _visible_devices_envs: the variables that restrict which devices a process sees.
+    """An accelerator that speaks through a module like `torch.cuda`; `_export_envs` are prefixes of
+    the variables that matter to it, `_visible_devices_envs` those that restrict which devices are
+    seen.
     """
 
     _export_envs: tuple[str, ...] = ()
@@ -282,8 +276,8 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
 
 @functools.cache
 def vendor_module(name: str) -> ModuleType | None:
-    """A vendor's torch extension, imported, or None when it is not installed. Importing one
-    registers its device.
+    """Import a vendor's torch extension, which registers its device; None when it is not
+    installed.
     """
     # optional: vendor package.
     import importlib

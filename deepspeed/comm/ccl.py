@@ -10,8 +10,7 @@ ONECCL_MODULE = "oneccl_bindings_for_pytorch"
 
 
 class CCLBackend(TorchBackend):
-    """`TorchBackend` that loads the oneCCL bindings first, because loading them registers the
-    backend.
+    """`TorchBackend` that loads the oneCCL bindings first, which registers the backend.
 
     Raises:
         ImportError: the bindings are not installed.

@@ -1,8 +1,6 @@
-"""How a process learns its rank, the world size and where to meet the others.
-
-Owns the environment only: launchers' variables, MPI, Slurm and the cloud schedulers are translated
-into the five variables torch reads (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). It
-makes no process group; `deepspeed.comm.initialization` does.
+"""How a process learns its rank, the world size and where to meet the others: launchers' variables,
+MPI, Slurm and the cloud schedulers become the five variables torch reads (RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
 """
 
 import importlib.util
@@ -17,6 +15,15 @@ from deepspeed.comm.constants import (
     TORCH_DISTRIBUTED_DEFAULT_PORT,
 )
 from deepspeed.utils.logging import logger
+
+__all__ = [
+    "in_aml",
+    "in_aws_sm",
+    "in_dlts",
+    "mpi_discovery",
+    "patch_aml_env_for_torch_nccl_backend",
+    "patch_aws_sm_env_for_torch_nccl_backend",
+]
 
 REQUIRED_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 REMEDY = (
@@ -135,11 +142,7 @@ def _own_address() -> str:
 
 
 def first_slurm_host(node_list: str) -> str:
-    """The first host of Slurm's compact notation: ``gpu[07-09,12],cpu1`` gives ``gpu07``.
-
-    Raises:
-        ValueError: the list is empty.
-    """
+    """The first host of Slurm's compact notation: ``gpu[07-09,12],cpu1`` gives ``gpu07``."""
     # The first comma outside of brackets ends the first entry; each bracket's first number is its
     # first host.
     matched = re.match(r"(?:\[[^\]]*\]|[^,\[])+", node_list.strip())
@@ -198,9 +201,7 @@ def patch_aws_sm_env_for_torch_nccl_backend(verbose: bool = True) -> None:
 
 
 def discover(distributed_port: int, verbose: bool) -> None:
-    """Set torch's five variables from whatever scheduler started this process; do nothing when none
-    did.
-    """
+    """Set torch's five variables from whatever scheduler started this process, if one did."""
     if in_aml() and in_mpi():
         patch_aml_env_for_torch_nccl_backend(verbose=verbose)
     elif in_aws_sm() and in_mpi():

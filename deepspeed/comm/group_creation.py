@@ -37,8 +37,6 @@ _c10d: Any = torch_dist.distributed_c10d
 
 
 class _Names:
-    """The largest number that the ranks of a world have agreed on."""
-
     world: ProcessGroup | None = None
     highest = 0
 
@@ -83,18 +81,15 @@ def _agree_on_names() -> None:
 
 
 def make_alone() -> ProcessGroup:
-    """A group of this rank alone. Collective over the world where groups are."""
+    """Make a group of this rank alone. Collective over the world where groups are."""
     if members_make_groups():
         return new_group([get_rank()], by_members=True)
     return [new_group([rank]) for rank in range(get_world_size())][get_rank()]
 
 
 def make_own(rank_lists: Sequence[Sequence[int]], options: Any = None) -> ProcessGroup | None:
-    """Make this rank's group of a division; None if it is in none. Collective over the world.
-
-    Args:
-        rank_lists: Global ranks; each occurs once at most. The same on all ranks.
-        options: What `new_group` takes.
+    """Make this rank's group of a division (each global rank once at most, the same lists on all
+    ranks); None if it is in none. Collective over the world.
     """
     rank = get_rank()
     if not members_make_groups():
@@ -112,8 +107,7 @@ def make_own(rank_lists: Sequence[Sequence[int]], options: Any = None) -> Proces
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
-    """A torch DeviceMesh of this shape over the accelerator. Collective over the world.
-
+    """Make a torch DeviceMesh of this shape over the accelerator. Collective over the world.
     torch's own way makes every group of every axis on every rank.
     """
     world = get_world_size()

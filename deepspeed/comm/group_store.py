@@ -1,8 +1,7 @@
-"""The process groups that the package makes for itself: each once per world, and kept.
+"""The process groups that the package makes for itself: each once per world, and kept, because a
+communicator is expensive.
 
-A communicator is expensive, so engines and maps that divide the ranks alike share one. Groups do
-not outlive the world in which they were made, and are forgotten with it. Making one is collective
-over the world: every rank asks for the same, in the same order, and makes what it is in.
+Making one is collective over the world: every rank asks for the same, in the same order.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -17,14 +16,11 @@ Made = TypeVar("Made")
 
 
 class _Store:
-    """What was made in one world, by key."""
-
     def __init__(self) -> None:
         self.world: ProcessGroup | None = None
         self.made: dict[Hashable, Any] = {}
 
     def of_this_world(self) -> dict[Hashable, Any]:
-        """What was made in the present world."""
         world = dist.get_world_group()
         if self.world is not world:
             self.made.clear()
@@ -45,9 +41,7 @@ def made_once(key: Hashable, make: Callable[[], Made]) -> Made:
 
 
 def is_made(key: Hashable) -> bool:
-    """Whether something was made under this key in the present world, so that asking for it
-    communicates nothing.
-    """
+    """Whether asking for this key communicates nothing."""
     return key in _store.of_this_world()
 
 
@@ -58,8 +52,8 @@ def forget() -> None:
 
 
 def own_group(rank_lists: Sequence[list[int]]) -> ProcessGroup:
-    """Make this rank's group of a division; every rank passes the same lists, in which each rank
-    occurs once. Collective over the world, and one call on each rank.
+    """Make this rank's group of a division (each rank once, the same lists everywhere). Collective
+    over the world, and one call on each rank.
     """
     if len(rank_lists) == dist.get_world_size():
         return group_of_one()

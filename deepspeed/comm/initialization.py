@@ -18,6 +18,12 @@ from deepspeed.comm.torch import TorchBackend
 from deepspeed.comm.watch.logging_control import configure
 from deepspeed.utils.logging import log_once, logger
 
+__all__ = [
+    "init_deepspeed_backend",
+    "init_distributed",
+    "set_backend",
+]
+
 # At exit: gloo's threads let go of the last operation's tensors a moment after it is complete, and
 # need the interpreter for it. While that ends they would abort the process ("terminate called
 # without an active exception"), after a run that has succeeded.
@@ -56,14 +62,8 @@ def init_deepspeed_backend(
     world_size: int = -1,
     store: Any = None,
 ) -> None:
-    """Make the default process group.
-
-    Args:
-        ds_backend: ``nccl``, ``gloo``, ``mpi``, ``ccl``, ``hccl``, or whatever else torch knows.
-        timeout: how long a collective may take.
-        init_method: torch's rendezvous URL.
-        rank, world_size: -1 means: from the environment.
-        store: a key-value store to meet in instead of a URL.
+    """Make the default process group; arguments as those of `init_distributed`, and `store`, a
+    key-value store to meet in instead of a URL.
     """
     global cdb
     if ds_backend == CCL_BACKEND:
@@ -144,10 +144,8 @@ def init_distributed(
 def ensure_distributed(
     dist_init_required: bool | None = None, distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT
 ) -> None:
-    """Make or adopt the default process group, if nobody did.
-
-    Raises:
-        ValueError: If there is none and `dist_init_required` forbids to do so here.
+    """Make or adopt the default process group, if nobody did; ValueError if `dist_init_required`
+    forbids it.
     """
     if torch_dist.is_initialized():
         return
@@ -174,7 +172,7 @@ def _adopt(dist_backend: str | None) -> None:
 
 
 def _init_alone(backend: str, timeout: timedelta, verbose: bool) -> None:
-    """A world of one process. It meets nobody, so it opens no port."""
+    """Make a world of one process. It meets nobody, so it opens no port."""
     if verbose:
         logger.info("no launcher started this process: it trains alone over %s", backend)
     # Client libraries read LOCAL_RANK to name their device, also when nobody launched them.
@@ -186,7 +184,6 @@ def _init_alone(backend: str, timeout: timedelta, verbose: bool) -> None:
 
 
 def _ranks(rank: int, world_size: int) -> tuple[int, int]:
-    """Rank and world size from the arguments, or where they are -1 from the environment."""
     missing = [
         name
         for name, given in (("RANK", rank), ("WORLD_SIZE", world_size))

@@ -1,19 +1,5 @@
-"""Which ranks share what: one map with named axes.
-
-An engine owns a `ParallelMap` for its whole life, and all that it is made of asks that map: the
-gradients' reductions and the norm (through `runtime.sharding.model_ranks`, the view from one
-model), experts, sequences, the pipeline and checkpoints. What code outside an engine sees is the
-map in force, in `utils.groups` under upstream's names.
-
-The axes of a map, each an `Axis` through this rank:
-
-    pipe       stages of one pipeline
-    data       ranks that hold the same (piece of a) model and see different data
-    sequence   ranks that share one sequence
-    tensor     ranks that hold slices of the same layers; "model" in upstream's topologies
-    model      all that hold pieces of one model: tensor times pipe
-    replicas   all over which dense gradients are reduced: data times sequence
-    experts    by name, two more: who holds different experts, and who the same ones
+"""Which ranks share what: one map with named axes, which an engine owns for its whole life. What
+code outside an engine sees is the map in force, in `utils.groups` under upstream's names.
 
 The answers come, first match, from an external `mpu` with Megatron's getters (the grid of a
 pipeline is one), from a torch DeviceMesh with axes ``data_parallel`` and ``sequence_parallel``, or
@@ -53,12 +39,8 @@ SEQUENCE_AXIS = "sequence_parallel"
 @dataclass(frozen=True)
 class Axis:
     """One axis through this rank: the ranks that differ from it in this coordinate only.
-
-    Attributes:
-        name: For people.
-        find_group: Finds its process group. Collective over the world if the group is not made yet.
-        find_size, find_rank: Find the number of ranks and this one's place among them without the
-            group; None: the group is asked.
+    `find_group` is collective over the world if the group is not made yet; `find_size` and
+    `find_rank` do without it, where they are given.
     """
 
     name: str
@@ -68,32 +50,26 @@ class Axis:
 
     @classmethod
     def of(cls, name: str, group: ProcessGroup) -> Axis:
-        """The axis of a group that is made."""
         return cls(name, lambda: group)
 
     @property
     def group(self) -> ProcessGroup:
-        """The process group."""
         return self.find_group()
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return dist.get_world_size(self.group) if self.find_size is None else int(self.find_size())
 
     @property
     def rank(self) -> int:
-        """This process's place among them."""
         return dist.get_rank(self.group) if self.find_rank is None else int(self.find_rank())
 
     @property
     def ranks(self) -> list[int]:
-        """Their global ranks."""
         return dist.get_all_ranks_from_group(self.group)
 
     @property
     def first_rank(self) -> int:
-        """The global rank of the first of them."""
         return dist.get_global_rank(self.group, 0)
 
     def __str__(self) -> str:
@@ -103,18 +79,14 @@ class Axis:
 
 @dataclass(frozen=True)
 class ExpertAxes:
-    """This rank's two axes for experts that are spread over `ep_size` ranks.
+    """This rank's two axes for experts that are spread over `ep_size` ranks: `expert`, of ranks
+    that hold different experts and exchange tokens, and `data`, of those that hold the same, where
+    gradients are reduced and optimizer state is sharded.
 
-    Together they cover the ranks whose tokens an expert's gradient sums over: exactly those over
-    which dense gradients are reduced, times the tensor-parallel ranks where these hold different
-    tokens of one batch (experts that are not themselves tensor parallel).
-
-    Attributes:
-        expert: Ranks that hold different experts and exchange tokens; `ep_size` of them.
-        data: Ranks that hold the same experts; their gradients are reduced and their optimizer
-            state is sharded here.
-        data_first: Neighbouring ranks hold the same experts (else: different ones).
-        sharded: The experts are tensor parallel.
+    Together they cover the ranks whose tokens an expert's gradient sums over: those over which
+    dense gradients are reduced, times the tensor-parallel ranks where these hold different tokens
+    of one batch (experts that are not `sharded`, tensor parallel). `data_first`: neighbours hold
+    the same experts.
     """
 
     expert: Axis
@@ -126,16 +98,9 @@ class ExpertAxes:
 @dataclass(frozen=True)
 class OptimizerInstances:
     """This rank's place in a group of D replicas that is split into `count` instances of D / count
-    consecutive ranks, each of which has the whole sharded state: the optimizer's, and at ZeRO stage
-    3 the parameters.
-
-    Attributes:
-        inside: The ranks of this instance; each owns one shard.
-        across: The ranks that own the same shard, one of each instance; None if there is one
-            instance.
-        index: Which instance this rank is in.
-        count: How many there are.
-        all_replicas: The D replicas; None if there is one instance, whose ranks they are.
+    consecutive ranks (`inside`), each of which has the whole sharded state; `across` are the ranks
+    that own the same shard, one of each instance. Without a split, `across` and `all_replicas` are
+    None.
     """
 
     inside: ProcessGroup | None
@@ -151,11 +116,8 @@ class OptimizerInstances:
 
 
 def make_mesh(data: int, sequence: int) -> Any:
-    """All ranks as `data` rows of `sequence` ranks that share sequences. Collective over the world
-    when first asked.
-
-    Raises:
-        ValueError: They are not all ranks.
+    """All ranks as `data` rows of `sequence` ranks that share sequences; ValueError if they are not
+    all ranks. Collective over the world when first asked.
     """
     world = dist.get_world_size()
     if data * sequence != world:
@@ -182,12 +144,8 @@ def _told_by_all(own: Ranks) -> list[Ranks]:
 
 @dataclass(frozen=True, eq=False)
 class ParallelMap:
-    """See module. Two maps are equal if they are one: experts are set up per map.
-
-    Attributes:
-        mpu: An object with Megatron's getters, or None.
-        mesh: A torch DeviceMesh with named axes, or None; used when there is no mpu.
-        tensor_size, tensor_rank: What a checkpoint tool pretends them to be; None: the truth.
+    """See module. Two maps are equal if they are one: experts are set up per map. `tensor_size` and
+    `tensor_rank` are what a checkpoint tool pretends.
     """
 
     mpu: Any = None
@@ -200,15 +158,10 @@ class ParallelMap:
         return self
 
     def is_of(self, mpu: Any, mesh: Any) -> bool:
-        """Whether these are behind it."""
         return self.mpu is mpu and self.mesh is mesh
 
     def check(self) -> None:
-        """Refuse what contradicts itself.
-
-        Raises:
-            ValueError: A mesh beside an mpu, or one without the two axes.
-        """
+        """Refuse, with ValueError, a mesh beside an mpu, or one without the two axes."""
         if self.mesh is None:
             return
         if self.mpu is not None:
@@ -239,7 +192,6 @@ class ParallelMap:
         return getter()
 
     def _on_mesh(self, axis: str) -> Callable[[], ProcessGroup] | None:
-        """Finds the group of a mesh's axis; None if that is not what is asked."""
         if self.mpu is not None or self.mesh is None:
             return None
         return (
@@ -252,7 +204,6 @@ class ParallelMap:
 
     @property
     def pipe(self) -> Axis:
-        """The stages of this rank's pipeline."""
         return Axis(
             "pipe",
             lambda: _or_alone(bwc_pipeline_parallel_group(self.mpu)),
@@ -272,8 +223,8 @@ class ParallelMap:
 
     @property
     def sequence(self) -> Axis:
-        """The ranks that share one sequence. Its group raises KeyError if neither an mpu nor a mesh
-        says which they are.
+        """The ranks that share one sequence; its group raises KeyError if nothing says which they
+        are.
         """
         on_mesh = self._on_mesh(SEQUENCE_AXIS)
         if on_mesh is not None:
@@ -363,25 +314,16 @@ class ParallelMap:
     # -- replicas of the sharded optimizer state inside the replicas
 
     def optimizer_instances(self, count: int) -> OptimizerInstances:
-        """The ranks that share dense parameters, as `count` instances; see
-        `split_into_instances`.
-        """
         return split_into_instances(self.replicas.group, count)
 
     # -- experts
 
     @property
     def all_experts(self) -> dict[str, ExpertAxes]:
-        """The axes of experts that are made, by name."""
         made: dict[str, ExpertAxes] = group_store.made_once(("experts", self), dict)
         return made
 
     def experts(self, group_name: str) -> ExpertAxes:
-        """The axes of this name.
-
-        Raises:
-            KeyError: They are not made yet.
-        """
         made = self.all_experts
         if group_name not in made:
             raise KeyError(
@@ -422,9 +364,7 @@ class ParallelMap:
             )
 
     def _expert_blocks(self, sharded: bool) -> list[Ranks]:
-        """The sets of ranks that can share one set of experts, in one order on all ranks; they
-        partition the world.
-        """
+        """The sets of ranks that can share one set of experts: a partition of the world."""
         own = tuple(sorted(self.replicas.ranks))
         world = dist.get_world_size()
         if len(own) == world:
@@ -436,9 +376,7 @@ class ParallelMap:
     # -- for people
 
     def __str__(self) -> str:
-        """This rank's coordinates: `rank 3: pipe 1 of 2, data 1 of 2`, then those of experts.
-        Communicates nothing.
-        """
+        """This rank's coordinates: `rank 3: pipe 1 of 2, data 1 of 2`, then those of experts."""
         if not dist.is_initialized():
             return "no process group yet"
         places = [str(axis) for axis in (self.pipe, self.sequence, self.tensor) if axis.size > 1]
@@ -460,11 +398,8 @@ def _or_alone(group: ProcessGroup | None) -> ProcessGroup:
 
 
 def split_into_instances(whole: ProcessGroup | None, count: int) -> OptimizerInstances:
-    """A group of ranks that share parameters as `count` instances. Collective over the world when
-    first asked.
-
-    Raises:
-        ValueError: The group cannot be split evenly.
+    """A group of ranks that share parameters as `count` instances; ValueError if that is not even.
+    Collective over the world when first asked.
     """
     if count == 1:
         return OptimizerInstances(whole)

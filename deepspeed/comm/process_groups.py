@@ -1,7 +1,5 @@
-"""Questions to and changes of process groups.
-
-Owns no group: torch does. The process group's default timeout is remembered here because torch
-gives groups made later its own default instead of that of the first.
+"""Questions to and changes of process groups, which torch owns. The default timeout is remembered
+here because torch gives groups made later its own instead of that of the first.
 """
 
 import importlib
@@ -21,6 +19,29 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.constants import default_pg_timeout
 from deepspeed.comm.utils import get_local_rank_from_launcher
 from deepspeed.comm.watch.lookout import stop_all
+
+__all__ = [
+    "abort_groups",
+    "destroy_process_group",
+    "enable_symm_mem_for_group",
+    "get_all_ranks_from_group",
+    "get_backend_name",
+    "get_global_rank",
+    "get_local_rank",
+    "get_rank",
+    "get_store",
+    "get_world_group",
+    "get_world_size",
+    "has_all_gather_into_tensor",
+    "has_all_reduce_coalesced",
+    "has_coalescing_manager",
+    "has_reduce_scatter_tensor",
+    "is_available",
+    "is_connection_error",
+    "is_initialized",
+    "new_group",
+    "Group",
+]
 
 Group = ProcessGroup | None  # None is the world where nothing else is said
 
@@ -47,7 +68,7 @@ _CONNECTION_ERRORS = (
 
 
 def set_group_timeout(timeout: timedelta) -> None:
-    """The timeout of groups made from now on."""
+    """Set the timeout of groups made from now on."""
     global _group_timeout
     _group_timeout = timeout
 
@@ -81,8 +102,7 @@ def get_rank(group: Group = None) -> int:
 
 
 def get_world_size(group: Group = None) -> int:
-    """The number of ranks in ``group`` (default: the world); -1 when this process is not in the
-    group.
+    """The number of ranks in ``group`` (default: the world); -1 when this process is not in it.
 
     Raises:
         RuntimeError: there is no process group.
@@ -117,8 +137,8 @@ def get_store() -> Any:
 
 
 def own_connection(store: Any) -> Any:
-    """``store`` through a connection of its own, for a thread: one that waits in the store keeps
-    the other users of its connection waiting. All ranks of the world call it.
+    """Open a connection of its own to ``store`` for a thread: one that waits in the store keeps the
+    other users of its connection waiting. All ranks of the world call it.
     """
     return store.clone() if hasattr(store, "clone") else _connected_again(store)
 
@@ -163,15 +183,12 @@ def new_group(
     by_members: bool = False,
     options: Any = None,
 ) -> ProcessGroup:
-    """A group of these global ranks (None: all). Collective over the world, in the same order on
-    all ranks.
+    """Make a group of these global ranks (None: all). Collective over the world, in the same order
+    on all ranks, or with `by_members` called by its members alone (see `group_creation`).
 
     Args:
         ranks: global ranks; the world's order is kept.
-        timeout: how long its collectives may take; None means as long as the world's.
-        backend: torch's name of the backend; None means the world's.
-        by_members: its members call, and nobody else; see `group_creation` for what they have to
-            agree on before.
+        timeout, backend: None means the world's.
         options: torch's options of the backend.
     """
     _require_initialized()
@@ -185,8 +202,7 @@ def new_group(
 
 
 def message_options() -> Any:
-    """Options for groups that carry messages beside the computation; None where there is nothing to
-    choose.
+    """Options for groups that carry messages beside the computation, where there is a choice.
 
     NCCL occupies processors of the device from when a receive is posted until its sender has sent:
     few, so that what the sender may wait for finds room. Streams of high priority come from a pool
@@ -215,10 +231,8 @@ def destroy_process_group(group: Group = None) -> None:
 
 def abort_groups() -> None:
     """End every operation under way in any group of this process; who waits for one gets an error,
-    or garbage on a device.
-
-    For a process whose peers will not come, called from another thread than the blocked one. No
-    group can be used afterwards.
+    or garbage on a device. For another thread than the blocked one; no group can be used
+    afterwards.
     """
     for group in list(_c10d._world.pg_map):
         backends = {group._get_backend(device) for device in group._device_types}

@@ -1,8 +1,5 @@
-"""How ranks divide into groups: arithmetic over lists of ranks.
-
-Pure: who asks passes what it knows of all ranks and gets the same lists everywhere, so that all
-ranks can make the same groups in the same order. Each function but `holding` returns lists in which
-every rank of its input occurs once. The groups of these lists are `group_store`'s.
+"""How ranks divide into groups: pure arithmetic, alike on all ranks, so that they can make the same
+groups in the same order. Lists returned hold every rank of the input once (but `holding`'s).
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -13,8 +10,8 @@ Ranks = tuple[int, ...]
 
 
 class RankLists(NamedTuple):
-    """Two ways in which the same ranks divide; any group of one and any group of the other that
-    belong together share one rank.
+    """Two ways in which the same ranks divide; a group of one and one of the other share one
+    rank.
     """
 
     rows: list[list[int]]
@@ -27,17 +24,15 @@ def holding(rank: int, rank_lists: Iterable[list[int]]) -> list[int]:
 
 
 def partition_of(everywhere: Iterable[Collection[int]]) -> list[Ranks]:
-    """The different groups, in an order that all ranks share, of which each rank has told its
-    own.
+    """The different groups of which each rank has told its own, in an order that all ranks
+    share.
     """
     return sorted({tuple(ranks) for ranks in everywhere})
 
 
 def beside_sequences(sequences: Sequence[Ranks]) -> list[list[int]]:
-    """The data-parallel groups, of ranks at one place of their sequences.
-
-    Raises:
-        ValueError: The sequences are shared by different numbers of ranks.
+    """The data-parallel groups, of ranks at one place of their sequences; ValueError if these are
+    shared by different numbers of ranks.
     """
     sizes = {len(ranks) for ranks in sequences}
     if len(sizes) != 1:
@@ -49,8 +44,8 @@ def beside_sequences(sequences: Sequence[Ranks]) -> list[list[int]]:
 
 
 def optimizer_instances(replicas: Iterable[Ranks], count: int) -> RankLists:
-    """Each group of replicas as `count` instances of consecutive ranks: the ranks of an instance
-    (rows), and those that have the same place in all instances (columns).
+    """Split each group of replicas into `count` instances of consecutive ranks (rows), and those
+    with the same place in all instances (columns).
     """
     inside: list[list[int]] = []
     across: list[list[int]] = []
@@ -62,12 +57,9 @@ def optimizer_instances(replicas: Iterable[Ranks], count: int) -> RankLists:
 
 
 def expert_blocks(everywhere: Sequence[tuple[Ranks, Ranks]], sharded: bool) -> list[Ranks]:
-    """The sets of ranks that can share one set of experts.
-
-    Args:
-        everywhere: Of each rank, the ranks that hold the same dense parameters, and those that hold
-            the other slices of its layers.
-        sharded: The experts are tensor parallel.
+    """The sets of ranks that can share one set of experts, of which each rank tells who holds the
+    same dense parameters and who the other slices of its layers; `sharded`: experts are tensor
+    parallel.
     """
     if sharded:
         return partition_of(replicas for replicas, _ in everywhere)
@@ -80,15 +72,9 @@ def expert_blocks(everywhere: Sequence[tuple[Ranks, Ranks]], sharded: bool) -> l
 
 
 def expert_groups(blocks: Iterable[Ranks], ep_size: int, data_first: bool) -> RankLists:
-    """The ranks that hold different experts (rows), and those that hold the same (columns).
-
-    Args:
-        blocks: Ranks that can share one set of experts.
-        ep_size: Over how many of them one set is spread.
-        data_first: Neighbouring ranks hold the same experts (else: different ones).
-
-    Raises:
-        ValueError: ``ep_size`` does not divide a block.
+    """The ranks that hold different experts (rows, `ep_size` each), and those that hold the same
+    (columns); `data_first`: neighbours hold the same. ValueError if ``ep_size`` does not divide a
+    block.
     """
     runs: list[list[int]] = []
     strides: list[list[int]] = []

@@ -1,12 +1,8 @@
 """Collectives on buffers of which every rank owns an equal part.
 
-`reduce_to_owners` sums each owner's part of a buffer onto that owner (a reduce-scatter);
-`gather_from_owners` fills every rank's copy of a buffer from the parts' owners (an all-gather), in
-place; `gather_slices` the same for slices that are not neighbours in memory; `scatter_from_first`
-gives each rank its part of what the first has; `gather_shapes` gathers parts that are not equal.
-Device backends run the first two as one operation of their own. Host backends (gloo, mpi) exchange
-the slices pairwise: every byte crosses once, no rank reduces what it doesn't own, and the owner can
-sum the pieces in a wider dtype and in rank order.
+Device backends run reductions and gathers as one operation of their own. Host backends (gloo, mpi)
+exchange the slices pairwise: every byte crosses once, no rank reduces what it doesn't own, and the
+owner can sum the pieces in a wider dtype and in rank order.
 """
 
 from __future__ import annotations
@@ -24,11 +20,8 @@ HOST_BACKENDS = ("gloo", "mpi")
 
 
 class PendingShards:
-    """Handle of an operation on owned slices; `wait()` is idempotent.
-
-    Attributes:
-        pieces: Of a reduction: the tensors whose sum, in rank order, is this rank's reduced slice.
-            Complete after `wait()` (on the current stream for stream backends).
+    """Handle of an operation on owned slices. After `wait()`, the sum of `pieces` in rank order is
+    this rank's reduced slice (on the current stream for stream backends).
     """
 
     def __init__(self, works: list[Any], pieces: list[torch.Tensor], keep: torch.Tensor) -> None:
@@ -37,8 +30,8 @@ class PendingShards:
         self._keep: torch.Tensor | None = keep
 
     def sum_over(self, group: dist.Group) -> None:
-        """Sum this rank's slice of a reduction over the ranks of `group` too, which own the same
-        slice of other sums.
+        """Sum this rank's reduced slice over the ranks of `group` too, which own the same slice of
+        other sums.
 
         Completes what was started (the host waits on backends without streams) and starts one
         all-reduce; `wait()` completes that. Ranks agree on the slice's size, so an empty one is
@@ -52,7 +45,6 @@ class PendingShards:
             self._works = [dist.all_reduce(total, group=group, async_op=True)]
 
     def wait(self) -> list[torch.Tensor]:
-        """Complete the operation; returns `pieces`."""
         for work in self._works:
             work.wait()
         self._works = []
@@ -76,8 +68,8 @@ def _part_numel(tensor: torch.Tensor, count: int) -> int:
 
 
 def is_pairwise(tensor: torch.Tensor, group: dist.Group) -> bool:
-    """Whether slices are exchanged pairwise: on host backends, whose point-to-point operations take
-    host tensors only.
+    """Whether slices are exchanged pairwise: on host backends, whose messages take host tensors
+    only.
     """
     if get_accelerator().defers_collectives:
         return False  # a simulated device: what is checked is the path that devices take
@@ -92,10 +84,9 @@ def _exchange(
     group: dist.Group,
     tag: int = 0,
 ) -> list[Any]:
-    """Send `slices[sending[peer]]` to every peer and receive `into[peer]` from it.
-
-    Nearest peer first, so that not every rank talks to rank 0 at once. Ranks agree on emptiness, so
-    empty messages are left out.
+    """Send `slices[sending[peer]]` to every peer and receive `into[peer]` from it: nearest peer
+    first, so that not every rank talks to rank 0 at once. Ranks agree on emptiness, so empty
+    messages are left out.
     """
     works: list[Any] = []
     world = len(slices)
@@ -112,13 +103,8 @@ def _exchange(
 def reduce_to_owners(
     bucket: torch.Tensor, group: dist.Group = None, async_op: bool = False
 ) -> PendingShards:
-    """Sum the `i`-th of as many equal parts of `bucket` as there are ranks onto rank `i` of
-    `group`.
-
-    Args:
-        bucket: Contiguous, 1-D. Its content is undefined afterwards.
-        group: Process group; None is the world.
-        async_op: Return at once; `wait()` completes it.
+    """Sum the `i`-th of as many equal parts of `bucket` (contiguous, 1-D, undefined afterwards) as
+    there are ranks onto rank `i` of `group`; with `async_op`, `wait()` completes it.
     """
     rank, world = dist.get_rank(group=group), dist.get_world_size(group=group)
     works: list[Any] = []
@@ -142,16 +128,11 @@ def gather_from_owners(
     async_op: bool = False,
     tag: int = 0,
 ) -> PendingShards:
-    """Fill `flat` on every rank: the `i`-th of as many equal parts as there are ranks comes from
-    rank `i` of `group`.
+    """Fill `flat` (contiguous, 1-D) on every rank: the `i`-th of as many equal parts as there are
+    ranks comes from rank `i` of `group`, whose own part is already right.
 
-    Args:
-        flat: Contiguous, 1-D; this rank's own part is already right.
-        group: Process group; None is the world.
-        by_broadcast: One broadcast per owner instead of an all-gather (`allgather_partitions:
-            false`).
-        async_op: Return at once; `wait()` completes it.
-        tag: Of messages between two ranks: those of another gather are never taken for this one's.
+    `by_broadcast` is one broadcast per owner instead of an all-gather (`allgather_partitions:
+    false`); messages of another `tag` are never taken for this gather's.
     """
     rank, world = dist.get_rank(group=group), dist.get_world_size(group=group)
     if world > 1 and (by_broadcast or is_pairwise(flat, group)):
@@ -170,15 +151,8 @@ def gather_slices(
     async_op: bool = False,
     tag: int = 0,
 ) -> PendingShards:
-    """Fill `slices` on every rank: slice `i` comes from rank `i` of `group`. Devices need a buffer
-    for it, host backends none.
-
-    Args:
-        slices: Contiguous, 1-D, as long on every rank; this rank's own is already right.
-        group: Process group; None is the world.
-        by_broadcast: One broadcast per owner instead of an all-gather.
-        async_op: Return at once; `wait()` completes it.
-        tag: See `gather_from_owners`.
+    """Fill `slices` (contiguous, 1-D, as long on every rank): slice `i` comes from rank `i` of
+    `group`. Devices need a buffer for it, host backends none. See `gather_from_owners`.
     """
     rank, world = dist.get_rank(group=group), dist.get_world_size(group=group)
     works: list[Any] = []
@@ -200,12 +174,8 @@ def gather_slices(
 def gather_shapes(
     own: torch.Tensor, shapes: Sequence[torch.Size], group: dist.Group = None
 ) -> list[torch.Tensor]:
-    """What each rank of `group` has, of shapes that may differ.
-
-    Args:
-        own: This rank's; any layout.
-        shapes: That of each rank's, the same list on all of them.
-        group: Process group; None is the world.
+    """Gather what each rank of `group` has, of `shapes` (the same list on all of them) that may
+    differ.
     """
     numels = [shape.numel() for shape in shapes]
     sent = own.reshape(-1)
@@ -218,17 +188,12 @@ def gather_shapes(
 
 
 def scatter_from_first(flat: torch.Tensor, own: torch.Tensor, group: dist.Group = None) -> None:
-    """Fill `own` with this rank's of as many equal parts of the first rank's `flat` as there are
-    ranks.
+    """Fill `own` (1-D) with this rank's of as many equal parts of the first rank's `flat` as there
+    are ranks; on other ranks the content of `flat` is undefined before and afterwards.
 
     Devices send all of it to everybody: it takes the first rank as long as sending every part to
     its owner, and no list with a part for each rank, which for one layer on thousands of ranks
     takes the host longer than the layer.
-
-    Args:
-        flat: Contiguous, 1-D; on other ranks its content is undefined before and afterwards.
-        own: 1-D, of a part's elements.
-        group: Process group; None is the world.
     """
     rank, world = dist.get_rank(group=group), dist.get_world_size(group=group)
     if world > 1 and own.numel():

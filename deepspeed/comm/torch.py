@@ -1,7 +1,5 @@
-"""torch.distributed behind the class that upstream's users know.
-
-`TorchBackend` makes the default process group. Its operations are torch's own functions;
-`deepspeed.comm.comm` calls those directly, without this object in between.
+"""torch.distributed behind the class that upstream's users know; its operations are torch's own,
+and `deepspeed.comm.comm` calls those directly.
 """
 
 from collections.abc import Sequence
@@ -87,23 +85,18 @@ class TorchBackend:
     new_group = staticmethod(torch_dist.new_group)
 
     def get_world_group(self) -> Any:
-        """The group of all ranks."""
         return torch_dist.group.WORLD
 
     def has_all_gather_into_tensor(self) -> bool:
-        """True: every supported torch has it."""
         return True
 
     def has_reduce_scatter_tensor(self) -> bool:
-        """True: every supported torch has it."""
         return True
 
     def get_all_gather_function(self) -> Any:
-        """torch's all-gather into one tensor."""
         return all_gather_flat
 
     def get_reduce_scatter_function(self) -> Any:
-        """torch's reduce-scatter of one tensor."""
         return reduce_scatter_flat
 
     def init_device_mesh(self, mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:

@@ -1,6 +1,4 @@
-"""What a launcher told this process, and the sizes and callers of messages. No process group is
-needed for any of it.
-"""
+"""What a launcher told this process, and the sizes and callers of messages."""
 
 import inspect
 import os
@@ -104,17 +102,13 @@ def get_tensor_position(func: Callable[..., Any]) -> int:
 
 
 def get_tensor_kwarg(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
-    """The payload of a call to ``func`` among its keyword arguments and defaults; None when it has
-    none.
-    """
+    """The payload of a call to ``func`` among its keyword arguments and defaults, or None."""
     arguments = {**get_default_args(func), **kwargs}
     return next((arguments[name] for name in _PAYLOAD_NAMES if name in arguments), None)
 
 
 def get_msg_size_from_args(func: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
-    """Bytes in the payload of the call ``func(*args, **kwargs)``; 0 for operations without one
-    (barriers).
-    """
+    """Bytes in the payload of the call ``func(*args, **kwargs)``; 0 for barriers."""
     position = get_tensor_position(func)
     if position < 0:
         return 0

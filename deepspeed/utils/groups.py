@@ -1,13 +1,11 @@
 """Which ranks share what, for code outside an engine: upstream's getters over the map in force.
 
-Whoever has an engine asks its own map (`engine.parallel_map`, a `deepspeed.comm.parallel_map`). The
-map in force, which answers here, is that of the engine made last and not yet destroyed; without one
-it is the client's, who assigns ``groups.mpu`` or ``groups.mesh_device`` or calls `initialize`; with
-neither it is that of plain data parallelism. What a client assigns is in force at once, and stays
-when an engine goes.
+That map (a `deepspeed.comm.parallel_map`) is that of the engine made last and not yet destroyed;
+without one it is the client's, who assigns ``groups.mpu`` or ``groups.mesh_device`` or calls
+`initialize`; with neither it is that of plain data parallelism. What a client assigns is in force
+at once, and stays when an engine goes.
 
-Groups that nobody has made yet are made when they are first asked for, collectively over the world:
-the first question for a tensor- or model-parallel group must be asked on all ranks.
+Groups that nobody has made yet are made when they are first asked for, collectively over the world.
 """
 
 from __future__ import annotations
@@ -29,11 +27,8 @@ mesh_device: Any = None
 
 @dataclass(eq=False)
 class MapInForce:
-    """A map that answers here until it is removed, or until one comes after it.
-
-    Attributes:
-        parallel_map: The map.
-        is_assigned: A client has assigned what is behind it, and may assign something else.
+    """A map that answers here until it is removed, or until one comes after it; `is_assigned`: a
+    client has assigned what is behind it, and may assign something else.
     """
 
     parallel_map: ParallelMap
@@ -65,13 +60,11 @@ def current() -> ParallelMap:
 
 
 def _known(mpu: Any, mesh: Any) -> ParallelMap:
-    """The map with these behind it that came last, or a new one."""
     maps = (one.parallel_map for one in reversed(_in_force))
     return next((one for one in maps if one.is_of(mpu, mesh)), None) or ParallelMap(mpu, mesh)
 
 
 def _show() -> None:
-    """Let `mpu` and `mesh_device` be those of the map in force."""
     global mpu, mesh_device
     last = _in_force[-1].parallel_map
     mpu, mesh_device = last.mpu, last.mesh
@@ -87,8 +80,8 @@ def put_in_force(parallel_map: ParallelMap) -> MapInForce:
 
 
 def map_of(mpu: Any, mesh: Any) -> ParallelMap:
-    """The map of an engine that is given these: one that is in force, or a new one; of an engine
-    that is given neither, the map in force.
+    """The map of an engine that is given these: one in force or new; given neither, the map in
+    force.
 
     Raises:
         ValueError: A mesh beside an mpu, or one without its axes; neither while a pipeline's map is
@@ -222,15 +215,8 @@ def _create_expert_and_data_parallel(
     expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
 ) -> None:
     """Make the groups "ep_size_N" of experts that are not tensor parallel, once. Collective over
-    the world.
-
-    Args:
-        expert_parallel_size_: Number of ranks over which one set of experts is spread.
-        use_data_before_expert_parallel_: Neighbouring ranks hold the same experts; by default they
-            hold different ones.
-
-    Raises:
-        ValueError: The ranks cannot be split so, or were split otherwise under this name.
+    the world; ValueError if the ranks cannot be split so. By default neighbouring ranks hold
+    different experts.
     """
     current().make_experts(expert_parallel_size_, use_data_before_expert_parallel_)
 

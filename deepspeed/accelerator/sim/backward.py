@@ -52,15 +52,9 @@ class _MarkAccumulation(TorchFunctionMode):
 
 
 class BackwardStreams:
-    """Runs every backward on the streams that a device would choose.
-
-    Args:
-        scheduler: Owns the streams.
-        seed: Places accumulation nodes if `num_side_streams` is not 0.
-
-    Attributes:
-        num_side_streams: How many side streams accumulation nodes are spread over, as a compiled
-            backward may; 0 is autograd's own choice.
+    """Runs every backward on the streams that a device would choose. Accumulation nodes are spread
+    over `num_side_streams`, placed by the seed, as a compiled backward may; 0 is autograd's own
+    choice.
     """
 
     def __init__(self, scheduler: Scheduler, seed: int) -> None:
@@ -74,7 +68,6 @@ class BackwardStreams:
         self._running = False
 
     def install(self, patches: Patches) -> None:
-        """Wrap torch's entries into backward."""
         self.switched(self._scheduler.current)
         patches.replace(torch.autograd, "backward", lambda original: self._entry(original, False))
         patches.replace(torch.autograd, "grad", lambda original: self._entry(original, True))
@@ -89,7 +82,6 @@ class BackwardStreams:
         return functools.wraps(original)(entry)
 
     def switched(self, stream: Stream) -> None:
-        """`stream` is current from now on."""
         number = torch.autograd._get_sequence_nr()
         if self._starts[-1] == number:
             self._streams[-1] = stream
@@ -98,12 +90,10 @@ class BackwardStreams:
             self._streams.append(stream)
 
     def marking(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Enter this while a stream is current by the user's choice."""
         return nullcontext() if stream is self._scheduler.default else _MarkAccumulation(stream)
 
     @contextmanager
     def choosing(self, stream_of: StreamOf) -> Iterator[None]:
-        """Within it, accumulation nodes run on `stream_of(parameter)`."""
         outer, self._chosen = self._chosen, stream_of
         try:
             yield
@@ -121,11 +111,8 @@ class BackwardStreams:
 
     @contextmanager
     def of(self, roots: Any, captures: bool = False) -> Iterator[None]:
-        """Within it, one backward of `roots` runs on its streams.
-
-        Args:
-            roots: One tensor or several.
-            captures: Gradients are returned, whatever node they are at, and not accumulated.
+        """Run one backward of `roots` within it on its streams; `captures`: gradients are returned,
+        whatever node they are at, and not accumulated.
         """
         plan = (
             None
@@ -194,17 +181,12 @@ class BackwardStreams:
 
 
 class _Run:
-    """One backward: hooks on its nodes that switch streams and order them.
+    """One backward: hooks on its nodes that switch streams and order them. `nodes` are all of them,
+    with those that hand gradients to each.
 
-    Args:
-        scheduler: Owns the streams.
-        roots: What it begins at.
-        nodes: Every node, with the nodes that hand gradients to it.
-        streams: Where each runs.
-        captures: The caller gets gradients of any node, and not only accumulated ones.
-        copies: Accumulation writes memory of its own on its own stream, as it does for a gradient
-            that somebody else holds. Otherwise `param.grad` may be what an earlier node made, and
-            where it was accumulated makes no difference.
+    With `copies`, accumulation writes memory of its own on its own stream, as it does for a
+    gradient that somebody else holds. Otherwise `param.grad` may be what an earlier node made, and
+    where it was accumulated makes no difference.
     """
 
     def __init__(
@@ -260,7 +242,9 @@ class _Run:
             self._caller.wait_stream(self._finished.pop())
 
     def _settle(self) -> None:
-        """The engine has put the gradients of the node that ran last where they belong."""
+        """Note that the engine has put the gradients of the node that ran last where they
+        belong.
+        """
         if self._left is not None:
             self._done[self._left] = self._streams[self._left].record_event()
         self._left, self._scheduler.is_summing = None, False
@@ -287,7 +271,6 @@ class _Run:
         return enter
 
     def _arrive(self, node: Any, grads: Any) -> None:
-        """The engine turns to `node`, whose gradients are `grads`."""
         stream = self._streams[node]
         self._settle()
         if self._begun is None:
@@ -306,8 +289,8 @@ class _Run:
                 grad.record_stream(stream)
 
     def _lead(self, tensor: torch.Tensor, node: Any) -> None:
-        """Let hooks of a parameter, or of a root, run where its node does: they come before the
-        node's own.
+        """Let hooks of a parameter or a root run where its node does: they come before the node's
+        own.
         """
         hooks = tensor._backward_hooks
         if hooks:

@@ -105,8 +105,6 @@ def kind_of(func: Any) -> Kind:
 
 
 class _Facts(NamedTuple):
-    """What is asked about an operator in each call."""
-
     func: Any
     kind: Kind
     name: str
@@ -133,7 +131,6 @@ class Fresh(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory it needs."""
         if 0 in self.size:
             return 0
         last = sum(stride * (size - 1) for stride, size in zip(self.stride, self.size, strict=True))
@@ -141,13 +138,9 @@ class Fresh(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What an operator returns for arguments of certain shapes.
-
-    Attributes:
-        results: Per returned value an argument's position or name (`_aliased`), a `Fresh`, a list
-            of `Fresh`, or None.
-        deferrable: False if it does something that only the real arguments can tell.
-        reads, writes: Which of the arguments' tensors, counted in order, it only reads, and writes.
+    """What an operator returns for arguments of certain shapes: an argument's position or name, a
+    `Fresh`, a list of these, or None. Not `deferrable` is what only the real arguments can tell;
+    `reads` and `writes` count the arguments' tensors in order.
     """
 
     results: tuple[Any, ...]
@@ -157,13 +150,8 @@ class Plan(NamedTuple):
 
 
 class Operators(TorchDispatchMode):
-    """Sends every operator of the thread that entered it to the current stream.
-
-    Args:
-        scheduler: Owns the streams.
-        allocator: Owns the memory.
-        before_collective: Called before a collective that did not come through `deepspeed.comm`.
-        host_waits: Told of what makes the host wait on a device.
+    """Sends every operator of the thread that entered it to the current stream. `before_collective`
+    is called before one that did not come through `deepspeed.comm`.
     """
 
     def __init__(
@@ -243,7 +231,7 @@ class Operators(TorchDispatchMode):
     def _with_host_memory(
         self, facts: _Facts, args: Any, kwargs: Any, tensors: list[torch.Tensor], key: Any
     ) -> Any:
-        """The host computes on its own memory at once; copies between it and the device go by
+        """Compute on the host's own memory at once; copies between it and the device go by
         streams.
         """
         func = facts.func
@@ -322,14 +310,8 @@ class Operators(TorchDispatchMode):
         stream: Stream | None = None,
         waits_for_ranks: bool = False,
     ) -> None:
-        """Put work on a stream.
-
-        Args:
-            operator: For messages and traces.
-            run: The work, on memory that it holds itself.
-            reads, writes: The tensors it touches.
-            stream: Where; None is the current stream.
-            waits_for_ranks: Whether it needs other ranks to make progress.
+        """Put work on a stream, the current one by default, with the tensors that it touches on
+        memory that it holds itself.
         """
         scheduler, allocator = self._scheduler, self._allocator
         stream = stream or scheduler.current
@@ -360,7 +342,6 @@ class Operators(TorchDispatchMode):
         return None if entry is None else kwargs[entry]
 
     def allocate(self, spec: Fresh) -> torch.Tensor:
-        """A poisoned tensor."""
         nbytes = spec.nbytes
         if not nbytes:
             return torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype)
@@ -393,7 +374,6 @@ class Operators(TorchDispatchMode):
     # Not deferring
 
     def _now(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Let the host wait for the current stream and look."""
         self.host_access(
             func.name(), operators.reads(func, args, kwargs), operators.writes(func, args, kwargs)
         )
@@ -402,8 +382,8 @@ class Operators(TorchDispatchMode):
     def host_access(
         self, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor] = ()
     ) -> None:
-        """Wait for the current stream, as a device's copy to the host does, because the host is
-        about to look at tensors.
+        """Wait for the current stream, as a device's copy to the host does, before the host
+        looks.
         """
         self._scheduler.complete(self._scheduler.current)
         tracer = self._scheduler.tracer
@@ -480,7 +460,7 @@ def _has_mask(args: Any) -> bool:
 
 
 def _call_key(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
-    """Equal for calls whose results have equal shapes and that are treated alike. Hashable. Appends
+    """Equal for calls whose results have equal shapes and that are treated alike; hashable. Appends
     all tensors to `tensors`.
     """
     positional = tuple([_key(argument, tensors) for argument in args])
@@ -495,9 +475,7 @@ _INTEGERS = frozenset((int, bool))
 
 
 def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Tell what of an argument the result's shape, and the operator's treatment, can depend
-    on.
-    """
+    """What the shape of the result, and how the operator is treated, can depend on."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         if value.layout is torch.strided and value.is_cpu:
@@ -586,9 +564,7 @@ def _plan_of(
 
 
 def _aliased(func: Any, alias: Any, num_positional: int) -> int | str:
-    """The argument that is returned: its position if it was given by position, and its name
-    otherwise.
-    """
+    """Find the argument that is returned: its position if it was given so, else its name."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.before_set == alias.before_set:
             return position if position < num_positional else str(argument.name)
@@ -596,7 +572,7 @@ def _aliased(func: Any, alias: Any, num_positional: int) -> int | str:
 
 
 def _read_and_written(func: Any, args: Any, kwargs: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Divide the arguments' tensors, counted in order: those that are only read, and those that are
+    """Count the arguments' tensors in order: those that are only read, and those that are
     written.
     """
     written, given = operators.written_names(func), operators.arguments(func, args, kwargs)

@@ -1,8 +1,6 @@
 """What makes the host look at a tensor without an operator that says so: `numpy()`, printing,
-pickling, `tolist()`.
-
-On a device these copy to the host first, which waits for the current stream. Here they are wrapped
-while a simulated device is in use.
+pickling. On a device these wait for the current stream; here they are wrapped while one is
+simulated.
 """
 
 from __future__ import annotations
@@ -35,14 +33,12 @@ class Patches:
         self._undo: list[Callable[[], None]] = []
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Set `owner.name` to `make(what it was)`."""
         had = name in vars(owner)
         before = getattr(owner, name)
         setattr(owner, name, make(before))
         self._undo.append(lambda: setattr(owner, name, before) if had else delattr(owner, name))
 
     def undo(self) -> None:
-        """Put everything back."""
         while self._undo:
             self._undo.pop()()
 
@@ -67,12 +63,8 @@ def patch_host_reads(
     read: Callable[[str, torch.Tensor], None],
     record_stream: Callable[[torch.Tensor, Any], None],
 ) -> None:
-    """Wrap every method that looks at memory.
-
-    Args:
-        patches: Takes them back.
-        read: Called with the method's name and the tensor before the host looks.
-        record_stream: What `Tensor.record_stream` does meanwhile.
+    """Wrap every method that looks at memory: `read` is called before the host looks, with the
+    method's name; `record_stream` is what `Tensor.record_stream` does meanwhile.
     """
     thread = threading.get_ident()
     for owner, name in _READERS:

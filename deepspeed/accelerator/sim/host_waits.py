@@ -55,12 +55,7 @@ BLOCKING_COPY = "blocking copy"
 
 
 class Counting:
-    """Whoever counts now, and what the host has made meanwhile.
-
-    Args:
-        scheduler: Says whether work is running, which never makes the host wait.
-        allocator: Knows page-locked memory.
-    """
+    """Whoever counts now, and what the host has made meanwhile."""
 
     def __init__(self, scheduler: Scheduler, allocator: Allocator) -> None:
         self._scheduler = scheduler
@@ -71,7 +66,6 @@ class Counting:
 
     @contextmanager
     def count(self) -> Iterator[HostWaits]:
-        """Within it, what the host waits for is counted."""
         waits, patches = HostWaits(), Patches()
         patches.replace(torch, "tensor", self._making)
         patches.replace(torch, "as_tensor", self._making)
@@ -89,18 +83,15 @@ class Counting:
     # Reported by the simulator
 
     def waited(self, kind: str) -> None:
-        """The host waits."""
         if self.counters and not self._scheduler.is_running:
             for waits in self.counters:
                 waits.waited(kind)
 
     def looked(self, method: str, tensor: torch.Tensor) -> None:
-        """The host looks at memory by a method of `host_reads`."""
         if self.counters and method in _WAITING_METHODS and not self._is_hosts(tensor):
             self.waited(method)
 
     def computed(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> None:
-        """The host issues an operator."""
         if not self.counters:
             return
         name = func._schema.name
@@ -111,16 +102,14 @@ class Counting:
                 self.waited(_WAITING[name])
 
     def indexed(self, func: Any, args: Any) -> None:
-        """A mask chooses elements: how many there are, the host has to know.
-
-        A single number is written by a mask without counting.
+        """Tell that a mask chooses elements: how many, the host has to know, but for one number
+        written.
         """
         name = func._schema.name
         if self.counters and not (name in _MASKED_WRITES and args[2].numel() == 1):
             self.waited("index by a mask")
 
     def blocked(self) -> None:
-        """A copy between the host's memory and the device makes the host wait for it."""
         if self.counters and not self._scheduler.is_running:
             for waits in self.counters:
                 waits.copied()
@@ -140,7 +129,7 @@ class Counting:
         )
 
     def _copied(self, func: Any, args: Any, kwargs: Any) -> None:
-        """A copy out of memory that the host made: it is pageable."""
+        """Take note of a copy out of memory that the host made: it is pageable."""
         source = [args[1]] if isinstance(args[1], torch.Tensor) else list(args[1])
         target = [args[0]] if isinstance(args[0], torch.Tensor) else list(args[0])
         pairs = zip(target, source, strict=False)

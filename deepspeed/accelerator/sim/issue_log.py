@@ -1,8 +1,7 @@
-"""What a program issues to the simulated device, in the order in which it does: enough to run it
-again on a device of other limits (`deepspeed.verify.budgets`).
+"""What a program issues to the simulated device, in order: enough to run it again on a device of
+other limits (`deepspeed.verify.budgets`).
 
-Positions are those of the simulated queues: an event at position p of a stream stands behind all
-entries of that stream whose position is at most p.
+An event at position p of a stream stands behind all its entries whose position is at most p.
 """
 
 from __future__ import annotations
@@ -30,15 +29,8 @@ class StreamWait(NamedTuple):
 
 
 class Communication(NamedTuple):
-    """An operation in which other ranks take part.
-
-    Attributes:
-        stream, position: Where it is queued.
-        name: For messages.
-        own: Key of this rank's part: its kind and number.
-        others: Rank and key of the parts of the others.
-        is_message: Whether it is one between two ranks.
-        place: Where it was issued.
+    """An operation in which other ranks take part; `own` and `others` are keys of the parts (kind
+    and number), `is_message` one between two ranks.
     """
 
     stream: int
@@ -59,7 +51,7 @@ class HostWait(NamedTuple):
 
 
 class HostMeeting(NamedTuple):
-    """The host itself waits for other ranks' hosts; attributes as those of `Communication`."""
+    """The host itself waits for other ranks' hosts."""
 
     name: str
     own: tuple[str, int]
@@ -78,11 +70,8 @@ def _here() -> str:
 
 
 class IssueLog:
-    """The entries of one rank.
-
-    Attributes:
-        entries: In the order of issue.
-        names: Of the streams, by their numbers.
+    """The entries of one rank, in the order of issue, and the names of the streams by their
+    numbers.
     """
 
     def __init__(self) -> None:
@@ -97,7 +86,6 @@ class IssueLog:
         return self._numbers[stream]
 
     def kernel(self, stream: Hashable, position: int) -> None:
-        """Computation was issued."""
         entry = Kernel(self._number(stream), position)
         last = self.entries[-1] if self.entries else None
         if isinstance(last, Kernel) and last.stream == entry.stream:
@@ -105,7 +93,6 @@ class IssueLog:
         self.entries.append(entry)
 
     def stream_wait(self, stream: Hashable, position: int, other: Hashable, until: int) -> None:
-        """A stream was told to wait for another."""
         self.entries.append(StreamWait(self._number(stream), position, self._number(other), until))
 
     def communication(
@@ -117,17 +104,14 @@ class IssueLog:
         others: tuple[tuple[int, tuple[str, int]], ...],
         is_message: bool,
     ) -> None:
-        """An operation with other ranks was issued."""
         number = self._number(stream)
         self.entries.append(Communication(number, position, name, own, others, is_message, _here()))
 
     def host_wait(self, stream: Hashable, until: int) -> None:
-        """The host waits for a stream."""
         if stream in self._numbers:
             self.entries.append(HostWait(self._numbers[stream], until, _here()))
 
     def host_meeting(
         self, name: str, own: tuple[str, int], others: tuple[tuple[int, tuple[str, int]], ...]
     ) -> None:
-        """The host waits for other hosts."""
         self.entries.append(HostMeeting(name, own, others, _here()))

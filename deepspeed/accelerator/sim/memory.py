@@ -48,7 +48,7 @@ def poison_byte(dtype: torch.dtype) -> int:
 
 
 def in_granules(nbytes: int) -> int:
-    """Up to a multiple of what memory is handed out in."""
+    """Round up to a multiple of what memory is handed out in."""
     return -(-nbytes // GRANULE) * GRANULE
 
 
@@ -67,7 +67,6 @@ _NUMPY_DTYPES: dict[torch.dtype, Any] = {
 def _array(
     memory: Any, nbytes: int, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]
 ) -> Any:
-    """The first bytes of `memory` as a new array, with dtype and shape if numpy has the dtype."""
     known = _NUMPY_DTYPES.get(dtype)
     if known is None:
         return memory[:nbytes]
@@ -75,7 +74,6 @@ def _array(
 
 
 def _alias(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """`tensor` in `storage`."""
     # A tensor made for a kernel is none that inference mode protects.
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
         alias = torch.empty(0, dtype=tensor.dtype).set_(
@@ -89,12 +87,9 @@ def _alias(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
 class Block:
     """Memory that is never given back while anything queued may use it.
 
-    Attributes:
-        memory: Its bytes.
-        storage: The same for torch; it keeps the memory, and no user ever holds it.
-        uses: Per stream, the position after the last work issued on this memory.
-        shadows: Tensors on it that kernels got, by dtype, offset, size, stride, conjugation and
-            negation. The same are asked for in each step, whoever owns the memory then.
+    `storage` keeps it, and no user ever holds that. `uses` has per stream the position after the
+    last work issued on it. `shadows` are tensors on it that kernels got: the same are asked for in
+    each step.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -109,21 +104,12 @@ class Block:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all work issued on this memory has run."""
         return all(stream.done >= position for stream, position in self.uses.items())
 
 
 class Life:
-    """One allocation: from the moment that memory is handed out until Python's last reference is
-    gone.
-
-    Attributes:
-        serial: Names it in traces.
-        block: The memory, which may be larger.
-        nbytes: How much was asked for, in whole granules.
-        stream: Which stream it was allocated for, and returns to.
-        recorded: Other streams that `record_stream` named.
-        owner: Dies with the last tensor.
+    """One allocation: from the moment that memory is handed out until `owner`, Python's last
+    reference, is gone. `recorded` are other streams that `record_stream` named.
     """
 
     def __init__(self, serial: int, block: Block, nbytes: int, stream: Stream) -> None:
@@ -136,11 +122,7 @@ class Life:
 
 
 class Allocator:
-    """Hands memory out and takes it back.
-
-    Args:
-        scheduler: Whose streams it serves.
-    """
+    """Hands memory out and takes it back."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -159,13 +141,7 @@ class Allocator:
     def allocate(
         self, nbytes: int, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]
     ) -> torch.Tensor:
-        """A tensor in poisoned memory for the current stream.
-
-        Args:
-            nbytes: what it needs, not 0.
-            dtype: its dtype, which also decides the poison.
-            size, stride: its shape.
-        """
+        """A tensor in poisoned memory for the current stream."""
         stream = self._scheduler.current
         block = self._take(nbytes, stream)
         self._serial += 1
@@ -246,8 +222,8 @@ class Allocator:
         self._free.clear()
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Memory of `tensor` is not handed out before the work that `stream` has when it is freed
-        is done.
+        """Keep memory of `tensor`, once it is freed, until the work that `stream` has then is
+        done.
         """
         life = self._lives.get(tensor.untyped_storage().data_ptr())
         if life is not None and stream is not life.stream:
@@ -256,7 +232,6 @@ class Allocator:
 
     @contextmanager
     def recording(self) -> Iterator[PeakRecord]:
-        """Within it, the record follows what is allocated."""
         held = [(one.serial, one.nbytes, one.block.address) for one in self._lives.values()]
         record = PeakRecord(held)
         self._records.append(record)
@@ -287,13 +262,11 @@ class Allocator:
         return pinned
 
     def give_to_host(self, tensor: torch.Tensor) -> None:
-        """From now on this memory is the host's: see `on_host`."""
         storage = tensor.untyped_storage()
         self._host[storage._cdata] = StorageWeakRef(storage)
 
     @property
     def has_host_memory(self) -> bool:
-        """Whether `on_host` may say yes."""
         return bool(self._host)
 
     def on_host(self, tensor: torch.Tensor) -> bool:
@@ -318,7 +291,6 @@ class Allocator:
 
     def shadow(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory as a kernel sees it: an address that keeps no tensor of the user alive.
-
         Memory that the host made is kept alive: it isn't the device's to reuse.
         """
         block = self.block_of(tensor)
@@ -334,7 +306,6 @@ class Allocator:
         return shadow
 
     def accesses(self, tensor: torch.Tensor, writes: bool) -> list[Access]:
-        """What work on a tensor touches, for traces."""
         if tensor.layout != torch.strided or tensor.numel() == 0:
             return []
         storage = tensor.untyped_storage()

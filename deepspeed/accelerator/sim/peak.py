@@ -1,7 +1,5 @@
-"""Who holds memory of the simulated device at its peak.
-
-Allocations and frees are logged; what was alive at the peak is worked out afterwards, so that a new
-peak costs nothing while memory grows.
+"""Who holds memory of the simulated device at its peak. Allocations and frees are logged, and the
+peak is worked out afterwards, so that a new one costs nothing while memory grows.
 """
 
 from __future__ import annotations
@@ -16,13 +14,7 @@ EARLIER = "(allocated before)"
 
 
 class Held(NamedTuple):
-    """Memory that somebody holds.
-
-    Attributes:
-        nbytes: How much.
-        address: Where it begins.
-        place: Where in the program it was allocated.
-    """
+    """Memory that somebody holds, from `address` on, and the place that allocated it."""
 
     nbytes: int
     address: int
@@ -30,14 +22,7 @@ class Held(NamedTuple):
 
 
 class PeakRecord:
-    """The peak of allocated bytes since this was made.
-
-    Args:
-        held: What is allocated already, by serial number: bytes and address.
-
-    Attributes:
-        nbytes: Bytes at the peak.
-    """
+    """The peak of allocated bytes since this was made, with what was held then."""
 
     def __init__(self, held: Iterable[tuple[int, int, int]]) -> None:
         self._all = {serial: Held(nbytes, address, EARLIER) for serial, nbytes, address in held}
@@ -48,7 +33,6 @@ class PeakRecord:
         self._at_peak = len(self._events)
 
     def took(self, serial: int, nbytes: int, address: int) -> None:
-        """Memory was handed out."""
         self._all[serial] = Held(nbytes, address, program_place())
         self._living.add(serial)
         self._events.append(serial)
@@ -57,7 +41,6 @@ class PeakRecord:
             self.nbytes, self._at_peak = self._allocated, len(self._events)
 
     def gave(self, serial: int) -> None:
-        """Memory came back."""
         self._living.discard(serial)
         self._events.append(serial)
         self._allocated -= self._all[serial].nbytes
@@ -65,9 +48,8 @@ class PeakRecord:
     def by_owner(self, describe: Callable[[int], str | None]) -> dict[str, int]:
         """Bytes at the peak by owner, most first; they add up to `nbytes`.
 
-        Args:
-            describe: The name of what lies at an address. It is asked for memory that is still
-                held; other memory, and what has no name, goes by the place that allocated it.
+        `describe` names what lies at an address that is still held; other memory, and what has no
+        name, goes by the place that allocated it.
         """
         alive: set[int] = set()
         for serial in self._events[: self._at_peak]:

@@ -34,12 +34,8 @@ EXPLORE_RUN = 8
 
 
 class Work(NamedTuple):
-    """One operator in a queue.
-
-    Attributes:
-        operator: For messages.
-        run: Does it.
-        waits_for_ranks: Whether that may take until other ranks have done something.
+    """One operator in a queue; `waits_for_ranks`: it may take until other ranks have done
+    something.
     """
 
     operator: str
@@ -55,22 +51,12 @@ class Wait(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether it holds nothing up."""
         return self.stream.done >= self.position
 
 
 class Stream:
-    """A queue of work with the interface of a device's stream.
-
-    Args:
-        device: Accepted for the interface of a device with an index; there is one device.
-        priority: Kept; the simulation decides by the seed alone.
-        name: For messages; None numbers the stream.
-
-    Attributes:
-        scheduler: Whose stream it is; set by the subclass that each simulation makes.
-        issued: How many entries were put into the queue so far.
-        done: How many of them have run.
+    """A queue of work with the interface of a device's stream; `issued` entries were put into it so
+    far, and `done` of them have run. Each simulation makes a subclass with its `scheduler`.
     """
 
     scheduler: Scheduler
@@ -88,13 +74,9 @@ class Stream:
         return f"<{self.name}>"
 
     def wait_stream(self, stream: Stream) -> None:
-        """Work issued here from now on runs after the work issued on `stream` so far."""
         self.wait_event(stream.record_event())
 
     def wait_event(self, event: Event) -> None:
-        """Work issued here from now on runs after what `event` was recorded after; nothing if it
-        never was.
-        """
         if event.stream is None:
             return
         self.scheduler.trace(lambda tracer: tracer.event_waited(event, self))
@@ -104,7 +86,6 @@ class Stream:
             self.scheduler.put(self, Wait(event.stream, event.position))
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Record `event` (a new one if None) behind the work issued here so far."""
         event = event or Event()
         event.record(self)
         return event
@@ -117,7 +98,6 @@ class Stream:
         return True
 
     def synchronize(self) -> None:
-        """Let the host wait for all work."""
         self.scheduler.on_host_wait("stream.synchronize")
         self.scheduler.complete(self)
 
@@ -136,15 +116,8 @@ class Stream:
 
 
 class Event:
-    """A position in a stream, with the interface of a device's event.
-
-    Args:
-        enable_timing, blocking, interprocess: As a device takes them. Times are the host's at
-            `record`.
-
-    Attributes:
-        stream: Where it was recorded last; None before.
-        position: How many entries of that stream it stands behind.
+    """A position in a stream, with the interface of a device's event. Times are the host's at
+    `record`.
     """
 
     _count = 0
@@ -165,11 +138,6 @@ class Event:
         return f"<{self.name}>"
 
     def record(self, stream: Stream | None = None) -> None:
-        """Stand for the work issued so far on `stream` (the current one if None).
-
-        Raises:
-            RuntimeError: no simulated device is in use.
-        """
         self.stream = stream or active_scheduler().current
         self.position = self.stream.issued
         self._recorded_at = time.perf_counter()
@@ -177,7 +145,6 @@ class Event:
         recorded.scheduler.trace(lambda tracer: tracer.event_recorded(self, recorded))
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Let `stream` (the current one if None) wait."""
         (stream or active_scheduler().current).wait_event(self)
 
     def query(self) -> bool:
@@ -191,7 +158,6 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        """Let the host wait."""
         if self.stream is not None:
             self.stream.scheduler.on_host_wait("event.synchronize")
             self.stream.scheduler.note_host_wait(self.stream, self.position)
@@ -199,11 +165,7 @@ class Event:
             self.stream.scheduler.drain(self.stream, self.position)
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds of host time from this event's record to that of `end_event`.
-
-        Raises:
-            RuntimeError: one of the two was never recorded.
-        """
+        """Milliseconds of host time from this event's record to that of `end_event`."""
         if self.stream is None or end_event.stream is None:
             raise RuntimeError(
                 "elapsed_time needs two recorded events; call record() on both first"
@@ -215,11 +177,7 @@ _active: list[Scheduler] = []
 
 
 def active_scheduler() -> Scheduler:
-    """The scheduler of the simulated device in use.
-
-    Raises:
-        RuntimeError: there is none.
-    """
+    """The scheduler of the simulated device in use; RuntimeError if there is none."""
     if not _active:
         raise RuntimeError(
             "no simulated device is in use; set DS_ACCELERATOR=sim or enter "
@@ -231,23 +189,11 @@ def active_scheduler() -> Scheduler:
 class Scheduler:
     """All streams of one simulated device and the one place that runs their work.
 
-    Args:
-        seed: Chooses what schedules other than 0 run early.
-        schedule: 0 runs everything as late as possible; every other number is another order that
-            the program allows.
-
-    Attributes:
-        stream_class: `Stream`, bound to this scheduler.
-        default: The stream that is current when none was chosen.
-        current: The stream that work is issued on.
-        tracer: Who listens; None when nobody does.
-        log: Keeps what the program issues; None when nobody wants it.
-        is_summing: Whether what is issued now is autograd's sum of gradients of several streams,
-            which keeps their memory until it was read.
-        on_switch: Called with the new current stream when it changes.
-        on_host_wait: Called with what the host waits by, before it does.
-        on_device_wait: Called before the program lets the host wait for the whole device; it may
-            refuse.
+    `schedule` 0 runs everything as late as possible; every other number is another order that the
+    program allows, chosen with `seed`. While `is_summing`, what is issued is autograd's sum of
+    gradients of several streams, which keeps their memory until it was read. `on_host_wait` is
+    called before the host waits, with by what; `on_device_wait` before it waits for the whole
+    device, and may refuse.
     """
 
     def __init__(self, seed: int = 0, schedule: int = 0) -> None:
@@ -267,30 +213,24 @@ class Scheduler:
         self._in_progress: list[tuple[Stream, int]] = []
 
     def register(self, stream: Stream, name: str | None) -> str:
-        """Take a new stream in; returns its name."""
         self.streams.append(stream)
         return f"stream {len(self.streams) - 1}" if name is None else name
 
     def activate(self) -> None:
-        """Be the scheduler that events without a stream belong to."""
         _active.append(self)
 
     def deactivate(self) -> None:
-        """Stop being it."""
         _active.remove(self)
 
     def switch(self, stream: Stream) -> None:
-        """Make `stream` current."""
         self.current = stream
         self.on_switch(stream)
 
     def trace(self, tell: Callable[[StreamTracer], None]) -> None:
-        """Tell the tracer, if there is one."""
         if self.tracer is not None:
             tell(self.tracer)
 
     def note_host_wait(self, stream: Stream, position: int) -> None:
-        """The program lets the host wait."""
         if self.log is not None and not self._running:
             self.log.host_wait(stream, position)
 
@@ -306,7 +246,7 @@ class Scheduler:
     # Issuing
 
     def put(self, stream: Stream, entry: Work | Wait) -> int:
-        """Append to a queue; returns the position after it."""
+        """Append to a queue; gives the position after it."""
         stream.queue.append(entry)
         stream.issued += 1
         position = stream.issued
@@ -337,11 +277,7 @@ class Scheduler:
         return self._running
 
     def synchronize(self, kind: str = "device synchronize") -> None:
-        """Let the host wait for all work of all streams.
-
-        Args:
-            kind: What makes it wait.
-        """
+        """Let the host wait for all work of all streams; `kind` says what makes it wait."""
         self.on_host_wait(kind)
         self.complete_all()
 
@@ -352,7 +288,6 @@ class Scheduler:
         self.drain(stream)
 
     def complete_all(self) -> None:
-        """Run all work of all streams, uncounted."""
         self.trace(lambda tracer: tracer.device_synchronized())
         for stream in self.streams:
             self.note_host_wait(stream, stream.issued)
@@ -360,9 +295,7 @@ class Scheduler:
             self.drain(stream)
 
     def drain(self, stream: Stream, position: int | None = None) -> None:
-        """Run the first `position` entries of `stream` (all that were issued if None) and what they
-        wait for.
-        """
+        """Run the first `position` entries of `stream` (all by default) and what they wait for."""
         end = stream.issued if position is None else position
         if stream.done >= end:
             return
@@ -377,7 +310,7 @@ class Scheduler:
                     goals.append(self._last_obstacle(current, until))
 
     def _last_obstacle(self, stream: Stream, until: int) -> tuple[Stream, int]:
-        """Find what `stream` waits for last, of all that it waits for up to there.
+        """The last of all that `stream` waits for up to there.
 
         Work behind a wait can't run, but what it will wait for can. Running that first lets a
         consumer (a reduction, waited for at the end) run before a producer that it should have
@@ -390,9 +323,7 @@ class Scheduler:
         return last.stream, last.position
 
     def can_run(self, stream: Stream, position: int) -> bool:
-        """Whether the first `position` entries of `stream` can run without waiting for other
-        ranks.
-        """
+        """Whether the first `position` entries can run without waiting for other ranks."""
         goals, seen = [(stream, position)], set()
         while goals:
             current, until = goals.pop()
@@ -436,7 +367,7 @@ class Scheduler:
 
     @contextmanager
     def _executing(self) -> Iterator[None]:
-        """Work runs as it was issued: below autograd, autocast and whatever modes are entered by
+        """Run work as it was issued: below autograd, autocast and whatever modes are entered by
         now.
         """
         outer, self._running = self._running, True

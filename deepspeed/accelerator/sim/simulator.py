@@ -21,23 +21,7 @@ from deepspeed.accelerator.stream_trace import StreamTracer
 
 
 class Simulator:
-    """What `Sim_Accelerator` speaks for.
-
-    Args:
-        seed: Chooses what schedules other than 0 run early, and where side streams of backward are
-            used.
-        schedule: 0 runs everything as late as possible; every other number is another order.
-        backward_streams: How many side streams accumulation nodes are spread over; 0 is autograd's
-            own choice.
-
-    Attributes:
-        scheduler: The streams.
-        allocator: The memory.
-        host_waits: Who counts what the host waits for.
-        operators: The dispatch mode.
-        backward: Streams of backward.
-        is_active: Whether operators are deferred now.
-    """
+    """What `Sim_Accelerator` speaks for, which has its arguments."""
 
     def __init__(self, seed: int = 0, schedule: int = 0, backward_streams: int = 0) -> None:
         self.scheduler = Scheduler(seed, schedule)
@@ -58,7 +42,7 @@ class Simulator:
         self.operators.in_forked_child = True
 
     def activate(self) -> None:
-        """Defer this thread's operators from now on. Does nothing when it is active."""
+        """Defer this thread's operators from now on."""
         if self.is_active:
             return
         self.is_active = True
@@ -68,7 +52,7 @@ class Simulator:
         self.backward.install(self._patches)
 
     def close(self) -> None:
-        """Run everything and let the host compute again. Does nothing when it isn't active."""
+        """Run everything and let the host compute again."""
         if not self.is_active:
             return
         try:
@@ -106,11 +90,7 @@ class Simulator:
 
     @contextmanager
     def trace(self, tracer: StreamTracer) -> Iterator[None]:
-        """Within it, `tracer` hears of everything.
-
-        Raises:
-            RuntimeError: somebody listens already.
-        """
+        """Within it, `tracer` hears of everything; RuntimeError if somebody listens already."""
         if self.scheduler.tracer is not None:
             raise RuntimeError("trace_streams: another tracer is active; leave its context first")
         self.scheduler.tracer = tracer
@@ -120,5 +100,4 @@ class Simulator:
             self.scheduler.tracer = None
 
     def backward_on_streams(self, stream_of: StreamOf) -> AbstractContextManager[None]:
-        """Within it, accumulation nodes run on `stream_of(parameter)`."""
         return self.backward.choosing(stream_of)

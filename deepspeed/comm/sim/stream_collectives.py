@@ -42,7 +42,7 @@ from deepspeed.accelerator.sim.issue_log import IssueLog
 from deepspeed.accelerator.sim.queues import Event, Stream, Work
 from deepspeed.accelerator.sim.simulator import Simulator
 from deepspeed.comm import process_groups
-from deepspeed.comm.coalesced import WorkList
+from deepspeed.comm.collectives import WorkList
 from deepspeed.comm.sim.stuck_ranks import HostWaitError, Operation, StuckRanks
 from deepspeed.comm.watch.observation import CollectiveCall, add_observer
 
@@ -59,21 +59,10 @@ _LET_GO_S = 2.0
 class _Issued:
     """An operation in the queue of an internal stream.
 
-    Args:
-        call: What was called, on the caller's tensors: referenced until the handle is waited for or
-            the operation is done.
-        memory: The same on aliases that keep no tensor of the caller alive.
-        stream: The internal stream on which it starts.
-        operation: The same for `StuckRanks`.
-
-    Attributes:
-        started: Position after *start*.
-        is_starting: Whether its start is at work and has not handed it to the backend yet.
-        number: How many operations were issued before.
-        waited: How many operations had been issued when its handle was first waited for; None
-            before.
-        copies: The same on private memory, while the backend has it.
-        works: The backend's handles.
+    `call` is on the caller's tensors, until the handle is waited for or the operation is done;
+    `memory` on aliases that keep no tensor of the caller alive; `copies` on private memory, while
+    the backend has it. `number` and `waited` count the operations issued before it, and before its
+    handle was first waited for.
     """
 
     def __init__(
@@ -92,18 +81,15 @@ class _Issued:
 
     @property
     def is_started(self) -> bool:
-        """Whether the backend has it."""
         return self.stream.done >= self.started
 
     def start(self) -> None:
-        """Hand copies to the backend."""
         self.copies = dataclasses.replace(
             self.memory, args=tuple(_copied(argument) for argument in self.memory.args)
         )
         self.works = _carry_out(self.copies)
 
     def finish(self, stuck: StuckRanks) -> None:
-        """Wait for the backend and store what it made."""
         with stuck.waiting(self.operation):
             for work in self.works:
                 work.wait()
@@ -115,7 +101,7 @@ class _Issued:
 
 
 class StreamWork:
-    """Handle of an operation on an internal stream. It keeps the caller's tensors alive until it is
+    """Handle of an operation on an internal stream; keeps the caller's tensors alive until it is
     waited for.
     """
 
@@ -138,8 +124,8 @@ class StreamWork:
 
 
 class StreamCollectives:
-    """The observer next to the backend. It lets everything through while the accelerator doesn't
-    defer its work.
+    """The observer next to the backend; lets everything through while the accelerator doesn't
+    defer.
     """
 
     def __init__(self) -> None:
@@ -153,7 +139,6 @@ class StreamCollectives:
         self._posted: dict[_Issued, Event] = {}
 
     def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
-        """Issue an operation on its group's internal stream."""
         simulator = _simulator()
         if simulator is None:
             return proceed()
@@ -180,7 +165,7 @@ class StreamCollectives:
     # Issuing
 
     def _operation(self, call: CollectiveCall, order: str = "") -> Operation:
-        """A call for `StuckRanks`; `order` tells apart what is ordered by itself."""
+        """The call as `StuckRanks` knows it; `order` tells apart what is ordered by itself."""
         group: Any = call.group or torch_dist.group.WORLD
         kind, own = f"{group.group_name} {order}", torch_dist.get_rank()
         if call.name not in _POINT_TO_POINT:
@@ -265,18 +250,16 @@ class StreamCollectives:
         return StreamWork(issued, done, self._waited), issued, stream
 
     def _waited(self, issued: _Issued) -> None:
-        """A stream waits for an operation."""
         if issued.waited is None:
             issued.waited = self._num_issued
             self._posted.pop(issued, None)
 
     def refuse_device_wait(self) -> None:
-        """The host is about to wait for the whole device.
+        """Refuse to let the host wait for the whole device while a receive is posted for which no
+        stream waits yet.
 
-        Raises:
-            HostWaitError: A receive is posted, which is not complete before its sender has sent; no
-                stream waits for it yet, so this host has work to issue that needs it, and the
-                sender may wait for that.
+        It is not complete before its sender has sent, who may wait for what this host has still to
+        issue.
         """
         for issued, done in self._posted.items():
             if not done.query():
@@ -315,7 +298,6 @@ class StreamCollectives:
         issued.finish(self._stuck)
 
     def num_issued(self) -> dict[str, int]:
-        """See the function of the same name."""
         return self._stuck.num_issued()
 
     def start_issued(self, before: int | None = None) -> None:
@@ -362,7 +344,6 @@ def _copied(argument: Any) -> Any:
 
 
 def _carry_out(call: CollectiveCall) -> list[Any]:
-    """Hand an operation to the host backend; its handles."""
     if call.name in ("send", "isend"):
         return [torch_dist.isend(*call.args)]
     if call.name in ("recv", "irecv"):
@@ -389,9 +370,7 @@ _collectives = StreamCollectives()
 
 
 def install() -> None:
-    """Take over the collectives of `deepspeed.comm` from now on; does nothing when that has been
-    done.
-    """
+    """Take over the collectives of `deepspeed.comm` from now on."""
     add_observer(_collectives, innermost=True)
     _leave_in_order()
 
@@ -402,7 +381,7 @@ def _leave_in_order() -> None:
 
 
 def _destroy_groups() -> None:
-    """Before the interpreter ends: run what is queued, and let the backend's threads let go of its
+    """Run what is queued before the interpreter ends, and let the backend's threads let go of its
     tensors.
 
     A thread that lets go of a tensor needs the interpreter, and aborts the process if that is
@@ -420,8 +399,6 @@ def _destroy_groups() -> None:
 
 
 def start_issued() -> None:
-    """Start every operation issued so far: to be called before this host waits for other ranks by
-    other means.
-    """
+    """Start every operation issued so far: this host will wait for other ranks by other means."""
     if _simulator() is not None:
         _collectives.start_issued()

@@ -53,18 +53,14 @@ _VERDICT = "deepspeed_sim/verdict"
 
 
 class HostWaitError(RuntimeError):
-    """The host waits for work that cannot complete, because it depends on work that has not been
-    issued and that, while it waits, nobody will issue.
+    """The host waits for work that cannot complete: it depends on work that, while the host waits,
+    nobody will issue.
     """
 
 
 class Part(NamedTuple):
-    """What a rank does for an operation: the how-manieth of its kind it is.
-
-    Attributes:
-        rank: Global rank.
-        kind: Group, and direction between two ranks.
-        number: How many of its kind come before.
+    """What a rank does for an operation: number `number` of its `kind` (group, and direction
+    between two ranks).
     """
 
     rank: int
@@ -73,13 +69,8 @@ class Part(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """An operation as it was issued.
-
-    Attributes:
-        name: What, for messages.
-        own: This rank's part.
-        others: What the other ranks have to begin before this can be complete.
-        place: Where in the program it was issued.
+    """An operation as it was issued at `place`: this rank's part, and what other ranks must begin
+    before it can be complete.
     """
 
     name: str
@@ -90,15 +81,8 @@ class Operation(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class _Wait:
-    """What was seen of one wait.
-
-    Attributes:
-        epoch: Which.
-        since: When it was seen first.
-        beat: How often it was looked at since.
-        circle: Ranks that waited for each other at the last look.
-        sightings: How often in a row.
-        is_reported: See `REPORT_S`.
+    """One wait as it was seen: the beats of the looks at it, and the circle seen `sightings` times
+    in a row.
     """
 
     epoch: int
@@ -133,12 +117,8 @@ class StuckRanks:
     # What the collectives tell
 
     def issued(self, name: str, kind: str, others: list[tuple[int, str]]) -> Operation:
-        """An operation was issued.
-
-        Args:
-            name: For messages.
-            kind: Which operations of this rank it is ordered with.
-            others: Rank and kind of the parts that other ranks have in it.
+        """Take in an operation: `kind` says which operations of this rank it is ordered with,
+        `others` rank and kind of the parts that other ranks have in it.
         """
         store = process_groups.get_store()
         if store is not self._store:
@@ -155,11 +135,9 @@ class StuckRanks:
         )
 
     def num_issued(self) -> dict[str, int]:
-        """How many operations of each kind were issued in this world."""
         return dict(self._issued)
 
     def begun(self, operation: Operation) -> None:
-        """This rank's part was handed to the backend."""
         self._begun[operation.own.kind] += 1
 
     @contextmanager
@@ -257,9 +235,7 @@ def _missing(state: dict[str, Any]) -> list[Part]:
 
 
 def _circle(start: int, seen: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Blocked ranks from `start` back to it, each in need of what the next has not begun; empty if
-    there are none.
-    """
+    """Blocked ranks from `start` back to it, each in need of what the next has not begun."""
     paths = [[start]]
     visited = set()
     while paths:

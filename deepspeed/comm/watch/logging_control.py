@@ -1,8 +1,4 @@
-"""The comms logger's switch: what is timed, what is shown.
-
-Owns the process's one `CommsLogger` and decides whether an `OperationTimer` observes the
-operations.
-"""
+"""The process's one `CommsLogger`, and the switch that says what is timed and shown."""
 
 import functools
 from collections.abc import Callable
@@ -19,18 +15,26 @@ from deepspeed.comm.watch.observation import (
 from deepspeed.comm.watch.operation_log import CommsLogger
 from deepspeed.utils.timer import begin_span, end_span
 
+__all__ = [
+    "comms_logger",
+    "configure",
+    "get_comm_operation_count",
+    "get_logged_comm_ops",
+    "has_comm_data",
+    "log_summary",
+    "reset_log",
+    "timed_op",
+]
+
 
 class TimedWork:
-    """An asynchronous operation's handle that records the latency when it is waited for; otherwise
-    the handle itself.
-    """
+    """An asynchronous operation's handle that records the latency when it is first waited for."""
 
     def __init__(self, work: Any, record: Callable[[], None]) -> None:
         self._work = work
         self._record: Callable[[], None] | None = record
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
-        """Wait as the wrapped handle does; the first call records the latency."""
         result = self._work.wait(*args, **kwargs)
         if self._record is not None:
             record, self._record = self._record, None
@@ -54,7 +58,6 @@ class OperationTimer:
         self.logger = comms_logger
 
     def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
-        """Issue the operation and record it if the logger wants it."""
         listed = call.log_name or call.name
         if not self.logger.wants(listed, call.prof):
             return proceed()
@@ -83,9 +86,7 @@ _timer = OperationTimer(comms_logger)
 
 
 def _section_of(deepspeed_config: Any) -> Any:
-    """The ``comms_logger`` section of a configuration object in any of the shapes clients pass;
-    None if it has none.
-    """
+    """The ``comms_logger`` section of a configuration in any of the shapes clients pass."""
     for path in (("tree", "comms_logger"), ("comms_config", "comms_logger"), ("comms_logger",)):
         found = deepspeed_config
         for name in path:

@@ -58,17 +58,8 @@ _NOBODY: AbstractContextManager[None, None] = nullcontext()
 class _Wait:
     """What somebody waits for, and the context in which the host does.
 
-    Args:
-        watch: Who is told.
-        what: In words.
-        meeting: Its number, if ranks have said that they come; see [Note: meetings].
-        is_done: Whether a device has completed it; None: the host waits.
-        is_begun: Whether the device has come to it.
-
-    Attributes:
-        since: When it began, as far as is known.
-        thread: Whose.
-        is_reported: It is told once.
+    `is_done` and `is_begun` ask a device; without them the host waits. `meeting` is of [Note:
+    meetings].
     """
 
     __slots__ = (
@@ -95,11 +86,9 @@ class _Wait:
 
     @property
     def is_over(self) -> bool:
-        """Whether a device has completed it."""
         return self.is_done is not None and self.is_done()
 
     def __enter__(self) -> None:
-        """The wait begins."""
         on_host = self._watch.on_host
         self._outer = on_host.get(self.thread)
         self._begun = _event()
@@ -107,7 +96,6 @@ class _Wait:
         self._watch.lookout.call()
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """It is over; on a device, issued."""
         if self._outer is None:
             del self._watch.on_host[self.thread]
         else:
@@ -121,12 +109,8 @@ class _Wait:
 
 
 class LoneWaits:
-    """See module.
-
-    Attributes:
-        report_s: After how many seconds a wait is reported; 0: never.
-        on_host: What hosts wait for, by thread.
-        lookout: The thread that looks.
+    """Waits of this process, by thread (`on_host`) and in order of issue on the device; one longer
+    than `report_s` seconds is reported (0: never).
     """
 
     def __init__(self) -> None:
@@ -146,25 +130,19 @@ class LoneWaits:
     def waiting(
         self, what: Callable[[], str], meeting: int = 0
     ) -> AbstractContextManager[None, None]:
-        """Within it this thread, or the device's current stream, waits for other ranks.
-
-        Args:
-            what: For what.
-            meeting: What `coming` has returned, where ranks work before they wait.
+        """Within it this thread, or the device's current stream, waits for other ranks, for `what`;
+        `meeting` is what `coming` has returned, where ranks work before they wait.
         """
         return _Wait(self, what, meeting) if self._is_watched() else _NOBODY
 
     def issued(self, what: Callable[[], str], is_done: Callable[[], bool]) -> None:
-        """A device will wait for other ranks until `is_done()`."""
+        """Tell that a device will wait for other ranks until `is_done()`."""
         if self._is_watched():
             self.remember(_Wait(self, what, is_done=is_done))
 
     def coming(self) -> int:
-        """This rank comes to where all ranks of the world meet, and may have work to do before it
-        waits; see [Note: meetings]. All ranks call it.
-
-        Returns:
-            For `waiting`.
+        """Tell that this rank comes to where all ranks of the world meet, and may have work to do
+        before it waits; see [Note: meetings]. All ranks call it. Returns the number for `waiting`.
         """
         if not self._is_watched():
             return 0
@@ -176,7 +154,7 @@ class LoneWaits:
         return self._num_meetings
 
     def forget(self) -> None:
-        """An engine ends: nothing that a device still does for it is looked at."""
+        """Look at nothing that a device still does: an engine ends."""
         with self._lock:
             self._on_device.clear()
 
@@ -188,7 +166,7 @@ class LoneWaits:
         )
 
     def remember(self, wait: _Wait) -> None:
-        """A device has been given what waits for other ranks."""
+        """Take in what a device was given that waits for other ranks."""
         with self._lock:
             while self._on_device and self._on_device[0].is_over:
                 self._on_device.popleft()
@@ -214,7 +192,6 @@ class LoneWaits:
         return time.monotonic() - wait.since > self.report_s > 0
 
     def _due_on_device(self) -> list[_Wait]:
-        """The oldest operation that is not complete, if it is due."""
         with self._lock:
             while self._on_device and self._is_due(self._on_device[0]):
                 oldest = self._on_device[0]
@@ -257,7 +234,7 @@ class LoneWaits:
 
 
 def _event() -> Event | None:
-    """An event behind what the current stream was given; None where the host itself waits."""
+    """Record an event behind what the current stream was given; None where the host waits."""
     accelerator = get_accelerator()
     if accelerator.resolves_data_dependency() or accelerator.defers_collectives:
         return None

@@ -1,8 +1,7 @@
-"""A thread that looks at something every now and then while a program waits, and that ends when
-nobody has waited for a while.
+"""A thread that looks at something now and then while a program waits, and ends when nobody has
+waited for a while: whatever becomes of what it looked after, no thread is left behind.
 
-So no thread is left behind, whatever becomes of what it looked after: nobody has to end it. Whoever
-calls `Lookout.call` before each wait pays two assignments; the thread that has ended begins anew.
+Whoever calls `Lookout.call` before each wait pays two assignments.
 """
 
 from __future__ import annotations
@@ -16,14 +15,7 @@ _STOP_S = 5.0
 
 
 class Lookout:
-    """See module.
-
-    Args:
-        name: Of the thread.
-        look: What it does while it is wanted.
-        is_wanted: Whether somebody waits.
-        pause_s: Between two looks, in seconds.
-    """
+    """See module."""
 
     def __init__(
         self,
@@ -42,11 +34,10 @@ class Lookout:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
     def call(self) -> None:
-        """A wait begins."""
+        """Tell that a wait begins."""
         # In this order; see `retires`.
         self._was_called = True
         if not self.is_alive:
@@ -72,11 +63,7 @@ class Lookout:
 
 
 class _Thread(threading.Thread):
-    """A daemon: nobody has to end it before the process ends, where `stop_all` does.
-
-    Args:
-        lookout: Whose.
-    """
+    """A daemon: nobody has to end it before the process ends, where `stop_all` does."""
 
     def __init__(self, lookout: Lookout) -> None:
         super().__init__(name=lookout.name, daemon=True)
@@ -84,7 +71,6 @@ class _Thread(threading.Thread):
         self._told = threading.Event()
 
     def run(self) -> None:
-        """Look until it is told to stop or nobody wants it."""
         lookout = self._lookout
         while not self._told.wait(lookout.pause_s()):
             if lookout.is_wanted():
@@ -93,11 +79,7 @@ class _Thread(threading.Thread):
                 return
 
     def stop(self, if_idle: bool = False) -> None:
-        """End it now, and return when it has ended. The next wait begins another.
-
-        Args:
-            if_idle: Not while somebody waits.
-        """
+        """End it now, unless `if_idle` and somebody waits; the next wait begins another."""
         if if_idle and self._lookout.is_wanted():
             return
         self._told.set()
@@ -106,11 +88,7 @@ class _Thread(threading.Thread):
 
 
 def stop_all(if_idle: bool = False) -> None:
-    """End the threads of all lookouts.
-
-    Args:
-        if_idle: Only of those that nobody wants now.
-    """
+    """End the threads of all lookouts, or only of those that nobody wants now."""
     for thread in threading.enumerate():
         if isinstance(thread, _Thread):
             thread.stop(if_idle)

@@ -1,10 +1,6 @@
-"""What happens around an operation when somebody watches.
-
-Nobody watches by default: `chain` is None and the operations call torch directly. Otherwise each
-operation becomes a `CollectiveCall` that passes through an `ObserverChain`: from the outermost
-observer to the innermost, each of which decides when to go on to the next, and at last torch. The
-comms logger's `OperationTimer` is one; the intent check, the stream checker and the simulated
-device have their own.
+"""Observers around operations. While nobody watches, `chain` is None and operations call torch
+directly; otherwise each becomes a `CollectiveCall` that passes through an `ObserverChain`, from the
+outermost observer to the innermost, and at last torch.
 """
 
 from __future__ import annotations
@@ -26,21 +22,18 @@ Handle = Any  # torch's Work, or None when the operation is complete or this ran
 
 
 class _Form(NamedTuple):
-    """The arguments of an operation.
-
-    Attributes:
-        parameters: Their names, by position.
-        reads: The one whose tensors are read; empty if there is none.
-        writes: The one whose tensors are written.
+    """Names of an operation's arguments by position, and which of them hold the tensors that it
+    reads, writes, and that are its message.
     """
 
     parameters: tuple[str, ...]
     reads: str = ""
     writes: str = ""
+    message: str = ""
 
 
-def _form(parameters: str, reads: str = "", writes: str = "") -> _Form:
-    return _Form(tuple(parameters.split()), reads, writes)
+def _form(parameters: str, reads: str = "", writes: str = "", message: str = "") -> _Form:
+    return _Form(tuple(parameters.split()), reads, writes, message or reads or writes)
 
 
 _FORMS = {
@@ -49,14 +42,14 @@ _FORMS = {
     "reduce_scatter_tensor": _form("output tensor op group async_op", "tensor", "output"),
     "reduce_scatter": _form("output input_list op group async_op", "input_list", "output"),
     "all_reduce_coalesced": _form("tensors op group async_op", "tensors", "tensors"),
-    "all_gather": _form("tensor_list tensor group async_op", "tensor", "tensor_list"),
-    "all_gather_into_tensor": _form("output tensor group async_op", "tensor", "output"),
-    "all_gather_coalesced": _form("outputs tensors group async_op", "tensors", "outputs"),
+    "all_gather": _form("tensor_list tensor group async_op", "tensor", *["tensor_list"] * 2),
+    "all_gather_into_tensor": _form("output tensor group async_op", "tensor", *["output"] * 2),
+    "all_gather_coalesced": _form("outputs tensors group async_op", "tensors", *["outputs"] * 2),
     "all_gather_object": _form("object_list obj group"),
     "gather": _form("tensor gather_list dst group async_op", "tensor", "gather_list"),
     "broadcast": _form("tensor src group async_op", "tensor", "tensor"),
     "broadcast_object_list": _form("object_list src group device"),
-    "scatter": _form("tensor scatter_list src group async_op", "scatter_list", "tensor"),
+    "scatter": _form("tensor scatter_list src group async_op", "scatter_list", "tensor", "tensor"),
     "all_to_all_single": _form(
         "output tensor output_split_sizes input_split_sizes group async_op", "tensor", "output"
     ),
@@ -68,6 +61,8 @@ _FORMS = {
     "barrier": _form("group async_op device_ids"),
     "monitored_barrier": _form("group timeout wait_all_ranks"),
 }
+# Their message is one such tensor for each rank.
+_ONE_PER_RANK = ("gather", "scatter")
 _ALWAYS_ASYNC = ("isend", "irecv")
 
 
@@ -80,15 +75,9 @@ def group_size(group: Group) -> int:
 class CollectiveCall:
     """One operation of `deepspeed.comm` that is about to be issued.
 
-    Attributes:
-        name: Which; the name of the function in `deepspeed.comm`.
-        operation: Issues it; its result is a handle if and only if the operation is still running.
-        args: The arguments of `operation`.
-        group: The ranks that take part; None means the world.
-        num_bytes: Its message; see `deepspeed.comm.watch.operation_log.calc_bw_log`.
-        log_name: The name it is listed under; None means `name`.
-        prof: Time it even if it is not among the operations chosen for timing.
-        debug: The calling function, shown in debug mode.
+    `num_bytes` is its message (see `calc_bw_log`); `group` None the world; `log_name` what it is
+    listed under instead of `name`; `prof` times it even if it is not among those chosen; `debug` is
+    the calling function.
     """
 
     name: str
@@ -101,20 +90,18 @@ class CollectiveCall:
     debug: str | None = None
 
     def issue(self) -> Any:
-        """Issue it, past all observers."""
+        """Issue it, past all observers; gives a handle if and only if it is still running."""
         return self.operation(*self.args)
 
     def argument(self, parameter: str, default: Any = None) -> Any:
-        """The argument called ``parameter`` (`op`, `src`, `tag`, ...); ``default`` if the operation
-        has none of that name.
-        """
+        """The argument called ``parameter`` (`op`, `src`, `tag`, ...), or ``default``."""
         parameters = self._form().parameters
         return self.args[parameters.index(parameter)] if parameter in parameters else default
 
     @property
     def reads(self) -> list[torch.Tensor]:
-        """The tensors that this rank's part of the operation reads. Pickled objects are the host's
-        and not among them.
+        """The tensors that this rank's part reads; pickled objects are the host's and not among
+        them.
         """
         if self.name == "broadcast" and not self._is_source():
             return []
@@ -122,7 +109,7 @@ class CollectiveCall:
 
     @property
     def writes(self) -> list[torch.Tensor]:
-        """The tensors that this rank's part of the operation writes."""
+        """The tensors that this rank's part writes."""
         if self.name == "broadcast" and self._is_source():
             return []
         return _tensors(self.argument(self._form().writes))
@@ -133,11 +120,7 @@ class CollectiveCall:
         return self.name in _ALWAYS_ASYNC or bool(self.argument("async_op", False))
 
     def with_async(self, async_op: bool) -> CollectiveCall:
-        """The same operation, returning a handle (True) or when it is complete (False).
-
-        Raises:
-            ValueError: The operation has no such choice.
-        """
+        """The same operation, returning a handle (True) or when it is complete (False)."""
         if async_op == self.async_op:
             return self
         parameters = self._form().parameters
@@ -167,15 +150,8 @@ class CollectiveObserver(Protocol):
     """Watches operations; it may delay, replace or refuse them."""
 
     def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
-        """Called for every operation, instead of it.
-
-        Args:
-            call: What is about to be issued.
-            proceed: Issues it, through the observers further inside; call it at most once.
-
-        Returns:
-            What the caller of the operation gets: the result of ``proceed`` or something that can
-                be waited for like it.
+        """Called for every operation, instead of it; `proceed` issues it, at most once, through the
+        observers further inside. Returns its result, or what can be waited for like it.
         """
 
 
@@ -186,9 +162,7 @@ class ObserverChain:
         self.observers = observers
 
     def with_observer(self, observer: CollectiveObserver, innermost: bool) -> ObserverChain:
-        """The chain with one more observer at one of its ends; the same chain if it is there
-        already.
-        """
+        """The chain with one more observer at one of its ends, if it is not there already."""
         if observer in self.observers:
             return self
         return ObserverChain(
@@ -201,7 +175,6 @@ class ObserverChain:
         return ObserverChain(left) if left else None
 
     def run(self, call: CollectiveCall) -> Any:
-        """Issue ``call`` through all observers."""
         proceed: Callable[[], Any] = call.issue
         for observer in reversed(self.observers):
             proceed = partial(observer.run, call, proceed)
@@ -216,20 +189,16 @@ chain: ObserverChain | None = None
 
 
 def announce(what: str, group: Group) -> None:
-    """Tell what the operations are for that are about to be issued, where shapes do not say it: all
-    ranks of `group` announce the same, or whoever compares raises.
+    """Tell what the next operations are for, where shapes do not say it: all ranks of `group`
+    announce the same, or whoever compares raises.
     """
     if announcer is not None:
         announcer(what, group)
 
 
 def add_observer(observer: CollectiveObserver, innermost: bool = False) -> None:
-    """Send every operation from now on through ``observer`` too; nothing happens if it is one
-    already.
-
-    Args:
-        observer: is called around every operation, in the order of issue.
-        innermost: next to torch, inside all others; otherwise outside of all that are there.
+    """Send every operation from now on through ``observer`` too, outside of those there are or next
+    to torch; nothing happens if it is one already.
     """
     global chain
     chain = (chain or ObserverChain(())).with_observer(observer, innermost)
@@ -246,29 +215,29 @@ def is_observed_by(observer: CollectiveObserver) -> bool:
     return chain is not None and observer in chain.observers
 
 
-def observed(
+def issue(
     name: str,
     operation: Callable[..., Any],
     args: tuple[Any, ...],
-    group: Group,
-    payload: Any = None,
     log_name: str | None = None,
     prof: bool = False,
     debug: str | None = None,
 ) -> Handle:
-    """Issue an operation through the observers; the arguments are those of `CollectiveCall`.
-
-    Args:
-        payload: The tensor or tensors whose bytes are the operation's message.
-    """
-    num_bytes = message_bytes(payload)
+    """Call an operation, through the observers if there are any."""
+    if chain is None:
+        return operation(*args)
+    form = _FORMS[name]
+    group: Group = args[form.parameters.index("group")]
+    num_bytes = message_bytes(args[form.parameters.index(form.message)]) if form.message else 0
+    if name in _ONE_PER_RANK:
+        num_bytes *= group_size(group)
     call = CollectiveCall(name, operation, args, group, num_bytes, log_name, prof, debug)
-    return call.issue() if chain is None else chain.run(call)
+    return chain.run(call)
 
 
 def call_site() -> FrameType | None:
-    """Where the operation that is being observed was called: outside of the communication layer and
-    of observers.
+    """Where the operation being observed was called, outside of the communication layer and of
+    observers.
     """
     here = sys._getframe(1)
     frame: FrameType | None = here

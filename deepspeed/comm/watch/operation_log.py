@@ -1,7 +1,5 @@
-"""Statistics of collectives: counts, bytes, latencies and bandwidths.
-
-`CommsLogger` only keeps and formats numbers; `logging_control` decides what is timed and calls
-`append`. Users know this module as `deepspeed.utils.comms_logging`.
+"""Statistics of collectives: counts, bytes, latencies and bandwidths. Users know this module as
+`deepspeed.utils.comms_logging`; `logging_control` decides what is timed.
 """
 
 import math
@@ -10,7 +8,7 @@ from collections import deque
 from datetime import datetime
 from typing import Any
 
-from deepspeed.comm.host_collectives import all_gather_object
+from deepspeed.comm.collectives import all_gather_object
 from deepspeed.comm.process_groups import get_rank, get_world_size, is_initialized
 from deepspeed.utils.logging import log_dist
 from deepspeed.utils.timer import Span
@@ -126,16 +124,12 @@ class CommsLogger:
         msg_size: int,
         num_ranks: int | None = None,
     ) -> None:
-        """Record one operation when its time is known, or when somebody asks; the arguments are
-        those of `append`, with `deepspeed.utils.timer`'s time in place of the latency.
-        """
+        """`append` once the time of `span`, which stands for the latency, is known or asked for."""
         self._unread.append((raw_name, record_name, span, msg_size, num_ranks))
         self._read()
 
     def configure(self, comms_config: Any) -> None:
-        """Take the ``comms_logger`` section: from the section itself or from an object that has it
-        under that name.
-        """
+        """Take the ``comms_logger`` section, or an object that has it under that name."""
         section = getattr(comms_config, "comms_logger", comms_config)
         self.enabled = bool(section.enabled)
         self.verbose = bool(section.verbose)
@@ -195,7 +189,6 @@ class CommsLogger:
             )
 
     def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
-        """A copy of `comms_dict`."""
         return {
             name: {
                 size: [entry[0], *(list(values) for values in entry[1:])]
@@ -205,7 +198,6 @@ class CommsLogger:
         }
 
     def has_data(self) -> bool:
-        """Whether anything was recorded."""
         return bool(self.comms_dict)
 
     def reset_data(self) -> None:
@@ -221,7 +213,7 @@ class CommsLogger:
         return sum(entry[0] for by_size in self.comms_dict.values() for entry in by_size.values())
 
     def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]]:
-        """By message size, the statistics of one record name; empty when it was never recorded."""
+        """The statistics of one record name by message size; empty if never recorded."""
         return {
             size: {
                 "count": count,

@@ -1,13 +1,11 @@
 """The collective intent check: ranks compare what they are about to do before they do it, instead
 of hanging.
 
-While it is on, each operation of `deepspeed.comm` is compared out of band, through the process
-group's key-value store:
-operation, group, number in the group, reduction, root, shapes, dtypes, call site. The first
-divergence raises `CollectiveMismatchError` on every rank within seconds, naming the ranks, what
-each is about to do and where; so does a rank that never comes, that ended, or that waits in another
-operation. Switched on by ``"verify": {"collectives": true}``, by ``DS_VERIFY=collectives``, or
-here. All ranks switch it on or none does. Operations that bypass `deepspeed.comm` are not seen.
+Each operation of `deepspeed.comm` is compared out of band, through the process group's key-value
+store: operation, group, number in the group, reduction, root, shapes, dtypes, call site. The first
+divergence raises `CollectiveMismatchError` on every rank within seconds, naming ranks and places;
+so does a rank that never comes, that ended, or that waits in another operation. All ranks switch it
+on or none does.
 
 `check` is the observer, `rules` what must agree, `pairs` messages between two ranks, and
 `intent_store` where ranks leave notes for each other.
@@ -38,13 +36,12 @@ _num_checks = 0
 
 
 def enable(timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-    """Compare every operation from now on; if the check is on already, only change its time limit.
-    All ranks must call.
+    """Compare every operation from now on; if the check is on, only change its time limit. All
+    ranks must call.
 
     Args:
-        timeout_s: How long a rank waits for the others before it says who is missing, in seconds.
-            Longer than ranks legitimately differ: one that writes a checkpoint alone is late by
-            that.
+        timeout_s: How long a rank waits for the others before it says who is missing, in seconds:
+            longer than ranks legitimately differ, as by a checkpoint that one writes alone.
 
     Raises:
         ValueError: `timeout_s` is not positive.
@@ -66,9 +63,7 @@ def enable(timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
 
 
 def disable() -> None:
-    """Compare nothing from now on; others that still wait for this rank are told. Nothing happens
-    if the check is off.
-    """
+    """Compare nothing from now on; others that still wait for this rank are told."""
     global _check
     if _check is None:
         return

@@ -1,11 +1,9 @@
 """The observer that compares what ranks are about to do before they do it.
 
-Collectives: every rank of the group leaves its intent in the store; the first rank of the group,
-its leader, compares them and says "go"; the others wait for that. So each collective, an
-asynchronous one too, is a rendezvous on the host while the check is on. They compare by number in
-the group: a rank that skips one meets the others with its next.
-
-Messages between two ranks are in `pairs`: they never wait longer than the backend itself would.
+Every rank of the group leaves its intent in the store; the first, its leader, compares them and
+says "go"; the others wait for that. So each collective, an asynchronous one too, is a rendezvous on
+the host while the check is on. They compare by number in the group: a rank that skips one meets the
+others with its next.
 """
 
 from __future__ import annotations
@@ -28,15 +26,8 @@ _MAX_FOLLOWERS = 1024
 
 @dataclass
 class _Group:
-    """What this rank knows of one process group.
-
-    Attributes:
-        name: torch's name of it, the same on all ranks.
-        ranks: The global ranks.
-        issued: How many collectives this rank has begun in it.
-        agreed: The last one that was agreed on.
-        followers: Which collective came after which when it was last agreed on: programs repeat
-            themselves. The leader's.
+    """One process group as this rank knows it: how many collectives it has begun there, the last
+    that was agreed on, and (the leader) which came after which, since programs repeat themselves.
     """
 
     name: str
@@ -47,12 +38,8 @@ class _Group:
 
 
 class IntentCheck:
-    """Compares the intents of all ranks before each operation.
-
-    Args:
-        timeout_s: How long a rank waits for the others, in seconds.
-        number: How many checks there were before; the same on all ranks. Old notes must not be
-            taken for new ones.
+    """Compares the intents of all ranks before each operation. `number` is how many checks there
+    were before, alike on all ranks: old notes must not be taken for new ones.
     """
 
     def __init__(self, timeout_s: float, number: int) -> None:
@@ -66,11 +53,6 @@ class IntentCheck:
         self._groups: dict[str, _Group] = {}
 
     def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
-        """Compare, then issue.
-
-        Raises:
-            CollectiveMismatchError: Not all ranks are about to do the same.
-        """
         if torch_dist.get_rank(call.group) < 0:
             return proceed()  # not in the group: torch says what it thinks of that
         store, pairs = self._connection()
@@ -85,11 +67,8 @@ class IntentCheck:
         return proceed()
 
     def announced(self, what: str, group: process_groups.Group) -> None:
-        """Compare what the operations are for that come next; where in the program that is asked
-        for may differ.
-
-        Raises:
-            CollectiveMismatchError: Not all ranks are about to do the same.
+        """Compare what the next operations are for; where in the program that is asked for may
+        differ.
         """
         if torch_dist.get_rank(group) < 0:
             return
@@ -102,18 +81,15 @@ class IntentCheck:
             self._agree(store, known, Intent(facts, what, outer_site(), ""))
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Change how long a rank waits for the others, in seconds."""
         self.timeout_s = timeout_s
         if self._store is not None:
             self._store.timeout_s = timeout_s
 
     def abort(self, why: str) -> None:
-        """End every wait, on all ranks; see `IntentStore.abort`."""
         if self._store is not None:
             self._store.abort(why)
 
     def leave(self, why: str, stay: bool) -> None:
-        """Tell the others that this rank issues nothing any more; see `IntentStore.leave`."""
         if self._store is not None:
             self._store.leave(why, stay)
 
@@ -210,12 +186,11 @@ class IntentCheck:
 
 
 def _number(note: str) -> int:
-    """The number of a collective at the beginning of a note; -1 if there is no note yet."""
+    """The number of a collective at the beginning of a note; -1 if there is none yet."""
     return int(note.partition(" ")[0]) if note else -1
 
 
 def _mismatch(group: _Group, intents: Mapping[int, Intent], difference: str) -> str:
-    """The message about ranks that are about to do different things."""
     by_text: dict[str, list[int]] = {}
     for rank, intent in intents.items():
         by_text.setdefault(str(intent), []).append(rank)
@@ -230,7 +205,7 @@ def _mismatch(group: _Group, intents: Mapping[int, Intent], difference: str) -> 
 
 
 def _explanation(group: _Group, by_text: Mapping[str, list[int]], difference: str) -> str:
-    """Who skipped what, as far as can be known."""
+    """Say who skipped what, as far as can be known."""
     # The rule is what most ranks do; of two, what the first does.
     most = max(by_text, key=lambda text: len(by_text[text]))
     others = {text: ranks for text, ranks in by_text.items() if text != most}
@@ -263,8 +238,8 @@ def _name(ranks: list[int]) -> str:
 
 
 def _start_deferred() -> None:
-    """On a device that defers collectives: start those issued, which a rank that this one waits for
-    may be blocked in.
+    """On a device that defers collectives, start those issued: a rank that this one waits for may
+    be blocked in one.
     """
     if get_accelerator().defers_collectives:
         # startup: for simulated devices only.

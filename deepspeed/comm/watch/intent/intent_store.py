@@ -1,10 +1,9 @@
-"""Where ranks leave notes for each other: the process group's key-value store, out of band of all
+"""Where ranks leave notes for each other: the process group's store, out of band of all
 collectives.
 
-Knows waiting and failing, not what is waited for. While a rank waits for others it looks for
-reasons not to: a failure that another rank posted, a rank that has left, a circle of ranks that
-wait for each other, the time limit. The first failure posted is everybody's: all ranks raise the
-same text.
+A rank that waits for others looks for reasons not to: a failure that another rank posted, a rank
+that has left, a circle of ranks that wait for each other, the time limit. The first failure posted
+is everybody's: all ranks raise the same text.
 
 Waiting asks again and again, at growing intervals, instead of blocking in the store: other threads
 (a backend that connects) use the same connection. Keys: `failed`; per rank `seen` (its last
@@ -30,21 +29,14 @@ _STAY_S = 2.0
 
 
 class CollectiveMismatchError(RuntimeError):
-    """The ranks do not agree on what they do next, or one of them never comes. The text names ranks
+    """The ranks do not agree on what they do next, or one of them never comes; the text names ranks
     and call sites.
     """
 
 
 class IntentStore:
-    """One rank's access to the store.
-
-    Args:
-        store: A torch store that all ranks of the world share.
-        rank: This rank.
-        world_size: Number of ranks in the world.
-        timeout_s: How long to wait for others, in seconds.
-        relieve: Called in long waits: whatever this rank owes others, who may not come before they
-            have it.
+    """One rank's access to the store. `relieve` is called in long waits: whatever this rank owes
+    others, who may not come before they have it.
     """
 
     def __init__(
@@ -72,12 +64,10 @@ class IntentStore:
     # -- notes -------------------------------------------------------------------------------------
 
     def write(self, notes: dict[str, str]) -> None:
-        """Leave notes."""
         with self._connected():
             self._store.multi_set(list(notes), list(notes.values()))
 
     def has(self, *keys: str) -> bool:
-        """Whether all of these notes are there."""
         with self._connected():
             return bool(self._store.check(list(keys)))
 
@@ -91,12 +81,11 @@ class IntentStore:
             return [note.decode() for note in self._store.multi_get(list(keys))]
 
     def claim(self, key: str, note: str) -> str:
-        """Leave a note unless there is one already; returns the one that is there then."""
+        """Leave a note unless there is one already; gives the one that is there then."""
         with self._connected():
             return str(self._store.compare_set(key, "", note).decode())
 
     def erase(self, key: str) -> None:
-        """Remove a note; nothing happens if there is none."""
         with self._connected():
             self._store.delete_key(key)
 
@@ -114,11 +103,7 @@ class IntentStore:
     # -- failing -----------------------------------------------------------------------------------
 
     def fail(self, message: str) -> NoReturn:
-        """Post a failure for all ranks and raise the first one posted.
-
-        Raises:
-            CollectiveMismatchError: Always.
-        """
+        """Post a failure for all ranks and raise the first one posted."""
         self._raise(self.claim("failed", message))
 
     def abort(self, message: str) -> None:
@@ -126,11 +111,6 @@ class IntentStore:
         self._failure = self.claim("failed", message)
 
     def raise_if_failed(self) -> None:
-        """Raise the failure that a rank has posted, if one has.
-
-        Raises:
-            CollectiveMismatchError: A rank has.
-        """
         if self._failure is not None:
             raise CollectiveMismatchError(self._failure)
         (failure,) = self.read("failed")
@@ -139,7 +119,6 @@ class IntentStore:
 
     @property
     def failed(self) -> bool:
-        """Whether this rank has raised a failure before."""
         return self._failure is not None
 
     def _raise(self, message: str) -> NoReturn:
@@ -150,11 +129,8 @@ class IntentStore:
         raise CollectiveMismatchError(message)
 
     def leave(self, why: str, stay: bool) -> None:
-        """Tell the others that this rank will take part in nothing any more.
-
-        Args:
-            why: Follows the rank's name: "has ended".
-            stay: Give the others a moment to read it, because this process is about to end.
+        """Tell the others why this rank takes part in nothing any more; `stay` gives them a moment
+        to read it, because this process is about to end.
         """
         # RuntimeError: at the end of a process there may be no store any more, and nobody to tell.
         with suppress(RuntimeError):
@@ -176,12 +152,8 @@ class IntentStore:
     # -- waiting -----------------------------------------------------------------------------------
 
     def wait(self, ready: Callable[[], bool], missing: Callable[[], list[int]], what: str) -> None:
-        """Wait until ``ready()``.
-
-        Args:
-            ready: Asks the store.
-            missing: The ranks that have not done what is waited for.
-            what: What this rank is about to do, in words.
+        """Wait until ``ready()``, which asks the store; `missing` gives the ranks that are waited
+        for.
 
         Raises:
             CollectiveMismatchError: It will not happen, or has not within the time limit.
@@ -212,7 +184,6 @@ class IntentStore:
     def _look(
         self, missing: Callable[[], list[int]], what: str, waited_s: float, number: tuple[int, int]
     ) -> None:
-        """Raise if there is a reason not to wait any longer."""
         self.raise_if_failed()
         gone = [rank for rank in missing() if self.has(f"left/{rank}")]
         # Asked again: a rank that left may have done its part just before.
@@ -265,9 +236,7 @@ class IntentStore:
     def _path_back(
         self, start: int, notes: dict[int, dict[str, Any]], visited: set[int]
     ) -> list[int]:
-        """Ranks from ``start`` along what they wait for back to this rank; empty if there is no
-        such path.
-        """
+        """Ranks from ``start`` along what they wait for back to this rank, or none."""
         (text,) = self.read(f"waits/{start}")
         if not text:
             return []

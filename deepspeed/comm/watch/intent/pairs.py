@@ -1,10 +1,9 @@
 """Messages from one rank to another: what is sent must be what is expected, in the same order.
 
-Sender and receiver count the messages between them, by direction, group and tag. For each both
-claim one note in the store before they issue their side; who comes second finds the other's,
-compares and removes it. A mismatch is found by the second before it issues anything, so no wrong
-bytes ever travel. The first has issued its side by then, and learns how it went when it waits for
-its handle. It never waits for the other side where the backend would not: see `_backend_waits`.
+Both sides count the messages between them by direction, group and tag, and claim one note in the
+store before they issue theirs; who comes second compares. So a mismatch is found before the second
+issues anything, and no wrong bytes ever travel; the first learns of it when it waits for its
+handle. It never waits for the other where the backend would not: see `_backend_waits`.
 """
 
 from __future__ import annotations
@@ -27,16 +26,13 @@ _SENDS = ("send", "isend")
 
 
 class CheckedWork:
-    """The handle of a message that is compared when it is waited for; otherwise the handle
-    itself.
-    """
+    """The handle of a message that is compared when it is waited for."""
 
     def __init__(self, work: Any, settle: Callable[[], None]) -> None:
         self._work = work
         self._settle: Callable[[], None] | None = settle
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
-        """Compare at the first call, then wait as the wrapped handle does."""
         if self._settle is not None:
             settle, self._settle = self._settle, None
             settle()
@@ -47,10 +43,8 @@ class CheckedWork:
 
 
 class PairCheck:
-    """Compares both sides of messages.
-
-    A receive from any source cannot be matched in advance: the group and tag on which a rank does
-    that are not checked from then on.
+    """Compares both sides of messages. A receive from any source cannot be matched in advance: the
+    group and tag on which a rank does that are not checked from then on.
     """
 
     def __init__(self, store: IntentStore, rank: int) -> None:
@@ -62,9 +56,6 @@ class PairCheck:
     def run(self, call: CollectiveCall, group: str, proceed: Callable[[], Any]) -> Any:
         """Compare as far as the other side has come, issue, and compare the rest when the message
         is waited for.
-
-        Raises:
-            CollectiveMismatchError: The other side differs.
         """
         sends = call.name in _SENDS
         peer = call.argument("dst" if sends else "src")
@@ -95,7 +86,7 @@ class PairCheck:
     def _meet(
         self, call: CollectiveCall, key: str, peer: int, any_source: str
     ) -> Callable[[], None] | None:
-        """Compare with the other side if it is there; otherwise what is to be called before waiting
+        """Compare with the other side if it is there; otherwise gives what to call before waiting
         for the message.
         """
         payload = tensor_text(call.argument("tensor"))

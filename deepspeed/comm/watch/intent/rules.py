@@ -1,11 +1,7 @@
-"""What a rank is about to do, in a form that ranks can compare, and what must agree. Pure: no
-store, no process group.
+"""What a rank is about to do, in a form that ranks can compare, and what must agree. Pure.
 
-An `Intent` describes one rank's part of a collective. `divergence` compares those of all ranks.
-Three kinds of facts are compared: those that must be the same everywhere (operation, group,
-reduction, root, dtypes, shapes), those that must match pairwise (what rank i hands to rank j is
-what j expects of i: lists and splits, which legitimately differ between ranks), and where the call
-stands.
+Three kinds of facts are compared: those that must be the same everywhere, those that must match
+pairwise (what rank i hands to rank j is what j expects of i), and where the call stands.
 """
 
 from __future__ import annotations
@@ -30,17 +26,10 @@ _FACTS = ("operation", "group", "root", "reduction", "count", "dtype", "shape")
 
 @dataclass(frozen=True)
 class Intent:
-    """One rank's part of a collective.
-
-    Attributes:
-        facts: What must be the same on all ranks, by name.
-        text: The call in words, for messages.
-        site: Where it stands: `file:line in function`.
-        place: What of `site` is compared: machines may keep the same program in different
-            directories.
-        sends: What this rank hands to each rank of the group, by the receiver's global rank as
-            text; empty if shapes are facts.
-        expects: What it expects of each, by the sender's.
+    """One rank's part of a collective: `facts` must be the same on all ranks; of `site` (`file:line
+    in function`) only `place` is compared, because machines may keep the program in different
+    directories; `sends` and `expects` are by the other's global rank as text, empty if shapes are
+    facts.
     """
 
     facts: dict[str, Any]
@@ -51,12 +40,11 @@ class Intent:
     expects: dict[str, str] = field(default_factory=dict)
 
     def encoded(self) -> str:
-        """As text; equal intents have equal texts."""
+        """Equal intents have equal texts."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @staticmethod
     def decoded(text: str) -> Intent:
-        """The reverse of `encoded`."""
         return Intent(**json.loads(text))
 
     def __str__(self) -> str:
@@ -69,9 +57,7 @@ def tensor_text(tensor: torch.Tensor) -> str:
 
 
 def current_site() -> tuple[str, str]:
-    """The call outside of the communication layer that led here, as (`site`, `place`) of an
-    `Intent`.
-    """
+    """(`site`, `place`) of the call outside of the communication layer that led here."""
     frame = call_site()
     if frame is None:
         return "an unknown place", ""
@@ -93,9 +79,7 @@ def outer_site() -> str:
 
 
 def intent_of(call: CollectiveCall, ranks: Sequence[int], rank: int) -> Intent:
-    """The intent of global rank ``rank``, which is about to issue ``call`` in the group of global
-    ranks ``ranks``.
-    """
+    """The intent of global rank ``rank``, about to issue ``call`` in the group of ``ranks``."""
     facts: dict[str, Any] = {"operation": call.name, "group": list(ranks)}
     root = call.argument("src", call.argument("dst"))
     if root is not None:
@@ -116,11 +100,7 @@ def intent_of(call: CollectiveCall, ranks: Sequence[int], rank: int) -> Intent:
 
 
 def divergence(intents: Mapping[int, Intent]) -> str | None:
-    """What the ranks disagree about, in words; None if they agree.
-
-    Args:
-        intents: By global rank, all ranks of the group.
-    """
+    """What the ranks (all of the group) disagree about, in words; None if they agree."""
     for fact in _FACTS:
         if len({json.dumps(intent.facts.get(fact)) for intent in intents.values()}) > 1:
             return f"the {fact} differs"
@@ -169,9 +149,7 @@ def _in_words(call: CollectiveCall, facts: Mapping[str, Any]) -> str:
 def _exchanged(
     call: CollectiveCall, ranks: Sequence[int], rank: int
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """What ``rank`` sends to and expects of each rank, of operations whose shapes may differ
-    between ranks.
-    """
+    """What ``rank`` sends to and expects of each rank, of operations whose shapes may differ."""
     tensor = call.argument("tensor")
     root = str(call.argument("src", call.argument("dst")))
     match call.name:

@@ -1,6 +1,5 @@
-"""Which pieces have the same contributors on all ranks, and how their fingerprints are added up.
-
-Whose contributions make the right gradient of which parameter is said by `gradients.scope`.
+"""Which pieces have the same contributors on all ranks (`gradients.scope` says whose they are), and
+how their fingerprints are added up.
 """
 
 from __future__ import annotations
@@ -20,10 +19,7 @@ def with_common_cuts(
     pieces: Sequence[GradientPiece], scope: GradientScope, names: Callable[[nn.Parameter], str]
 ) -> list[GradientPiece]:
     """The pieces, with those of a shared parameter cut where any part of the model cuts it.
-    Collective over the parts.
-
-    Raises:
-        ValueError: If a shared parameter is trained by some of the parts only.
+    Collective over the parts; ValueError if only some of them train it.
     """
     cuts: dict[nn.Parameter, list[int]] = {}
     for param, group in scope.shared:
@@ -69,16 +65,8 @@ def _part_of(piece: GradientPiece, start: int, end: int) -> Callable[[], torch.T
 
 
 class ContributorSum:
-    """Adds up rows of pieces over everybody who contributes to them.
-
-    Args:
-        pieces: All pieces of this rank, after `with_common_cuts`.
-        scope: Who contributes.
-
-    Attributes:
-        holders: For each piece, the global ranks that hold it in this part of the model.
-        sharers: For each piece, one global rank of each part of the model that shares it; empty if
-            this is the only one.
+    """Adds up rows of pieces over everybody who contributes to them. `holders` and `sharers` are as
+    in `RankReport`.
     """
 
     def __init__(self, pieces: Sequence[GradientPiece], scope: GradientScope) -> None:
@@ -116,12 +104,10 @@ class ContributorSum:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank is the first that holds the pieces, and speaks for the others."""
         return bool(self.holders) and dist.get_rank() == min(self.holders[0])
 
     @property
     def num_parts(self) -> list[int]:
-        """For each piece, how many parts of the model contribute to it."""
         return [max(1, len(ranks)) for ranks in self.sharers]
 
 

@@ -1,9 +1,6 @@
 """From the reports of all ranks to findings: pieces are sorted into families that have the same
-contributors, and explained there.
-
-Pure: works on what all ranks have exchanged, and gives the same answer on all of them. Stages hold
-other parameters than each other, ranks other experts; which pieces are the same is told by name and
-place.
+contributors, and explained there. Pure, and alike on all ranks. Stages hold other parameters than
+each other, ranks other experts; which pieces are the same is told by name and place.
 """
 
 from __future__ import annotations
@@ -27,15 +24,9 @@ class PieceKey(NamedTuple):
 
 @dataclass
 class RankReport:
-    """What one rank tells all others after a deviation.
-
-    Attributes:
-        record: Its contributions and what it found, for all its pieces.
-        keys: Its pieces.
-        holders: For each, the global ranks that hold it in this part of the model.
-        sharers: For each, one global rank of each part of the model that shares it; empty if this
-            is the only one.
-        absent: Backwards that never came, in words.
+    """What one rank tells all others after a deviation: for each of its pieces (`keys`), the global
+    ranks that hold it in this part of the model, and one rank of each part that shares it; `absent`
+    are backwards that never came, in words.
     """
 
     record: RankRecord
@@ -58,11 +49,8 @@ class _Place(NamedTuple):
 
 
 def explain_all(reports: dict[int, RankReport], num_replicas: int) -> list[LedgerFinding]:
-    """Findings for all pieces that deviate on some rank, and for backwards that never came.
-
-    Args:
-        reports: By global rank.
-        num_replicas: N of the ledger's definition.
+    """Find what explains the deviations of all pieces, and the backwards that never came, from the
+    reports by global rank.
     """
     findings = _absent(reports)
     index = {
@@ -125,7 +113,6 @@ def _explain_family(
 
 
 def _restricted(record: RankRecord, rows: Sequence[int]) -> RankRecord:
-    """The record of these pieces only, which become pieces 0, 1, ..."""
     positions = {row: position for position, row in enumerate(record.held)}
     held = [number for number, row in enumerate(rows) if row in positions]
     of_held = [positions[rows[number]] for number in held]
@@ -143,7 +130,6 @@ def _restricted(record: RankRecord, rows: Sequence[int]) -> RankRecord:
 
 
 def _absent(reports: dict[int, RankReport]) -> list[LedgerFinding]:
-    """One finding for each thing that never came, on whatever ranks."""
     texts = dict.fromkeys(text for report in reports.values() for text in report.absent)
     found = []
     for text in texts:
@@ -154,7 +140,7 @@ def _absent(reports: dict[int, RankReport]) -> list[LedgerFinding]:
 
 
 def _merged(findings: Sequence[LedgerFinding]) -> list[LedgerFinding]:
-    """One error reads the same in every family; the one with most parameters comes first."""
+    """Join what reads the same in every family; the one with most parameters comes first."""
     names: dict[tuple[str, str], dict[str, None]] = {}
     for finding in findings:
         names.setdefault((finding.kind, finding.text), {}).update(dict.fromkeys(finding.parameters))

@@ -1,10 +1,9 @@
 """Why a gradient is not what it ought to be: which error of synchronization turns the right one
 into the one found.
 
-Pure: works on the fingerprints that all ranks have exchanged after the ledger found a deviation,
-and gives the same answer on all of them. Every known error predicts what would have arrived; the
-prediction that explains most parameters is the finding, the rest is explained again, and what
-nothing explains is reported as that.
+Pure: works on the fingerprints that all ranks have exchanged, and gives the same answer on all of
+them. Every known error predicts what would have arrived; the prediction that explains most
+parameters is the finding, and the rest is explained again.
 """
 
 from __future__ import annotations
@@ -74,15 +73,10 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class Family:
-    """Whom a set of records comes from: everybody who contributes to some pieces.
-
-    Attributes:
-        ranks: Global rank of each record.
-        parts: For each record, positions of those that hold the same part of the model; others
-            share the pieces with it.
-        num_replicas: N of the definition, which experts' holders are only a part of.
-        everybody: What the ranks of the world contribute to pieces of these names, `[U, DIMS]`;
-            None if that is the same.
+    """Whom a set of records comes from: everybody who contributes to some pieces. `parts` are for
+    each record the positions of those that hold the same part of the model; `num_replicas` is N of
+    the definition; `everybody` what the ranks of the world contribute to pieces of these names, if
+    that is not the same.
     """
 
     ranks: tuple[int, ...]
@@ -92,15 +86,12 @@ class Family:
 
     @staticmethod
     def of_replicas(num_ranks: int) -> Family:
-        """Ranks 0, 1, ... that all hold the same model."""
         everyone = tuple(range(num_ranks))
         return Family(everyone, (everyone,) * num_ranks, num_ranks)
 
 
 class Hypothesis(NamedTuple):
-    """An error: its kind, its text, and what it would make of the wrong pieces of one holder,
-    `[wrong, DIMS]`.
-    """
+    """An error: its kind, its text, and what it would make of one holder's wrong pieces."""
 
     kind: str
     text: str
@@ -130,7 +121,6 @@ class _Holder:
         self.everybody = None if family.everybody is None else family.everybody[self.pieces]
 
     def hypotheses(self) -> Iterator[Hypothesis]:
-        """All errors that are known, the simplest first."""
         yield from self._late()
         yield from self._one_contribution()
         yield from self._whole_micro_batches()
@@ -207,8 +197,8 @@ class _Holder:
                 yield Hypothesis("lost", text, self.right - self.parts[rank, first:].sum(0))
 
     def _shared(self) -> Iterator[Hypothesis]:
-        """Errors of parameters that several parts of the model share, or that other ranks have
-        others of.
+        """Errors of parameters that several parts of the model share, or other ranks have others
+        of.
         """
         own = list(self.family.parts[self.rank])
         if len(own) < self.num_ranks:
@@ -323,15 +313,11 @@ class _Fit(NamedTuple):
 def explain(
     records: Sequence[RankRecord], names: Sequence[str], family: Family | None = None
 ) -> list[LedgerFinding]:
-    """Findings for all pieces that deviate on some rank.
+    """Find what explains all pieces that deviate on some rank, the finding that explains most
+    first.
 
-    Args:
-        records: Of everybody who contributes to the pieces.
-        names: Parameter of each piece.
-        family: Whom the records come from; None: from ranks 0, 1, ... that hold the same model.
-
-    Returns:
-        The finding that explains most pieces first.
+    `records` are of everybody who contributes to the pieces, whose parameters are `names`; without
+    a `family` they are of ranks 0, 1, ... that hold the same model.
     """
     family = family or Family.of_replicas(len(records))
     num_micro = max(1, max(record.contributions.shape[0] for record in records))
@@ -373,9 +359,7 @@ def explain(
 def _best(
     fits: dict[tuple[str, str], list[tuple[int, _Fit]]], open_pieces: set[tuple[int, int]]
 ) -> tuple[str, str] | None:
-    """The hypothesis that explains most of what is open, then the one with the smallest error, then
-    the simplest.
-    """
+    """The hypothesis that explains most, then that with the smallest error, then the simplest."""
     best, best_score = None, (0, 0.0)
     for key, by_rank in fits.items():
         count = sum(

@@ -36,19 +36,14 @@ FP32_ROUNDOFF = 2.0**-24
 
 
 def fingerprint_roundoff(numel: int) -> float:
-    """Relative error of a fingerprint of `numel` elements: fp32 sums over rows and columns, with
-    errors that look random.
+    """Relative error of a fingerprint of `numel` elements: fp32 sums, with errors that look
+    random.
     """
     return FP32_ROUNDOFF * 2.0 * (math.sqrt(numel / WIDTH) + math.sqrt(WIDTH / DIMS) + 2.0)
 
 
 class Fingerprint:
-    """The fixed signs on one device.
-
-    Args:
-        device: Where the gradients lie.
-        max_numel: Elements of the largest parameter.
-    """
+    """The fixed signs on one device, for parameters of at most `max_numel` elements."""
 
     def __init__(self, device: torch.device, max_numel: int) -> None:
         generator = torch.Generator().manual_seed(SEED)
@@ -71,14 +66,8 @@ class Fingerprint:
 
     @torch.no_grad()
     def of(self, flat: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """The fingerprint of consecutive elements of a parameter.
-
-        Args:
-            flat: The elements, 1-D, any floating dtype.
-            start: Offset of the first one in the parameter.
-
-        Returns:
-            fp32, shape `[DIMS]`.
+        """The fingerprint (fp32, `[DIMS]`) of consecutive elements of a parameter, from
+        `start` on.
         """
         device_type = flat.device.type
         if torch.is_autocast_enabled(device_type):

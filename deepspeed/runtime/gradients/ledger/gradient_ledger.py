@@ -69,22 +69,13 @@ class GradientLedgerError(RuntimeError):
 
 
 class GradientLedger(ContributionRecorder):
-    """See module. Made by `runtime.engine_parts.verification`, called by optimizers and engines.
+    """See module. Construction is collective where parts of the model share parameters.
 
     Args:
         pieces: All pieces of all parameters, in an order that is the same on all ranks that hold
             them.
-        names: Name of each parameter.
-        scope: Who contributes to them. Construction is collective where parts of the model share
-            parameters.
-        tracker: Who knows how many micro-batches make a step.
         sum_op: `gradient_allreduce_op` is "sum".
         raises: Raise on a deviation; otherwise it is only added to `findings`.
-
-    Attributes:
-        findings: All deviations so far.
-        zero_gradients: Parameters whose gradient was exactly zero on all ranks in the last step.
-        steps: Steps checked.
     """
 
     def __init__(
@@ -114,11 +105,9 @@ class GradientLedger(ContributionRecorder):
         self._skips_window = False
 
     def replaced(self, param: nn.Parameter) -> None:
-        """Don't check it at this step."""
         self._excused.add(param)
 
     def skip_window(self) -> None:
-        """Check nothing."""
         self._skips_window = True
 
     def cleared(self) -> None:
@@ -175,16 +164,8 @@ class GradientLedger(ContributionRecorder):
         return torch.cat(prints) * factor
 
     def _bounds(self, norms: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the allowed deviation, before SLACK; see [Note: tolerance].
-
-        Each rank knows best how its own contributions were rounded, so the parts are added up over
-        ranks.
-
-        Args:
-            norms: M of this rank's contributions; `[pieces]`.
-
-        Returns:
-            Shape `[pieces]`.
+        """This rank's part of the allowed deviation `[pieces]` for its contributions' norms, before
+        SLACK: it knows best how they were rounded. See [Note: tolerance].
         """
         relative, absolute = [], []
         for index, (piece, num_parts) in enumerate(

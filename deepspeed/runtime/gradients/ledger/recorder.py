@@ -1,9 +1,6 @@
-"""The debit side of the ledger: what autograd hands out, fingerprinted as it leaves.
-
-A recorder puts a hook on every parameter and keeps, for each backward, the fingerprint and the norm
-of every gradient that came, with what the engine multiplied the loss by, which it measures at the
-loss. What is recorded is summed up and weighted as in the definition of correct (`gradient_ledger`)
-when a step asks for it. Knows nothing of where gradients go.
+"""The debit side of the ledger: what autograd hands out, fingerprinted by a hook on every parameter
+as it leaves, with what the engine multiplied the loss by, measured at the loss. A step asks for the
+sum, weighted as in the definition of correct (`gradient_ledger`).
 """
 
 from __future__ import annotations
@@ -29,16 +26,8 @@ from deepspeed.utils.tensor_fragment import logical_shape
 class _MicroBatch:
     """Contributions of one backward, or of all backwards of one micro-batch that a schedule runs.
 
-    Attributes:
-        divisor: What the client's loss has still to be divided by: the accumulation steps, or 1 if
-            the client did.
-        micro_step: The tracker's count when it began.
-        entries: For each piece, (fingerprint `[DIMS]`, norm) of each gradient that autograd handed
-            out.
-        loss_factor: Gradient at the client's loss, 0-dim; None is 1.
-        is_unnoticed: The model was called past the engine, which learns of the gradients at the
-            step.
-        number: Which micro-batch of a schedule; None without one.
+    `divisor` is what the client's loss has still to be divided by; `entries` are for each piece the
+    fingerprint and norm of each gradient; `is_unnoticed`: the model was called past the engine.
     """
 
     divisor: float
@@ -49,19 +38,12 @@ class _MicroBatch:
     number: int | None = None
 
     def factor(self) -> torch.Tensor | float:
-        """The number that autograd's gradients are divided by to be those of the client's loss."""
+        """What autograd's gradients are divided by to be those of the client's loss."""
         return 1.0 if self.loss_factor is None else self.loss_factor
 
 
 class ContributionRecorder(GradientObserver):
-    """See module.
-
-    Args:
-        pieces: All pieces of all parameters, cut alike on all ranks.
-        scope: How many ranks' losses are averaged, and what a schedule runs.
-        tracker: Who knows how many micro-batches make a step.
-        sum_op: `gradient_allreduce_op` is "sum".
-    """
+    """See module. `pieces` are all of all parameters, cut alike on all ranks."""
 
     def __init__(
         self,
@@ -104,7 +86,6 @@ class ContributionRecorder(GradientObserver):
     # As it happens
 
     def opened(self, loss: torch.Tensor | None, divisor: float) -> None:
-        """Measure the gradient at the loss."""
         micro_batch = _MicroBatch(divisor, self._tracker.micro_steps)
         self._micro_batches.append(micro_batch)
         self._begin()
@@ -116,7 +97,6 @@ class ContributionRecorder(GradientObserver):
             loss.register_hook(on_loss)  # type: ignore[no-untyped-call]  # torch's is untyped
 
     def pass_opened(self, micro_batch: int, chunk: int) -> None:
-        """Make all passes of one micro-batch one entry."""
         self._passes.append((micro_batch, chunk))
         known = next((m for m in self._micro_batches if m.number == micro_batch), None)
         if known is not None:
@@ -127,7 +107,6 @@ class ContributionRecorder(GradientObserver):
         self._begin()
 
     def loss_known(self, micro_batch: int, loss: torch.Tensor) -> None:
-        """Measure the gradient at the loss."""
         self._at_loss[micro_batch] = None
 
         def on_loss(grad: torch.Tensor) -> None:
@@ -176,7 +155,6 @@ class ContributionRecorder(GradientObserver):
                 self._late.setdefault(param, []).append((micro_batch, index, len(entries) - 1))
 
     def sent(self, params: Iterable[nn.Parameter]) -> None:
-        """Take what comes later in this backward for late unless it is sent again."""
         for param in params:
             self._sealed.add(param)
             self._late.pop(param, None)
@@ -223,7 +201,6 @@ class ContributionRecorder(GradientObserver):
                 micro_batch.loss_factor = factors[micro_batch.number]
 
     def _absent_passes(self) -> list[str]:
-        """What a schedule has not run, or twice, in words."""
         passes = self._scope.passes
         if passes is None:
             return []
