@@ -1,13 +1,5 @@
-"""Mixture of experts.
-
-gating          which expert sees which token
-dispatch        tokens moved by these decisions inside a rank
-mappings        and across tensor-parallel ranks
-experts         this rank's experts
-sharded_moe     gate, exchange over the expert group, experts
-layer           what a model uses
-utils           parameters sorted into optimizer groups
-auto_ep         a model's own experts, spread over ranks
-expert_rows     parameters with a row per expert
-owner_exchange  each token's experts run where they are
+"""Mixture of experts: `gating` decides which expert sees which token, `dispatch` moves tokens
+inside a rank and `mappings` across tensor-parallel ones, `experts` are this rank's, `sharded_moe`
+exchanges, `layer` is what a model uses, `utils` sorts parameters. `auto_ep` spreads a model's own
+experts, with `expert_rows` and `owner_exchange`.
 """

@@ -1,15 +1,10 @@
-"""Spread a model's own experts over ranks, whatever model it is of.
+"""Spread a model's own experts over ranks. transformers keeps the experts of a layer in one module
+whose parameters have a row for each. It becomes one that holds the rows of this rank's experts and
+runs each token's where they are (`owner_exchange`), by its own forward.
 
-transformers keeps the experts of a layer in one module whose parameters have a row for each, and
-whose forward takes tokens, the experts that a router has chosen for them, and the weights of these
-choices. Such a module becomes one that holds the rows of this rank's experts and runs each token's
-where they are (`owner_exchange`); router, shared experts and everything else stay as they are. The
-module's own forward computes, so that results are the model's own.
-
-Parameters keep their identity: optimizers and groups that clients made of them stay valid. To the
-outside the layer has whole experts: `state_dict()` gathers them, `load_state_dict()` takes the rows
-of this rank from whole ones. At ZeRO stage 3, where each rank has a shard of its rows, neither is
-so: `state_dict()` has no elements of them, as of what else is sharded.
+Parameters keep their identity. To the outside the layer has whole experts: `state_dict()` gathers
+them, `load_state_dict()` takes this rank's rows. At ZeRO stage 3 neither is so: `state_dict()` has
+no elements of them, as of what else is sharded.
 """
 
 from __future__ import annotations
@@ -38,10 +33,7 @@ _gathers = True
 
 class SpreadExperts(nn.Module):
     """What a module of experts becomes: a class of its own made of this one and the module's.
-
-    Attributes:
-        num_experts: Experts on this rank, which is what the module's own code asks for.
-        rows: Which of all these are. Parameters have it too, but lose it when they are copied.
+    `num_experts` are those on this rank, which the module's own code asks for; `rows` says which.
     """
 
     num_experts: int
@@ -52,12 +44,11 @@ class SpreadExperts(nn.Module):
 
     @property
     def spread_params(self) -> dict[str, nn.Parameter]:
-        """The parameters with a row for each expert, by their names in this module."""
         return dict(self.named_parameters(recurse=False))
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run the module's own forward, each expert where it is, on tokens [..., M], the experts of
-        each, [..., k], and their weights, [..., k]. All ranks of the expert group call it.
+        each, [..., k], and their weights. Collective over the expert group.
         """
         given = dict(zip(ARGUMENTS, args, strict=False))
         given |= {_OTHER_NAMES.get(name, name): value for name, value in kwargs.items()}
@@ -82,9 +73,7 @@ class SpreadExperts(nn.Module):
         return output.view(*hidden.shape[:-1], -1)
 
     def gathered(self, keep: bool = True) -> dict[str, torch.Tensor]:
-        """Gather the whole parameters into host memory, by name, on ranks that `keep` them. All
-        ranks of the expert group call it.
-        """
+        """Gather the whole parameters into host memory on ranks that `keep` them. Collective."""
         found = {}
         for name, param in self.spread_params.items():
             whole = self.with_all_rows(param.data)
@@ -93,7 +82,6 @@ class SpreadExperts(nn.Module):
         return found
 
     def with_all_rows(self, own: torch.Tensor) -> torch.Tensor:
-        """Gather a parameter, or what is cut like it. All ranks of the expert group call it."""
         group = self.parallel_map.experts(self.expert_group_name).expert.group
         whole = own.new_empty((self.rows.num_experts, *own.shape[1:]))
         dist.all_gather_into_tensor(whole, own.contiguous(), group=group)
@@ -125,7 +113,6 @@ class SpreadExperts(nn.Module):
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    """Whether parameters are shards (ZeRO stage 3), which others make whole when they like."""
     return any(hasattr(param, "ds_shape") for param in module.parameters(recurse=False))
 
 
@@ -160,9 +147,7 @@ def named_spread_experts(model: nn.Module) -> list[tuple[str, SpreadExperts]]:
 
 
 def gathered_experts(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
-    """Gather the parameters of all spread experts, as `SpreadExperts.gathered`, by name in the
-    model.
-    """
+    """Gather the parameters of all spread experts, by name in the model. Collective."""
     return {
         f"{prefix}.{name}".lstrip("."): value
         for prefix, module in named_spread_experts(model)
@@ -197,9 +182,7 @@ def spreadable(model: nn.Module) -> list[nn.Module]:
 
 
 def check_spread(model: nn.Module, ep_size: int, parallel_map: ParallelMap) -> None:
-    """Refuse what cannot be spread, or was over others: other parts of the model elsewhere, no
-    experts, adapters that compute with all of them; log what is left out.
-    """
+    """Refuse what cannot be spread, or was over others; log what is left out."""
     what = f"expert_parallel.autoep_size: {ep_size}"
     if parallel_map.tensor.size > 1 or parallel_map.pipe.size > 1:
         raise MisuseError(
@@ -245,7 +228,6 @@ def check_spread(model: nn.Module, ep_size: int, parallel_map: ParallelMap) -> N
 
 
 def _other_experts(model: nn.Module) -> list[str]:
-    """Name lists of modules, and packed ones with another forward, that cannot be spread."""
     names = {}
     for name, module in model.named_modules():
         is_list = name.rpartition(".")[2] == "experts" and isinstance(

@@ -1,9 +1,6 @@
-"""Move tokens into the slots of experts and back, by index.
-
-Each direction is a gather forward and a gather backward: routes and slots are inverse maps of each
-other, so that neither needs atomic additions (slow, and in an order that changes from run to run).
-The cost is O((S * k + E * C) * M); multiplying by the dense masks of the papers is O(S * E * C *
-M). S tokens, k routes per token, E experts, C slots per expert, M model width.
+"""Move tokens into the slots of experts and back, by index. Routes and slots are inverse maps of
+each other, so that each direction is a gather forward and backward and needs no atomic additions
+(slow, and in an order that changes). S tokens, k routes per token, E experts, M model width.
 """
 
 from __future__ import annotations
@@ -50,7 +47,7 @@ def route_map(routes: SparseRoutes, slots_per_expert: int) -> RouteMap:
 
 
 def dispatch(tokens: torch.Tensor, routes: RouteMap) -> torch.Tensor:
-    """The content of all slots, [E * slots, M], from tokens [S, M]; zeros in empty slots."""
+    """Fill all slots, [E * slots, M], from tokens [S, M], with zeros in empty ones."""
     return _Dispatch.apply(tokens, *routes)
 
 
@@ -60,7 +57,7 @@ def combine(slots: torch.Tensor, weights: torch.Tensor, routes: RouteMap) -> tor
 
 
 def _rows(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """source[index] along the first axis, with zeros where the index is -1."""
+    """Take source[index] along the first axis, with zeros where the index is -1."""
     if not len(source):
         return source.new_zeros((len(index), *source.shape[1:]))
     rows = source.index_select(0, index.clamp(min=0))

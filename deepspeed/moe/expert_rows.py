@@ -1,8 +1,5 @@
-"""Parameters that have a row for each expert, of which this rank holds some.
-
-A parameter [experts, ...] that is spread over an expert group keeps its name and its identity; what
-changes is its length, and that it carries its `ExpertRows`. Checkpoints have such parameters whole:
-element i of what this rank holds is element `first_element(param) + i` of the parameter there.
+"""Parameters [experts, ...] that are spread over an expert group: they keep name and identity, have
+another length, and carry their `ExpertRows`. Checkpoints have them whole.
 """
 
 from __future__ import annotations
@@ -22,23 +19,22 @@ class ExpertRows:
     num_experts: int
 
     def __deepcopy__(self, memo: dict[int, object]) -> ExpertRows:
-        """Itself: it cannot change."""
         return self
 
 
 def rows_of(param: torch.Tensor) -> ExpertRows | None:
-    """The rows that a parameter is of; None for one that is not spread."""
+    """Return the rows that a parameter is of; None for one that is not spread."""
     rows: ExpertRows | None = getattr(param, "ds_expert_rows", None)
     return rows
 
 
 def whole_shape(param: torch.Tensor) -> torch.Size:
-    """The parameter's shape over all ranks that hold some of its experts."""
+    """Return the parameter's shape over all ranks that hold some of its experts."""
     shape, rows = logical_shape(param), rows_of(param)
     return shape if rows is None else torch.Size((rows.num_experts, *shape[1:]))
 
 
 def first_element(param: torch.Tensor) -> int:
-    """The place of this rank's first element among those of the whole parameter."""
+    """Return the place of this rank's first element among those of the whole parameter."""
     shape, rows = logical_shape(param), rows_of(param)
     return 0 if rows is None else rows.first * shape[1:].numel()

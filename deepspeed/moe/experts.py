@@ -1,7 +1,5 @@
-"""The experts that this rank holds.
-
-An expert's parameters carry `allreduce = False` and `group_name = "ep_size_N"`: they are reduced
-over the expert-data group of that name, not over all data-parallel ranks.
+"""The experts that this rank holds. Their parameters carry `allreduce = False` and `group_name =
+"ep_size_N"`: they are reduced over the expert-data group of that name.
 """
 
 from __future__ import annotations
@@ -13,19 +11,13 @@ from torch import nn
 
 
 class Experts(nn.Module):
-    """`num_local_experts` copies of one module, each for its own slots.
+    """`num_local_experts` copies of one module, which maps [..., M] to [..., M], or to (output,
+    bias), each for its own slots; `expert_group_name` is "ep_size_N", or None outside of expert
+    parallelism.
 
-    All copies start equal, on every rank that constructs `expert` from the same random state. Which
-    ranks hold the same experts is known only to the process groups, so different first weights are
-    the model's decision: construct `expert` under a different seed per rank (`deepspeed.initialize`
-    then gives the ranks of each expert-data group the weights of its first rank), or re-initialize
-    the members of `deepspeed_experts`.
-
-    Args:
-        expert: Maps [..., M] to [..., M]; may return (output, bias), which are added, as Megatron's
-            layers do.
-        num_local_experts: Experts on this rank.
-        expert_group_name: "ep_size_N"; None for experts outside of expert parallelism.
+    All copies start equal. Different first weights are the model's decision: construct `expert`
+    under a different seed per rank (`deepspeed.initialize` then gives the ranks of each expert-data
+    group the weights of its first rank), or re-initialize the members of `deepspeed_experts`.
     """
 
     def __init__(
@@ -46,7 +38,6 @@ class Experts(nn.Module):
             self.deepspeed_experts.extend(nn.ModuleList([own]))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Run each expert on its part of [ranks, local experts, slots, M]."""
         parts = inputs.chunk(self.num_local_experts, dim=1)
         outputs = [
             plain_output(expert(part))
@@ -56,7 +47,7 @@ class Experts(nn.Module):
 
 
 def plain_output(output: torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
-    """The output of a layer that may return it with a bias still to be added."""
+    """Take the output of a layer that may return it with a bias still to be added."""
     if isinstance(output, tuple):
         value, bias = output
         return value if bias is None else value + bias

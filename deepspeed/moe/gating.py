@@ -1,9 +1,6 @@
-"""Which expert sees which token: the gates of Switch (top 1), GShard (top 2) and their
-generalization (top k).
-
-Pure decisions over logits: no token is touched here (`dispatch` does), and the only communication
-is the agreement on a capacity when no token may be dropped. S tokens, E experts, k routes per
-token, C slots per expert ("capacity").
+"""Which expert sees which token: the gates of Switch (top 1), GShard (top 2) and top k. Pure
+decisions over logits; the only communication is the agreement on a capacity when no token may be
+dropped. S tokens, E experts, k routes per token, C slots per expert ("capacity").
 
 The load-balancing loss is E * sum_e(mean gate of e * fraction of the tokens routed to e), over k
 for the top-k gate, where every route counts; it is 1 when balanced. Top 2 counts first choices
@@ -81,9 +78,7 @@ Routes = DenseRoutes | SparseRoutes
 def multiplicative_jitter(
     x: torch.Tensor, device: torch.device, epsilon: float = 1e-2
 ) -> torch.Tensor:
-    """Multiply by uniform noise in [1 - epsilon, 1 + epsilon] of the default generator of
-    ``device``.
-    """
+    """Multiply by uniform noise in [1 - epsilon, 1 + epsilon] of ``device``'s default generator."""
     if epsilon == 0:
         return x
     return x * torch.empty(x.shape, dtype=x.dtype, device=device).uniform_(
@@ -92,7 +87,7 @@ def multiplicative_jitter(
 
 
 def gumbel_rsample(shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Standard Gumbel noise: the arg max of logits plus this is a sample of their softmax."""
+    """Draw standard Gumbel noise: the arg max of logits plus this is a sample of their softmax."""
     # A standard Gumbel variable is minus the logarithm of a standard exponential one.
     return -torch.empty(tuple(shape), device=device).exponential_().log()
 
@@ -114,18 +109,11 @@ def top1gating(
 ) -> Routes:
     """Route each token to its best expert, weighted by the gate's probability (Switch).
 
-    Args:
-        logits: [S, E] fp32.
-        capacity_factor: Slots per expert, in units of S / E.
-        min_capacity: Least slots per expert.
-        used_token: [S]; 0 for tokens that no expert shall see (padding).
-        noisy_gate_policy: "RSample" samples the expert instead of taking the best.
-        drop_tokens: An expert's tokens beyond its capacity are dropped; otherwise every expert gets
-            as many slots as the fullest needs, over ``ep_group``.
-        use_rts: Which tokens an overfull expert drops is random; otherwise the last ones.
-        ep_group: Ranks that must have equal capacities; asked only with ``drop_tokens=False``.
-        sparse_routes: Return `SparseRoutes`.
-        use_tutel: Not supported: NotImplementedError.
+    Args: see `TopKGate`. Logits are [S, E] fp32; `used_token` [S] is 0 for tokens that no expert
+    shall see (padding). With ``drop_tokens`` an expert's tokens beyond its capacity,
+    ``capacity_factor`` S / E, are dropped, at random with ``use_rts``, else the last ones;
+    otherwise every expert gets as many slots as the fullest needs, over ``ep_group``. "RSample" as
+    ``noisy_gate_policy`` samples the expert. ``use_tutel`` is not supported: NotImplementedError.
     """
     refuse_tutel(use_tutel)
     gates = functional.softmax(logits, dim=1)
@@ -194,8 +182,7 @@ def topkgating(
     """Route each token to its k best experts, weighted by their probabilities normalized to 1.
 
     Arguments as in `top1gating`; capacities are of k S / E. An overfull expert drops by
-    ``drop_policy``: "probs" the tokens of least probability, "position" the last ones; ValueError
-    for others.
+    ``drop_policy``: "probs" the tokens of least probability, "position" the last ones.
     """
     if drop_policy not in DROP_POLICIES:
         raise ValueError(f"drop_policy={drop_policy!r}: expected one of {DROP_POLICIES}")
@@ -253,7 +240,6 @@ def _routed(
 def _mask_of(
     experts: torch.Tensor, num_experts: int, used_token: torch.Tensor | None
 ) -> torch.Tensor:
-    """[S, E] int64: 1 where a token wants an expert."""
     mask = torch.zeros(
         len(experts), num_experts, dtype=torch.int64, device=experts.device
     ).scatter_(1, experts, 1)
@@ -299,7 +285,6 @@ def _capacity(
 
 
 def _balance(gates: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The load-balancing loss; 0 without tokens."""
     num_tokens, num_experts = gates.shape
     counted = max(num_tokens, 1)
     return num_experts * torch.sum(
@@ -308,7 +293,6 @@ def _balance(gates: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def _kept_gates(gates: torch.Tensor, chosen: _Chosen) -> torch.Tensor:
-    """[S, k]: the probabilities of the kept routes."""
     return gates.gather(1, chosen.experts) * chosen.kept.gather(1, chosen.experts)
 
 

@@ -1,7 +1,5 @@
-"""The layer that a model uses: mixture of experts in place of a feed-forward block.
-
-Module names are upstream's, since checkpoints hold them: `deepspeed_moe.gate.wg`,
-`deepspeed_moe.experts.deepspeed_experts.I`, and `mlp`, `coefficient` of a residual layer.
+"""The layer that a model uses. Module names are upstream's, since checkpoints hold them:
+`deepspeed_moe.gate.wg`, `deepspeed_moe.experts.deepspeed_experts.I`, and `mlp`, `coefficient`.
 """
 
 from __future__ import annotations
@@ -22,26 +20,13 @@ def make_expert_groups(ep_size: int, is_tensor_parallel: bool, data_first: bool)
 
 
 class MoE(nn.Module):
-    """A mixture of `num_experts` copies of `expert`, spread over `ep_size` ranks.
+    """A mixture of `num_experts` copies of `expert` (see `Experts`), spread over `ep_size` ranks.
 
     Ranks of one expert group must see equally many tokens unless ``drop_tokens=False``. With tensor
     parallelism all tensor ranks must see the same tokens and have the same state of the default
-    random generator, as they must route alike.
-
-    Args:
-        hidden_size: Width of the hidden states.
-        expert: Module that maps [..., hidden_size] to [..., hidden_size]; see `Experts` about first
-            weights.
-        num_experts: Experts over all ranks.
-        ep_size: Ranks over which they are spread.
-        use_residual: Add a dense `expert`, both weighted by a learned softmax (residual MoE).
-        enable_expert_tensor_parallelism: `expert` is tensor parallel.
-
-    The others are the gate's: see `TopKGate`.
-
-    Raises:
-        ValueError: For values that do not go together.
-        NotImplementedError: For ``use_tutel``.
+    random generator, as they must route alike. `use_residual` adds a dense `expert`, both weighted
+    by a learned softmax; with `enable_expert_tensor_parallelism` `expert` is tensor parallel; the
+    others are `TopKGate`'s. ValueError for values that do not go together.
     """
 
     def __init__(
@@ -101,9 +86,7 @@ class MoE(nn.Module):
             self.coefficient = nn.Linear(hidden_size, 2)
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Make the process groups of this layer's experts. Collective; `deepspeed.initialize` calls
-        it.
-        """
+        """Make the process groups of its experts. Collective; `deepspeed.initialize` calls it."""
         make_expert_groups(
             self.ep_size, self.enable_expert_tensor_parallelism, use_data_before_expert_parallel_
         )
@@ -112,7 +95,6 @@ class MoE(nn.Module):
 
     @property
     def parallel_map(self) -> ParallelMap:
-        """Map of the engine that made this layer's groups; before that, the one in force."""
         return self.deepspeed_moe.parallel_map or groups.current()
 
     @property
@@ -128,9 +110,8 @@ class MoE(nn.Module):
         """Run the experts on [..., hidden_size]; `used_token` is 0 for those that no expert shall
         see.
 
-        Returns:
-            Output like ``hidden_states`` (zeros for tokens without an expert), load-balancing loss
-            to be added to the model's, and tokens routed to each expert before dropping.
+        Returns output (zeros for tokens without an expert), load-balancing loss to be added to the
+        model's, and tokens routed to each expert before dropping.
         """
         output = self.deepspeed_moe(hidden_states, used_token)
         l_aux, exp_counts = self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts

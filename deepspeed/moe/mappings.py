@@ -1,8 +1,5 @@
-"""Split tokens over the tensor-parallel ranks and gather them again.
-
-Ranks of one tensor-parallel group see the same tokens. Before an exchange with other ranks each
-keeps its part (`drop_tokens`); after it the parts are put together (`gather_tokens`). Each is the
-other's gradient.
+"""Split tokens over the tensor-parallel ranks, which see the same ones, before an exchange with
+other ranks, and gather them again. Each is the other's gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ def drop_tokens(input_: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 
 def gather_tokens(input_: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """The parts of all tensor-parallel ranks, concatenated along ``dim``."""
+    """Concatenate the parts of all tensor-parallel ranks along ``dim``."""
     return gather_tokens_over(groups.current().tensor, input_, dim)
 
 

@@ -1,9 +1,5 @@
 """Run each token's experts where they are: rows go to the ranks that hold the experts a router has
-chosen, and come back.
-
-Each rank sends as many rows as its tokens have routes, no more and none dropped, so that the
-exchanges have other sizes on each rank and in each step; the sizes are exchanged first. What moves
-rows inside a rank is `dispatch`'s, what moves them between ranks `sharded_moe`'s.
+chosen, no more and none dropped, and come back.
 
 [Note: nobody stays away] An exchange needs all ranks of the group in backward too, and gradient
 hooks must run in one order on all ranks: a rank that none of the rows came to would leave both out.
@@ -26,8 +22,8 @@ RunExperts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class _Plan(NamedTuple):
-    """Where rows go: tokens to the rows that are sent, rows that come back to routes, how many go
-    and come by rank, and the local expert of each row that comes.
+    """Tokens to the rows that are sent, rows that come back to routes, how many go and come by
+    rank, and the local expert of each row that comes.
     """
 
     leave: RouteMap
@@ -45,21 +41,9 @@ def run_on_owners(
     run: RunExperts,
     params: Sequence[torch.nn.Parameter],
 ) -> torch.Tensor:
-    """Sum each token's routes: weight times expert's output. All ranks of the group call it, with
-    any number of tokens.
-
-    Args:
-        tokens: [S, M].
-        experts: The expert of each route, numbered over all ranks, [S, k]; `num_experts` and above
-            is none.
-        weights: Of each route, [S, k].
-        num_experts: Experts over all ranks, equally many on each of the group.
-        group: The ranks that hold them, in the order of the experts.
-        run: This rank's experts.
-        params: Their parameters.
-
-    Returns:
-        [S, M], in the dtype of `tokens`.
+    """Sum each token's routes, weight times expert's output, to [S, M]. All ranks of `group`, which
+    hold `num_experts` experts in their order, call it with any number of tokens [S, M], the experts
+    of each [S, k] (`num_experts` and above is none) and their weights; `params` are those of `run`.
     """
     plan = _plan(experts, num_experts, group)
     rows = exchange(dispatch(tokens, plan.leave), plan.lanes)

@@ -1,13 +1,9 @@
-"""The gate with its weights, and the layer that exchanges tokens with the ranks that hold the other
-experts.
+"""The gate with its weights, and the layer: gate, move tokens into slots, all-to-all over the
+expert group, experts, all-to-all back, combine (GShard). Every rank of an expert group issues the
+same two all-to-alls of the same size, whether or not its experts have tokens.
 
-Follows GShard: gate, move tokens into slots, all-to-all over the expert group, experts, all-to-all
-back, combine. Every rank of an expert group issues the same two all-to-alls of the same size,
-whether or not its experts have tokens.
-
-With experts that are not tensor parallel in a tensor-parallel model, each tensor rank sends its
-part of the slots; with experts that are, each sends its part and gathers all parts before the
-experts, which saves the factor in the exchange.
+In a tensor-parallel model each tensor rank sends its part of the slots; if the experts are tensor
+parallel too, all parts are gathered before them.
 """
 
 from __future__ import annotations
@@ -64,7 +60,6 @@ class Lanes(NamedTuple):
 
     @property
     def back(self) -> Lanes:
-        """The way back."""
         return Lanes(self.group, self.received, self.sent)
 
 
@@ -82,9 +77,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def exchange(rows: torch.Tensor, lanes: Lanes) -> torch.Tensor:
-    """Exchange rows [rows, ...], in the order of the ranks; differentiable. All of the group call
-    it.
-    """
+    """Exchange rows [rows, ...], in the order of the ranks; differentiable and collective."""
     received: torch.Tensor = _AllToAll.apply(lanes, rows)
     return received
 
@@ -99,24 +92,13 @@ def _exchange(pieces: torch.Tensor, lanes: Lanes) -> torch.Tensor:
 
 
 class TopKGate(nn.Module):
-    """A linear gate, computed in fp32 whatever the model's dtype.
+    """A linear gate of k routes per token, computed in fp32 whatever the model's dtype.
 
-    Args:
-        model_dim: M.
-        num_experts: Experts over all ranks.
-        k: Routes per token.
-        capacity_factor, eval_capacity_factor: Slots per expert in units of k tokens / experts, in
-            training and evaluation.
-        min_capacity: Least slots per expert.
-        noisy_gate_policy: None, "Jitter" (noise on the gate's input) or "RSample" (sampled expert,
-            k = 1); in training only.
-        drop_tokens: See `top1gating`.
-        use_rts: See `top1gating`; k = 1.
-        ep_group: Ranks that must have equal capacities.
-        top2_2nd_expert_sampling: See `top2gating`; k = 2.
-
-    Raises:
-        ValueError: For a k or a policy that does not exist, or does not go with the other.
+    The capacity factors are slots per expert in units of k tokens / experts, in training and
+    evaluation; `min_capacity` is the least. `noisy_gate_policy` is None, "Jitter" (noise on the
+    gate's input) or "RSample" (sampled expert, k = 1), in training only. `drop_tokens`, `use_rts`
+    and `ep_group`: see `top1gating`. ValueError for a k or a policy that does not exist, or does
+    not go with the other.
     """
 
     def __init__(
@@ -160,7 +142,6 @@ class TopKGate(nn.Module):
         self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
 
     def _set_ep_group(self, ep_group: AgreementGroups) -> None:
-        """Agree on capacities over ``ep_group``."""
         self.ep_group = ep_group
 
     def forward(
@@ -170,9 +151,7 @@ class TopKGate(nn.Module):
         sparse_routes: bool = False,
         use_tutel: bool = False,
     ) -> Routes:
-        """Route tokens [S, M] but those whose `used_token` [S] is 0, to `SparseRoutes` or
-        `DenseRoutes`.
-        """
+        """Route tokens [S, M] but those whose `used_token` [S] is 0."""
         refuse_tutel(use_tutel)
         # Autocast would turn the product back into half precision, in which close experts are
         # confused.
@@ -203,21 +182,11 @@ class TopKGate(nn.Module):
 
 
 class MOELayer(nn.Module):
-    """Gate, exchange, experts, exchange, combine.
+    """Gate (a `TopKGate`, or a module with its forward), exchange, experts (from [ranks, local
+    experts, slots, M] to the same shape), exchange, combine.
 
-    Args:
-        gate: A `TopKGate`, or a module with its forward.
-        experts: Maps [ranks, local experts, slots, M] to the same shape; `Experts`.
-        ep_group_name: Name of the expert groups, "ep_size_N".
-        ep_size: Ranks over which the experts are spread.
-        num_local_experts: Experts on this rank.
-        use_tutel: Not supported.
-        enable_expert_tensor_parallelism: All tensor ranks need all tokens of their experts.
-
-    Attributes:
-        parallel_map: Which ranks share what, once the expert groups are set: that of the engine.
-        l_aux: Load-balancing loss of the last forward, detached once `MoE` has returned it.
-        exp_counts: Tokens routed to each expert in the last forward, before dropping.
+    `parallel_map` is that of the engine, once the expert groups are set; `l_aux` and `exp_counts`
+    are the load-balancing loss and the tokens of each expert, before dropping, of the last forward.
     """
 
     def __init__(
@@ -246,9 +215,7 @@ class MOELayer(nn.Module):
         )
 
     def _set_ep_group(self, ep_group: dist.Group) -> None:
-        """Exchange tokens over ``ep_group``, and agree on capacities over all ranks that need equal
-        ones.
-        """
+        """Exchange over ``ep_group``, and agree on capacities over all that need equal ones."""
         self.ep_group = ep_group
         self.parallel_map = groups.current()
         agreement: tuple[Any, ...] = (ep_group,)
@@ -284,7 +251,6 @@ class MOELayer(nn.Module):
         return combine(outputs, routes.gates, moves).view(*hidden.shape[:-1], -1)
 
     def _run_experts(self, slots: torch.Tensor, tensor: Axis) -> torch.Tensor:
-        """[E, slots, M] of this rank's tokens -> the same, from whatever ranks hold the experts."""
         mine = self._all_to_all(slots, tensor)
         outputs = self.experts(mine.view(self.ep_size, self.num_local_experts, mine.shape[1], -1))
         return self._all_to_all(

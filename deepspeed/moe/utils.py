@@ -1,7 +1,5 @@
-"""Tell expert parameters from others, and sort them into optimizer groups.
-
-An optimizer group with `moe: True` and `name: "ep_size_N"` holds experts of that name only; its
-gradients are reduced and its state is sharded over their expert-data group.
+"""Expert parameters, and optimizer groups that hold them only: those with `moe: True` and `name:
+"ep_size_N"` are reduced and sharded over the expert-data group of that name.
 """
 
 from __future__ import annotations
@@ -64,12 +62,9 @@ def split_params_into_different_moe_groups_for_optimizer(
 ) -> list[ParamGroup]:
     """Take the experts out of one or several optimizer groups, into groups of their own.
 
-    Groups that hold experts only and say so (`moe: True`) stay as they are. A new group has at most
-    `max_group_size` elements, unless a single parameter is larger; infinity does not split.
-
-    Returns:
-        The given groups without their experts, then for each of them and each expert group name the
-        new ones, which have the other settings of their origin.
+    Groups that hold experts only and say so (`moe: True`) stay as they are. New ones, by expert
+    group name, follow, with the settings of their origin and at most `max_group_size` elements
+    each, unless a single parameter is larger.
     """
     given = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     dense: list[ParamGroup] = []
@@ -90,7 +85,6 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def _parts(params: list[nn.Parameter], max_numel: int | float) -> list[list[nn.Parameter]]:
-    """Cut the parameters, in order, into as few runs of ``max_numel`` elements as can be."""
     parts: list[list[nn.Parameter]] = []
     numel = 0
     for param in params:

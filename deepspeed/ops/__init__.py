@@ -1,11 +1,6 @@
-"""Optimizers and native operators.
-
-adam, adagrad, lamb, lion, muon  optimizers by their names
-host_optimizer                   those whose state lies on the host
-whole_parameters                 those that need more of a parameter than its shard
-flattening                       tensors as one, and back
-aio                              upstream's name of what this release does not have
-op_builder                       how native operators are built
+"""Optimizers by name (adam, adagrad, lamb, lion, muon), `host_optimizer` for state on the host,
+`whole_parameters` for those that need more than a shard, `flattening`, `op_builder` for native
+operators, and aio, which is a name only.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ __all__ = ["flatten", "unflatten"]
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All elements in one contiguous tensor `[sum of numel]`, of one dtype and device."""
+    """Put all elements in one contiguous tensor `[sum of numel]`, of one dtype and device."""
     flat: torch.Tensor = torch._utils._flatten_dense_tensors(tensors)
     return flat
 
 
 def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Views of `flat` in the shapes of `tensors`, in order."""
+    """View `flat` in the shapes of `tensors`, in order."""
     views: tuple[torch.Tensor, ...] = torch._utils._unflatten_dense_tensors(flat, tensors)
     return views

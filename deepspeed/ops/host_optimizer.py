@@ -1,9 +1,6 @@
-"""Optimizers whose parameters and state lie on the host: one pass over memory per tensor.
-
-Owns: the base class of `DeepSpeedCPUAdam`, `DeepSpeedCPUAdagrad` and `DeepSpeedCPULion`, which
-checks tensors, keeps their state, and hands each to the native op, or to the same arithmetic in
-torch where the op cannot be built. Does not own: the update rules (each has a file here and one in
-`csrc/`, which round alike: results do not depend on which of the two runs), nor building.
+"""Optimizers whose parameters and state lie on the host: one pass over memory per tensor, by the
+native op, or the same arithmetic in torch where it cannot be built. Each rule has a file here and
+one in `csrc/`, which round alike: results do not depend on which of the two runs.
 """
 
 from __future__ import annotations
@@ -30,14 +27,9 @@ _ABSENT = (0, 0)
 
 class FlatUpdate(NamedTuple):
     """One update of all elements of a parameter, in place; tensors are contiguous, on the host and
-    of equal size.
-
-    Attributes:
-        param: fp32, bf16 or fp16.
-        grad: fp32, bf16 or fp16; only read.
-        states: fp32, or the parameter's dtype.
-        out: Receives the new parameter, rounded to nearest; bf16 or fp16.
-        scalars: What the rule needs, the gradient's factor first; rounded to fp32.
+    of equal size. States are fp32, or of the parameter's dtype; `out` receives the new parameter,
+    rounded to bf16 or fp16; of `scalars`, which are rounded to fp32, the gradient's factor is the
+    first.
     """
 
     param: torch.Tensor
@@ -47,7 +39,6 @@ class FlatUpdate(NamedTuple):
     scalars: tuple[float, ...]
 
     def piece(self, start: int, end: int, out: torch.Tensor | None) -> FlatUpdate:
-        """The update of elements `start` to `end` alone, whose new values go to `out`."""
         flats = [tensor.view(-1)[start:end] for tensor in (self.param, self.grad, *self.states)]
         return FlatUpdate(flats[0], flats[1], flats[2:], out, self.scalars)
 
@@ -57,7 +48,7 @@ class Delivery(Protocol):
 
     @property
     def grad(self) -> torch.Tensor:
-        """The gradient, which may be narrower than the parameter, as `param.grad` may not."""
+        """Return the gradient, which may be narrower than the parameter."""
 
     def pieces(self) -> Iterable[tuple[int, int]]:
         """List first and last+1 element of each piece of the parameter, as they are updated."""
@@ -74,7 +65,7 @@ TorchRule = Callable[[Sequence[float], torch.Tensor, torch.Tensor, Sequence[torc
 
 @functools.cache
 def native_op(name: str) -> ModuleType | None:
-    """The loaded op, built on first use; None, after one warning, where that fails."""
+    """Return the loaded op, built on first use; None, after one warning, where that fails."""
     try:
         return ALL_OPS[name].load()
     except (OpBuildError, ImportError, OSError) as error:
@@ -105,7 +96,7 @@ def _array(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def update_torch(rule: TorchRule, update: FlatUpdate) -> None:
-    """The same with torch's operations, chunk by chunk."""
+    """Do the same with torch's operations, chunk by chunk."""
     flats = [tensor.view(-1) for tensor in (update.param, *update.states)]
     grads = update.grad.view(-1)
     for start in range(0, grads.numel(), TORCH_CHUNK):
@@ -126,15 +117,9 @@ def square_root(x: torch.Tensor) -> torch.Tensor:
 
 
 class HostOptimizer(torch.optim.Optimizer):
-    """An optimizer that updates every element from that element alone, on the host.
-
-    Args:
-        model_params: Parameters or groups, kept by identity: schedulers hold them.
-        defaults: Hyper-parameters of groups that do not name them.
-        fp32_optimizer_states: Keep state in fp32; otherwise in the parameter's dtype.
-
-    Attributes:
-        op_name: The native op, a key of `deepspeed.ops.op_builder.ALL_OPS`.
+    """An optimizer that updates every element from that element alone, on the host. Parameters are
+    kept by identity: schedulers hold them. State is fp32, or else of the parameter's dtype;
+    `op_name` is a key of `deepspeed.ops.op_builder.ALL_OPS`.
     """
 
     op_name: ClassVar[str]
@@ -170,18 +155,14 @@ class HostOptimizer(torch.optim.Optimizer):
         grad: torch.Tensor,
         states: Sequence[torch.Tensor],
     ) -> None:
-        """Update `param` and `states` by torch, in fp32 and in place; `grad` is scaled, and may
-        change.
-
-        Every operation rounds by itself (no `addcmul` or `lerp`, which may fuse; `square_root`), in
-        the same order as in `csrc/`.
+        """Update `param` and `states` by torch, in fp32 and in place; `grad` may change. Every
+        operation rounds by itself (no `addcmul` or `lerp`, which may fuse), in the order of
+        `csrc/`.
         """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; see `step_flat` for the tensors that are
-        refused.
-        """
+        """Update every parameter that has a gradient; `step_flat` says what is refused."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -210,13 +191,8 @@ class HostOptimizer(torch.optim.Optimizer):
     def fused(
         self, grad_factor: float, deliveries: Mapping[torch.Tensor, Delivery]
     ) -> Iterator[None]:
-        """Let `step` do in its one pass what its caller would do before and after in passes of
-        their own.
-
-        Args:
-            grad_factor: What gradients are multiplied by: clip factor / loss scale.
-            deliveries: For a parameter (flat), who has its gradient, and takes its new values while
-                the rest is updated.
+        """Let `step` multiply gradients by `grad_factor`, clip factor / loss scale, and deliver new
+        values of flat parameters while the rest is updated, in its one pass.
         """
         self._grad_factor, self._deliveries = grad_factor, deliveries
         try:
@@ -235,15 +211,9 @@ class HostOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Unscale, clip, update and round one parameter, reading and writing memory once.
 
-        Args:
-            param: One of this optimizer's parameters.
-            grad: Its gradient, of the same size in any shape; fp32, bf16 or fp16. Not changed.
-            grad_factor: What the gradient is multiplied by: clip factor / loss scale.
-            low_precision_out: Receives the new parameter; bf16 or fp16, of the same size.
-
-        Raises:
-            ValueError: For a tensor that is not contiguous, not on the host, or of another dtype or
-                size; nothing was changed.
+        `grad` has the same size in any shape, in fp32, bf16 or fp16, and is not changed;
+        `low_precision_out` (bf16 or fp16) receives the new parameter. ValueError, and nothing
+        changed, for a tensor that is not contiguous, not on the host, or of another dtype or size.
         """
         group = next(
             (group for group in self.param_groups if any(param is one for one in group["params"])),
@@ -261,7 +231,6 @@ class HostOptimizer(torch.optim.Optimizer):
     def _prepare(
         self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, grad_factor: float
     ) -> FlatUpdate:
-        """Check, make the state at first, count the step; returns what is to be done."""
         self._check("parameter", param, param)
         self._check("gradient", grad, param)
         state = self.state[param]

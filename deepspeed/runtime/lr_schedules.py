@@ -1,9 +1,7 @@
-"""Learning-rate schedules: LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR and WarmupCosineLR.
-
-Each schedule is a pure function of ``last_batch_iteration`` (steps taken minus one; -1 before the
-first) that ``step()`` writes into the optimizer's parameter groups. State is that one number, so
-resuming is exact. The engine calls ``step()`` after each optimizer step. Command-line helpers for
-tuning stand in ``optimizers.lr_tuning`` and are re-exported.
+"""Learning-rate schedules: LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR and WarmupCosineLR. Each
+is a pure function of ``last_batch_iteration`` (steps taken minus one; -1 before the first), which
+is all its state, written into the optimizer's groups by ``step()``, which the engine calls after
+its own.
 """
 
 from __future__ import annotations
@@ -14,67 +12,20 @@ from typing import Any
 
 import torch
 
-from deepspeed.runtime.optimizers.lr_tuning import COS_MIN_RATIO as COS_MIN_RATIO
+from deepspeed._lazy import lazy_attributes
 from deepspeed.runtime.optimizers.lr_tuning import (
-    LR_RANGE_TEST,
-    LR_SCHEDULE,
-    ONE_CYCLE,
     TOTAL_NUM_STEPS,
-    VALID_LR_SCHEDULES,
-    WARMUP_COSINE_LR,
-    WARMUP_DECAY_LR,
     WARMUP_LINEAR_RATE,
     WARMUP_LOG_RATE,
-    WARMUP_LR,
     WARMUP_MAX_LR,
     WARMUP_MIN_LR,
-    WARMUP_MIN_RATIO,
     WARMUP_NUM_STEPS,
     WARMUP_TYPE,
-    add_tuning_arguments,
-    get_config_from_args,
-    get_lr_from_config,
-    override_1cycle_params,
-    override_lr_range_test_params,
-    override_params,
-    override_warmupLR_params,
-    parse_arguments,
 )
 from deepspeed.utils.logging import warn_once
 
-__all__ = [
-    "COS_MIN_RATIO",
-    "LR_RANGE_TEST",
-    "LR_SCHEDULE",
-    "LRRangeTest",
-    "ONE_CYCLE",
-    "OneCycle",
-    "TOTAL_NUM_STEPS",
-    "VALID_LR_SCHEDULES",
-    "WARMUP_COSINE_LR",
-    "WARMUP_DECAY_LR",
-    "WARMUP_LINEAR_RATE",
-    "WARMUP_LOG_RATE",
-    "WARMUP_LR",
-    "WARMUP_MAX_LR",
-    "WARMUP_MIN_LR",
-    "WARMUP_MIN_RATIO",
-    "WARMUP_NUM_STEPS",
-    "WARMUP_TYPE",
-    "WarmupCosineLR",
-    "WarmupDecayLR",
-    "WarmupLR",
-    "add_tuning_arguments",
-    "get_config_from_args",
-    "get_lr_from_config",
-    "get_torch_optimizer",
-    "override_1cycle_params",
-    "override_lr_range_test_params",
-    "override_params",
-    "override_warmupLR_params",
-    "parse_arguments",
-    "update_lr",
-]
+# Further names of schedules and parameters, and the command-line helpers.
+__getattr__ = lazy_attributes(__name__, tables=("deepspeed.runtime.optimizers.lr_tuning:__dict__",))
 
 
 def get_torch_optimizer(optimizer: Any) -> Any:
@@ -109,7 +60,6 @@ def update_lr(param_groups: Iterable[dict[str, Any]], lrs: Iterable[float]) -> l
 
 
 def _per_group(optimizer: Any, value: float | Sequence[float], name: str) -> list[float]:
-    """Return ``value`` once per parameter group, or the given sequence if its length is right."""
     count = len(optimizer.param_groups)
     if isinstance(value, (list, tuple)):
         if len(value) != count:
@@ -119,10 +69,8 @@ def _per_group(optimizer: Any, value: float | Sequence[float], name: str) -> lis
 
 
 class _Schedule:
-    """What the schedules share: the counter, and writing rates into the parameter groups.
-
-    Construction sets the rate of the first optimizer step; then ``step()`` after each optimizer
-    step. Subclasses say what the rate is (``get_lr``).
+    """What the schedules share: the counter, and writing rates into groups. Construction sets the
+    rate of the first step.
     """
 
     def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
@@ -150,7 +98,6 @@ class _Schedule:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counter."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, sd: Mapping[str, Any]) -> None:
@@ -162,15 +109,7 @@ class LRRangeTest(_Schedule):
     """Grow the rate linearly (or in stairs) without bound, to find the largest one that trains.
 
     With ``t = last_batch_iteration + 1`` the rate is ``min_lr * (1 + step_rate * t / step_size)``;
-    the fraction is rounded down for stairs.
-
-    Args:
-        optimizer: whose groups are written.
-        lr_range_test_min_lr: first rate, or one per group.
-        lr_range_test_step_size: steps over which the rate grows by ``step_rate`` times the first.
-        lr_range_test_step_rate: growth per ``step_size`` steps.
-        lr_range_test_staircase: grow in stairs.
-        last_batch_iteration: counter to start at.
+    the fraction is rounded down for stairs. The first rate may be one per group.
     """
 
     def __init__(
@@ -194,14 +133,12 @@ class LRRangeTest(_Schedule):
         self._start()
 
     def get_lr(self) -> list[float]:
-        """Return the rate of each group."""
         interval = (self.last_batch_iteration + 1) / self.step_size
         if self.staircase:
             interval = math.floor(interval)
         return [rate * (1 + self.step_rate * interval) for rate in self.min_lr]
 
     def step(self, batch_iteration: int | None = None) -> None:
-        """Go to the next iteration, or to ``batch_iteration``."""
         super().step(batch_iteration)
 
 
@@ -209,23 +146,12 @@ class OneCycle(_Schedule):
     """Raise the rate to a maximum, lower it again, then decay it; momentum goes the other way.
 
     With ``t = last_batch_iteration + 1``, a height ``h`` rises from 0 to 1 over the first steps,
-    falls to 0 over the second, in stairs if asked (rounded down); ``lr = min + (max - min) * h``,
-    ``momentum = max - (max - min) * h``. After the cycle, with ``d`` further steps, ``lr = min / (1
-    + decay_lr_rate * d / decay_step_size)`` and ``momentum = max * (1 + decay_mom_rate * d /
-    decay_step_size)``; nothing decays when ``decay_step_size`` is 0.
-
-    Args:
-        optimizer: whose groups are written.
-        cycle_min_lr, cycle_max_lr: lowest and highest rate, or one per group.
-        decay_lr_rate: decay of the rate after the cycle.
-        cycle_first_step_size, cycle_second_step_size: steps up and down; the second defaults to the
-            first.
-        cycle_first_stair_count, cycle_second_stair_count: stairs up and down, 0 for none; as above.
-        decay_step_size: steps of one decay.
-        cycle_momentum: cycle the first beta of the optimizer too; switched off, with a warning,
-            when it has none.
-        cycle_min_mom, cycle_max_mom, decay_mom_rate: as for the rate.
-        last_batch_iteration: counter to start at.
+    falls to 0 over the second (as many unless given), in stairs if asked (rounded down); ``lr = min
+    + (max - min) * h``, ``momentum = max - (max - min) * h``. After the cycle, with ``d`` further
+    steps, ``lr = min / (1 + decay_lr_rate * d / decay_step_size)`` and ``momentum = max * (1 +
+    decay_mom_rate * d / decay_step_size)``; nothing decays when ``decay_step_size`` is 0. Rates and
+    momenta may be one per group. Momentum, the first beta, is not cycled, with a warning, if the
+    optimizer has none.
     """
 
     def __init__(
@@ -271,19 +197,16 @@ class OneCycle(_Schedule):
             self._write_momentum()
 
     def _height(self) -> float:
-        """Return where in the cycle we are: 0 at both ends, 1 at the maximum."""
         taken = self.last_batch_iteration + 1
         if taken <= self.first_size:
             return _stairs(taken, self.first_size, self.first_stairs)
         return _stairs(max(0, self.total_size - taken), self.second_size, self.second_stairs)
 
     def _decay(self) -> float:
-        """Return how many decay intervals have passed since the cycle ended."""
         passed = self.last_batch_iteration + 1 - self.total_size
         return passed / self.decay_step_size if passed > 0 and self.decay_step_size > 0 else 0.0
 
     def get_lr(self) -> list[float]:
-        """Return the rate of each group."""
         height, divisor = self._height(), 1 + self.decay_lr_rate * self._decay()
         return [
             (low + (high - low) * height) / divisor
@@ -307,7 +230,6 @@ class OneCycle(_Schedule):
             group["betas"] = betas
 
     def step(self, batch_iteration: int | None = None) -> None:
-        """Go to the next iteration, or to ``batch_iteration``."""
         super().step(batch_iteration)
         self._write_momentum()
 
@@ -326,21 +248,13 @@ def _stairs(position: int, size: int, stairs: int) -> float:
 
 
 class WarmupLR(_Schedule):
-    """Raise the rate from a minimum to a maximum, then keep it.
+    """Raise the rate from a minimum to a maximum (None: the group's rate), then keep it.
 
     With ``i = last_batch_iteration`` and ``n = max(2, warmup_num_steps)`` the rate is ``min + (max
     - min) * g`` where ``g`` is ``log(i + 1) / log(n)`` or, linear, ``i / n``, and 1 from ``i = n``
-    on. Before the first step it is ``min``. ``warmup_num_steps=0`` means no warmup: the maximum
-    from the start. Upstream refuses it, but clients pass it (accelerate's default), and what they
-    mean is clear.
-
-    Args:
-        optimizer: whose groups are written.
-        warmup_min_lr, warmup_max_lr: rates, or one per group; a maximum of None is the rate the
-            group has.
-        warmup_num_steps: steps of warmup.
-        warmup_type: ``"log"`` or ``"linear"``; anything else is read as ``"log"`` with a warning.
-        last_batch_iteration: counter to start at.
+    on. Before the first step it is ``min``. ``warmup_num_steps=0`` means no warmup: upstream
+    refuses it, but clients pass it (accelerate's default), and what they mean is clear. A
+    ``warmup_type`` but ``"log"`` and ``"linear"`` is read as ``"log"``, with a warning.
     """
 
     def __init__(
@@ -362,7 +276,6 @@ class WarmupLR(_Schedule):
         self._start()
 
     def _gamma(self) -> float:
-        """Return where between minimum (0) and maximum (1) the rate is."""
         if self.last_batch_iteration < self.warmup_num_steps:
             return _warmup_fraction(
                 self.last_batch_iteration, self.warmup_num_steps, self.warmup_type
@@ -373,7 +286,6 @@ class WarmupLR(_Schedule):
         return 1.0
 
     def get_lr(self) -> list[float]:
-        """Return the rate of each group."""
         gamma = self._gamma()
         return [
             low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
@@ -483,7 +395,6 @@ class WarmupCosineLR(_Schedule):
         )
 
     def get_lr(self) -> list[float]:
-        """Return the rate of each group."""
         ratio = self.get_lr_ratio()
         return [rate * ratio for rate in self.org_lrs]
 

@@ -1,8 +1,5 @@
-"""Cross entropy over a sequence that is split over ranks.
-
-Every rank has the logits of its own positions and learns the losses of all. The backward is the
-adjoint of that: where several ranks use a loss, their gradients are added up (see [Note: one
-divisor] in `deepspeed.sequence`).
+"""Cross entropy over a sequence that is split over ranks: every rank has the logits of its own
+positions and learns the losses of all ([Note: one divisor] in `deepspeed.sequence`).
 """
 
 from __future__ import annotations
@@ -18,8 +15,6 @@ IGNORE_INDEX = -100
 
 
 class _VocabSequenceParallelCrossEntropy(torch.autograd.Function):
-    """See `vocab_sequence_parallel_cross_entropy`."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -27,7 +22,6 @@ class _VocabSequenceParallelCrossEntropy(torch.autograd.Function):
         target: torch.Tensor,
         sp_group: dist.Group,
     ) -> torch.Tensor:
-        """Compute the losses of all positions, in fp32."""
         taking_part = target != IGNORE_INDEX
         target = target.masked_fill(~taking_part, 0)
         log_probabilities = torch.log_softmax(vocab_seq_parallel_logits.float(), dim=-1)
@@ -55,17 +49,12 @@ class _VocabSequenceParallelCrossEntropy(torch.autograd.Function):
 def vocab_sequence_parallel_cross_entropy(
     vocab_parallel_logits: torch.Tensor, target: torch.Tensor, sp_group: dist.Group
 ) -> torch.Tensor:
-    """Compute the losses of all positions of a sequence whose positions are split over `sp_group`.
+    """Compute the losses [s, b], in fp32, of a sequence whose positions are split over `sp_group`,
+    from logits [s / P, b, vocabulary] and targets [s / P, b], `IGNORE_INDEX` where nothing is
+    learned.
 
-    Args:
-        vocab_parallel_logits: [s / P, b, vocabulary], this rank's positions.
-        target: [s / P, b], with `IGNORE_INDEX` where nothing is to be learned.
-        sp_group: The P ranks that share the sequence; None: all.
-
-    Returns:
-        [s, b] in fp32, the same on all ranks of the group; zero at ignored positions. Take its mean
-        (or any other function) on every rank: the engine's gradient is that of one process with the
-        whole sequence.
+    They are the same on all ranks. Take their mean, or any other function, on every rank: the
+    engine's gradient is that of one process with the whole sequence.
     """
     if vocab_parallel_logits.shape[:-1] != target.shape or target.dim() < 1:
         raise ValueError(

@@ -1,9 +1,5 @@
 """The exchange under Ulysses attention: every rank's pieces along one dimension for all ranks'
-pieces along another.
-
-Owns the buffers and the one collective of an exchange, in any layout: several tensors travel
-together. Knows nothing of heads or of attention. Its gradient is the exchange back, so that the two
-dimensions swap their roles.
+pieces along another, in one collective for several tensors. Its gradient is the exchange back.
 """
 
 from __future__ import annotations
@@ -20,9 +16,8 @@ from deepspeed.accelerator import Stream, get_accelerator
 
 
 class Cut(NamedTuple):
-    """How one tensor travels: the dimension that is cut, rank r getting the r-th piece, that along
-    which pieces are joined in the order of ranks, and the sizes of the pieces that leave and
-    arrive.
+    """How one tensor travels: the dimension that is cut, that along which pieces are joined in the
+    order of ranks, and the sizes of the pieces that leave and arrive.
     """
 
     scatter: int
@@ -31,11 +26,9 @@ class Cut(NamedTuple):
     gather_sizes: tuple[int, ...]
 
     def back(self) -> Cut:
-        """Undo this one."""
         return Cut(self.gather, self.scatter, self.gather_sizes, self.scatter_sizes)
 
     def check(self, tensor: torch.Tensor, rank: int) -> None:
-        """Refuse a tensor that does not fit."""
         if (
             tensor.shape[self.scatter] != sum(self.scatter_sizes)
             or tensor.shape[self.gather] != self.gather_sizes[rank]
@@ -88,11 +81,8 @@ class Pending:
 def _pack(
     tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], world: int
 ) -> tuple[torch.Tensor, list[int]]:
-    """Put all pieces in one buffer, those for one rank together; and count the elements for each
-    rank.
-
-    Copied straight from the strided tensors: the layout changes on the way into the buffer, so
-    nothing is permuted before.
+    """Put all pieces in one buffer, those for one rank together, and count the elements for each
+    rank. They are copied straight from the strided tensors: nothing is permuted before.
     """
     outgoing = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
     sizes = list(zip(*(cut.scatter_sizes for cut in cuts), strict=True))
@@ -165,7 +155,7 @@ def exchange(
     stream: Stream | None = None,
 ) -> list[torch.Tensor]:
     """Exchange tensors of one dtype in one collective, each cut in its way, without autograd; on
-    `stream`, for which the current one waits before this returns, or the current one.
+    `stream`, for which the current one waits before this returns.
     """
     rank = dist.get_rank(group)
     for tensor, cut in zip(tensors, cuts, strict=True):
@@ -202,7 +192,6 @@ class Exchange(torch.autograd.Function):
         stream: Stream | None,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Exchange `tensors`."""
         ctx.group, ctx.cuts, ctx.stream = group, cuts, stream
         return tuple(exchange(tensors, cuts, group, stream))
 

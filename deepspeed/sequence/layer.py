@@ -1,9 +1,5 @@
-"""Attention over sequences that are split over ranks, by exchanging positions for heads (Ulysses).
-
-Every rank projects queries, keys and values of its own positions. `DistributedAttention` gives each
-rank all positions of a few heads, runs any attention on them and brings the result back to
-positions. Owns who gets which heads: evenly or not, also with fewer key/value heads than query
-heads or than ranks. How pieces travel is `exchange`'s, who shares a sequence the caller's.
+"""Attention over sequences that are split over ranks, by exchanging positions for heads (Ulysses):
+who gets which heads, evenly or not. How pieces travel is `exchange`'s.
 """
 
 from __future__ import annotations
@@ -31,8 +27,8 @@ def _make_cut(
     group: dist.Group,
     gather_total: int | None = None,
 ) -> Cut:
-    """Make the cut that scatters one dimension of `shape` as evenly as it goes, and gathers
-    another, of which every rank has as much as this one, or `gather_total` is dealt by `shares`.
+    """Make the cut that scatters one dimension of `shape` evenly, and gathers another, of which
+    every rank has as much as this one, or its share of `gather_total`.
     """
     world = dist.get_world_size(group)
     gather_sizes = (shape[gather],) * world if gather_total is None else shares(gather_total, world)
@@ -53,25 +49,12 @@ def single_all_to_all(
     type: str | None = None,
 ) -> torch.Tensor | None:
     """Cut `input` along one dimension for the ranks of `group` and join what they send along
-    another; without autograd.
+    another, without autograd: [s / P, b, h, d] to [s, b, h / P, d], say, contiguous.
 
-    Args:
-        input: Of any layout, e.g. [s / P, b, h, d]; the other dimensions have the same sizes on all
-            ranks.
-        scatter_idx: Dimension to cut, e.g. heads (2). The one with the lower index of the two
-            counts positions and has to divide.
-        gather_idx: Dimension to join, e.g. positions (0).
-        batch_dim_idx: Dimension of the batch, which stays as it is.
-        group: The P ranks that share the sequence.
-        async_op: Start only: `handle[type]` is what has been started, its `wait()` returns a list
-            with the result.
-
-    Returns:
-        The result, contiguous, e.g. [s, b, h / P, d]; None with `async_op`.
-
-    Raises:
-        ValueError: For dimensions that are no such three, positions that the ranks do not divide,
-            or fewer heads than ranks.
+    The one of the two dimensions with the lower index counts positions and has to divide. With
+    `async_op` None is returned, and `handle[type]` is what has been started; its `wait()` returns a
+    list with the result. ValueError for dimensions that are no such three, positions that the ranks
+    do not divide, or fewer heads than ranks.
     """
     cut = _checked_cut(input, scatter_idx, gather_idx, batch_dim_idx, group)
     if not async_op:
@@ -90,9 +73,8 @@ def uneven_heads_all2all(
 ) -> torch.Tensor:
     """Exchange as `single_all_to_all` heads that need not divide in either direction.
 
-    On the way back no rank can tell from its own heads how many the others hold, so they tell each
-    other: one small collective more and a wait of the host. `DistributedAttention` knows, and needs
-    neither.
+    On the way back ranks tell each other how many they hold: one small collective more and a wait
+    of the host, which `DistributedAttention` does without.
     """
     total = None
     if scatter_idx < gather_idx:
@@ -159,9 +141,7 @@ class _SeqAllToAll(torch.autograd.Function):
         type: str | None = None,
         is_fwd: bool = True,
     ) -> torch.Tensor:
-        """Exchange; on `stream`, if given. `handle`, `type` and `is_fwd` steered when upstream
-        waits; here the result is always complete.
-        """
+        """Exchange; `handle`, `type` and `is_fwd` steered when upstream waits."""
         if handle is not None or type is not None or not is_fwd:
             raise ValueError(
                 f"_SeqAllToAll: handle={handle!r}, type={type!r}, is_fwd={is_fwd!r} are not "
@@ -174,7 +154,6 @@ class _SeqAllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_output: torch.Tensor) -> tuple[Any, ...]:
-        """Exchange back."""
         grad = exchange(grad_output, [ctx.cut.back()], ctx.group, ctx.stream)[0]
         return (None, grad, None, None, None, None, None, None, None)
 
@@ -184,7 +163,6 @@ class _DimZeroAllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, group: dist.Group, input: torch.Tensor) -> torch.Tensor:
-        """Exchange dimension 0, which the ranks must divide."""
         world = dist.get_world_size(group)
         if input.shape[0] % world:
             raise ValueError(
@@ -197,7 +175,6 @@ class _DimZeroAllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_output: torch.Tensor) -> tuple[None, torch.Tensor]:
-        """Exchange back: the operation is its own inverse."""
         return None, _DimZeroAllToAll.apply(ctx.group, *grad_output)
 
 
@@ -229,9 +206,7 @@ def apply_rotary_pos_emb(
 
 
 def _facing(angles: torch.Tensor, positions: int, dim: int) -> torch.Tensor:
-    """Turn `angles` to have their positions in dimension `dim`: upstream takes them the other way
-    round.
-    """
+    """Turn `angles` to have positions in dimension `dim`: upstream takes them the other way too."""
     if angles.shape[dim] != positions:
         angles = angles.transpose(0, 1)
     if angles.shape[dim] != positions:
@@ -246,8 +221,8 @@ def _facing(angles: torch.Tensor, positions: int, dim: int) -> torch.Tensor:
 
 
 class HeadPlan(NamedTuple):
-    """How heads are dealt: query heads, and key heads, of each rank, and the key heads in the order
-    in which they leave, some of them repeated (None: as they are).
+    """Query heads, and key heads, of each rank, and the key heads in the order in which they leave,
+    some of them repeated (None: as they are).
     """
 
     query: tuple[int, ...]
@@ -257,12 +232,8 @@ class HeadPlan(NamedTuple):
 
 def plan_heads(query: int, key: int, ranks: int) -> HeadPlan:
     """Deal heads so that each rank's query heads find theirs among its key heads, with one ratio on
-    the rank.
-
-    Query head i belongs to key head i // (query / key), as in every grouped-query attention.
-
-    Raises:
-        ValueError: More ranks than query heads, or key heads that do not divide the query heads.
+    the rank: query head i belongs to key head i // (query / key). ValueError for more ranks than
+    query heads, or key heads that do not divide the query heads.
     """
     _check_heads(query, ranks)
     if key < 1 or query % key:
@@ -284,21 +255,13 @@ def plan_heads(query: int, key: int, ranks: int) -> HeadPlan:
 
 
 class DistributedAttention(nn.Module):
-    """Attention on whole sequences whose positions are split over the ranks of a group.
+    """Attention on whole sequences whose positions are split evenly over the ranks of a group.
 
-    `local_attention` sees all positions of this rank's heads. Query, key and value travel together
-    in one all-to-all, the result in another; the same again in backward. Heads need not divide
-    evenly, and there may be fewer key/value heads than query heads (and than ranks). Every rank has
-    the same number of positions.
-
-    Args:
-        local_attention: Module called as `local_attention(query, key, value, *args, **kwargs)`,
-            each [s, b, heads of this rank, d] (or in the caller's layout). It returns the context
-            in the same layout; heads and features may be one dimension.
-        sequence_process_group: The P ranks that share a sequence.
-        scatter_idx: Dimension of the heads.
-        gather_idx: Dimension of the positions.
-        sp_stream: Accelerator stream that exchanges run on; None: the current one.
+    `local_attention(query, key, value, *args, **kwargs)` sees all positions of this rank's heads,
+    [s, b, heads, d] or in the caller's layout, and returns the context in the same; heads and
+    features may be one dimension. Query, key and value travel in one all-to-all, the result in
+    another, on `sp_stream` if it is given. Heads (dimension `scatter_idx`) need not divide evenly,
+    and there may be fewer key heads than query heads and than ranks.
     """
 
     def __init__(
@@ -333,19 +296,12 @@ class DistributedAttention(nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Attend over the whole sequence.
+        """Attend over the whole sequence; returns the context at this rank's positions.
 
-        Args:
-            query: [s / P, b, h, d] or [b, s / P, h, d], or any layout that the constructor's
-                dimensions describe.
-            key, value: The same with as many heads or a divisor of them.
-            batch_dim_idx: Dimension of the batch.
-            rotary_pos_emb: Cosines and sines for query and key at all s positions, [s, 1, 1, r] or
-                [1, s, 1, r].
-            args, kwargs: Handed to the local attention.
-
-        Returns:
-            The context at this rank's positions, in the local attention's layout.
+        `query` is [s / P, b, h, d] or [b, s / P, h, d], or of any layout that the constructor's
+        dimensions describe, `key` and `value` have as many heads or a divisor of them.
+        `rotary_pos_emb` are cosines and sines for query and key at all s positions, [s, 1, 1, r] or
+        [1, s, 1, r].
         """
         _check_dims(query, self.scatter_idx, self.gather_idx, batch_dim_idx)
         world = dist.get_world_size(self.spg)

@@ -1,6 +1,4 @@
-"""Lamb: Adam with a trust ratio per parameter (You et al., arXiv:1904.00962, Algorithm 2). torch
-has none of its own.
-"""
+"""Lamb: Adam with a trust ratio per parameter (You et al., arXiv:1904.00962, Algorithm 2)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Lion: sign of an interpolated momentum (Chen et al., arXiv:2302.06675, Algorithm 2). torch has
-none of its own.
-"""
+"""Lion: sign of an interpolated momentum (Chen et al., arXiv:2302.06675, Algorithm 2)."""
 
 from __future__ import annotations
 

@@ -38,11 +38,8 @@ def with_marks(
     names: Mapping[Any, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Group parameters, or complete groups, by the key `use_muon`; `uses_muon` decides of
-    parameters that are not marked (`param.use_muon`), and `names` are for errors.
-
-    Raises:
-        ValueError: A parameter's mark says otherwise than its group, or it should use Muon and is
-            no matrix.
+    parameters that are not marked (`param.use_muon`), and `names` are for errors: a mark that says
+    otherwise than its group, or Muon for what is no matrix.
     """
     given = list(params)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
@@ -87,21 +84,11 @@ def _check_group(number: int, group: dict[str, Any], names: Mapping[Any, str]) -
 class MuonWithAuxAdam(WholeParameterOptimizer):
     """Steps matrices with Muon and all else with `torch.optim.AdamW`.
 
-    Args:
-        params: Parameters, or groups with the key `use_muon`. Without it, a parameter of two
-            dimensions or more uses Muon unless it is marked `param.use_muon = False` (embeddings
-            and output heads should be; the engine does so by itself when it makes this optimizer of
-            a configuration).
-        lr: Learning rate of groups that name none.
-        momentum: Of Muon.
-        betas, eps: Of AdamW.
-        muon_lr: Learning rate of Muon's groups; None is `lr`.
-        adam_lr: Learning rate of AdamW's groups; None is `lr`.
-        ns_method: How matrices are made orthogonal: "gram", or "standard", the order of products of
-            `torch.optim.Muon`, which are larger where a matrix is far from square.
-
-    Raises:
-        ValueError: Of `with_marks`, or for an unknown `ns_method`.
+    Groups may have the key `use_muon`. Without it, a parameter of two dimensions or more uses Muon
+    unless it is marked `param.use_muon = False`, as embeddings and output heads should be (the
+    engine does so for a configuration). `muon_lr` and `adam_lr` are `lr` unless given; `ns_method`
+    is "gram", or "standard", the order of products of `torch.optim.Muon`, which are larger where a
+    matrix is far from square. ValueError of `with_marks`, or for an unknown `ns_method`.
     """
 
     def __init__(
@@ -150,7 +137,7 @@ class MuonWithAuxAdam(WholeParameterOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient. On shards, all ranks call it."""
+        """Update every parameter that has a gradient. On shards, all ranks call it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -199,6 +186,6 @@ class MuonWithAuxAdam(WholeParameterOptimizer):
 
 
 def _scale(shape: torch.Size) -> float:
-    """Keeps the size of a tall matrix' update that of a square one's, by element."""
+    """Keep the size of a tall matrix' update that of a square one's, by element."""
     rows, columns = shape[-2:] if len(shape) == 3 else (shape[0], shape[1:].numel())
     return math.sqrt(max(1, rows / columns)) if columns else 1.0

@@ -28,12 +28,8 @@ EPSILON = 1e-7
 
 
 def orthogonalize(tensor: torch.Tensor, ns_method: str = "standard") -> torch.Tensor:
-    """Return the nearly orthogonal factor of a matrix, in bf16.
-
-    Args:
-        tensor: `[m, n]`; of three dimensions a stack of matrices, each by itself; of more the
-            matrix of its first dimension and all others (the filters of a convolution).
-        ns_method: "standard" or "gram"; see [Note: two ways].
+    """Return the nearly orthogonal factor of a matrix `[m, n]`, in bf16; of three dimensions a
+    stack of matrices; of more the matrix of its first and all others (a convolution's filters).
     """
     matrix = tensor.to(torch.bfloat16)
     if tensor.dim() > 3:
@@ -50,9 +46,7 @@ def orthogonalize(tensor: torch.Tensor, ns_method: str = "standard") -> torch.Te
 
 
 def multiplications(shape: torch.Size) -> int:
-    """Count those of a step with a matrix, or with each of a stack, as `orthogonalize` takes them;
-    a tensor of fewer dimensions counts by elements.
-    """
+    """Count those of a step as `orthogonalize` takes it; below two dimensions, elements."""
     numel = shape.numel()
     if len(shape) < 2 or numel == 0:
         return numel

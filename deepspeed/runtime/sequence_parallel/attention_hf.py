@@ -1,8 +1,5 @@
-"""Ulysses attention in models of transformers, which are not changed: their attention function is.
-
-`UlyssesSPAttentionHF` is `DistributedAttention` around one of transformers' attention functions,
-and `register_with_transformers` puts it in that function's place for one model, or for all of a
-kind. Who gets which heads is `DistributedAttention`'s, what a query may look at `sequence_masks`'.
+"""Ulysses attention in models of transformers, which are not changed: their attention function is,
+for one model, or for all of a kind.
 """
 
 from __future__ import annotations
@@ -47,31 +44,24 @@ class SequenceGroups:
 
     @property
     def replicas(self) -> Axis:
-        """The ranks over which gradients are reduced."""
         return self._map.replicas
 
     def get_sequence_parallel_group(self) -> Any:
-        """Return the ranks that share this one's sequences."""
         return self._sequence.group
 
     def get_sequence_parallel_world_size(self) -> int:
-        """Count them."""
         return self._sequence.size
 
     def get_sequence_parallel_rank(self) -> int:
-        """Return which piece this rank holds."""
         return self._sequence.rank
 
     def get_data_parallel_group(self) -> Any:
-        """Return the ranks that hold the same piece of other sequences."""
         return self._map.data.group
 
     def get_data_parallel_world_size(self) -> int:
-        """Count them."""
         return self._map.data.size
 
     def get_data_parallel_rank(self) -> int:
-        """Return this rank's place among them."""
         return self._map.data.rank
 
 
@@ -91,7 +81,6 @@ class _OnWholeSequences(nn.Module):
         mask: Any,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        """Compute the context of this rank's heads."""
         if hasattr(module, "num_key_value_groups"):
             # The layer's ratio of heads is not this rank's where key heads were repeated.
             layer: Any = copy.copy(module)
@@ -102,25 +91,14 @@ class _OnWholeSequences(nn.Module):
 
 
 class UlyssesSPAttentionHF(nn.Module):
-    """An attention function of transformers on sequences that are split over ranks.
+    """An attention function of transformers on sequences that the P ranks of `process_group` share.
 
-    Args:
-        attn: The function, which sees whole sequences: called with (layer, query, key, value, mask)
-            and options, it returns ([b, s, h, d], anything).
-        batch_size: Rows of a batch; checked where the length is fixed.
-        attn_head_count: Query heads of the model.
-        attn_head_size: Features of each.
-        kv_head_count: Key and value heads.
-        num_hidden_layers: Layers of the model that use it.
-        process_group: The P ranks that share a sequence.
-        seq_length_is_variable: Batches may differ in length.
-        local_seq_length, global_seq_length: Length of the sequence per rank and in all, if it is
-            fixed.
-        disable_in_eval: Layers in evaluation mode hold whole sequences; each rank computes its own.
-
-    Raises:
-        ValueError: More ranks than heads, key heads that don't divide the query heads, or lengths
-            that contradict each other.
+    `attn` sees whole sequences: called with (layer, query, key, value, mask) and options, it
+    returns ([b, s, h, d], anything). The model has `attn_head_count` query heads of
+    `attn_head_size` and `kv_head_count` key heads. Lengths per rank and in all, and `batch_size`,
+    are checked unless `seq_length_is_variable`. With `disable_in_eval` layers in evaluation mode
+    hold whole sequences. ValueError for more ranks than heads, key heads that don't divide the
+    query heads, or lengths that contradict each other.
     """
 
     def __init__(
@@ -156,7 +134,6 @@ class UlyssesSPAttentionHF(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """Tell the model it is made for."""
         layers, heads, key_heads, size = self.model
         return (
             f"{layers} layers, {heads} heads of {size}, {key_heads} key heads, {self.ranks} ranks"
@@ -177,19 +154,13 @@ class UlyssesSPAttentionHF(nn.Module):
         given: bool = True,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attend over whole sequences.
+        """Attend over whole sequences; returns [b, s / P, h, d], and None: weights are not
+        gathered.
 
-        Args:
-            module: The layer.
-            query: [b, h, s / P, d].
-            key, value: The same, with as many heads or a divisor of them.
-            attention_mask: A `LocalMask`; or None, which the function gets as it is.
-            args: None are taken.
-            given: Position ids come from the caller of the model.
-            kwargs: Options of the function; `position_ids` [b, s / P] where there is a mask.
-
-        Returns:
-            [b, s / P, h, d], and None: weights of attention are not gathered.
+        `query` is [b, h, s / P, d], `key` and `value` have as many heads or a divisor of them.
+        `attention_mask` is a `LocalMask`, or None, which the function gets as it is; `given`:
+        position ids come from the caller of the model. `kwargs` are options of the function, with
+        `position_ids` [b, s / P] where there is a mask.
         """
         if not self.is_split(module):
             mask = (
@@ -252,27 +223,14 @@ class UlyssesSPAttentionHF(nn.Module):
         disable_in_eval: bool = False,
         max_length: int | None = None,
     ) -> SequenceGroups:
-        """Split the attention of a model over ranks. Collective over the world.
+        """Split the attention of a model over ranks; collective. Returns the mpu for `initialize`.
 
-        Args:
-            model_name_or_path: The model; or the name or folder of its configuration, and all
-                models of that type are meant, also those still to be made.
-            core_attn_implementation: The function that sees whole sequences, as the model's
-                `attn_implementation` names it: "sdpa", a flash attention, a kernel of the hub. Not
-                "eager" or "flex_attention". None: the model's.
-            sequence_parallel_size: P, the ranks that share a sequence; neighbours.
-            micro_batch_size: Rows of a batch; checked where the length is fixed.
-            seq_length: Length of the whole sequence, if it is fixed.
-            seq_length_is_variable: Batches may differ in length.
-            disable_in_eval: In evaluation mode every rank computes whole sequences by itself.
-            max_length: Upstream's older name of `seq_length`.
-
-        Returns:
-            The mpu for `deepspeed.initialize`.
-
-        Raises:
-            ValueError: For what cannot be split so.
-            ImportError: A transformers that is too old.
+        `model_name_or_path` is the model; or the name or folder of a configuration, and all models
+        of that type are meant, also those still to be made. `core_attn_implementation` is the
+        function that sees whole sequences, as the model's `attn_implementation` names it (None: the
+        model's), not "eager" or "flex_attention". `max_length` is upstream's older name of
+        `seq_length`. ValueError for what cannot be split so, ImportError for a transformers that is
+        too old.
         """
         check_library()
         length = seq_length if max_length is None else max_length
@@ -356,9 +314,7 @@ def _core_of(model: nn.Module | None, config: Any, asked: str | None) -> str:
 
 
 class _Registered:
-    """An attention and the layers that it is for: those of a model, or (None) of a configuration's
-    type.
-    """
+    """An attention and the layers that it is for: a model's, or (None) a configuration type's."""
 
     def __init__(
         self, attention: UlyssesSPAttentionHF, model: nn.Module | None, config: Any
@@ -375,17 +331,14 @@ class _Registered:
             model.register_forward_pre_hook(self._want_positions, with_kwargs=True)
 
     def is_over(self) -> bool:
-        """Tell whether its model is gone."""
         return self.is_of_one_model and not self._modules
 
     def has_layer(self, module: nn.Module) -> bool:
-        """Tell whether the attention is this layer's."""
         if self.is_of_one_model:
             return module in self._modules
         return getattr(getattr(module, "config", None), "model_type", None) in self._types
 
     def has_config(self, config: Any) -> bool:
-        """Tell whether models with this configuration may be meant."""
         return id(config) in self._configs or (
             not self.is_of_one_model and config.model_type in self._types
         )
@@ -422,7 +375,6 @@ class _Door:
 
     @classmethod
     def of(cls, core: str) -> _Door:
-        """Return the one of this function."""
         if core not in cls._taken:
             cls._taken[core] = cls(core)
         return cls._taken[core]

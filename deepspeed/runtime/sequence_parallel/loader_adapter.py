@@ -1,8 +1,5 @@
-"""Batches of whole sequences, one after the other to all ranks that share sequences, cut for each.
-
-Every rank's loader has batches of its own, as for data parallelism. The ranks of a group train on
-the first one's next batch together, then on the second one's, and so on: as many batches per
-optimizer step as without splitting, each P times as long as what a rank holds.
+"""Batches of whole sequences, cut for the ranks that share them. Every rank's loader has batches of
+its own; the ranks of a group train on the first one's next batch together, then on the second's.
 """
 
 from __future__ import annotations
@@ -20,19 +17,12 @@ Batch = dict[str, Any]
 
 
 class UlyssesSPDataLoaderAdapter:
-    """A loader around one of whole sequences, whose batches are this rank's pieces.
+    """A loader around `dl`, of whole sequences, whose batches are piece `sp_rank` of
+    `sp_world_size`.
 
-    Batches are dicts with `position_ids` [b, s]. Every tensor [b, s, ...] is cut along dimension 1,
-    anything else is passed on whole. `labels` are shifted before they are cut, because a piece's
-    last label is the next piece's first token, and become `shift_labels`; `shift_labels` that are
-    there already stay.
-
-    Args:
-        dl: Loader of this rank's own batches.
-        sp_rank: Which piece this rank gets.
-        sp_group: The P ranks that share sequences.
-        sp_world_size: P.
-        device: Where tensors go.
+    Batches are dicts with `position_ids` [b, s]. Every tensor [b, s, ...] is cut along dimension 1
+    and goes to `device`, anything else is passed on whole. `labels` are shifted before they are
+    cut, because a piece's last label is the next piece's first token, and become `shift_labels`.
     """
 
     def __init__(
@@ -53,21 +43,16 @@ class UlyssesSPDataLoaderAdapter:
         return len(self.dl) * self.sp_world_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the loader, if it wants to know."""
         if hasattr(self.dl, "set_epoch"):
             self.dl.set_epoch(epoch)
 
     def __iter__(self) -> UlyssesSPDataLoaderAdapter:
-        """Begin at the loader's start."""
         self._running = self._pieces()
         return self
 
     def __next__(self) -> Batch:
-        """Return the next piece. Collective over the group.
-
-        Raises:
-            ValueError: On all ranks of the group: batches without `position_ids`, lengths that the
-                ranks don't divide, masks that can't be cut, loaders of different length.
+        """Return the next piece. Collective; batches that cannot be cut are a ValueError on all
+        ranks.
         """
         if self._running is None:
             self._running = self._pieces()
@@ -91,7 +76,6 @@ class UlyssesSPDataLoaderAdapter:
                 yield self._cut(batch)
 
     def _of_all(self, own: Any) -> list[Any]:
-        """The next batch of every rank, in host memory; None where there is none."""
         batches: list[Any] = [None] * self.sp_world_size
         if isinstance(own, Mapping):
             own = {
@@ -102,7 +86,7 @@ class UlyssesSPDataLoaderAdapter:
         return batches
 
     def _fault(self, batch: Any) -> str | None:
-        """What is wrong with a batch; every rank looks at all of them, so that all raise."""
+        """Tell what is wrong with a batch; every rank looks at all of them, so that all raise."""
         if batch is None:
             return "is missing: its loader ended before the others; make them equally long"
         if not isinstance(batch, Mapping):

@@ -1,10 +1,6 @@
-"""What a query of a split sequence may look at: the masks that transformers makes, for whole
-sequences.
-
-A model that holds a piece of a sequence would make the mask of that piece. It gets a `LocalMask`
-instead, which its layers hand on to the attention unopened. There it becomes the mask of the whole
-sequence, made by transformers' own functions from the paddings and positions of all ranks; or the
-one that the model asked for, where nothing is split.
+"""Masks that transformers makes, for whole sequences. A model that holds a piece of one gets a
+`LocalMask`, which its layers hand on to the attention unopened. There it becomes the mask of the
+whole sequence, made by transformers' own functions, or the one that the model asked for.
 """
 
 from __future__ import annotations
@@ -23,9 +19,7 @@ _CACHE = ("past_key_values", "cache")
 
 
 class WholeMask(NamedTuple):
-    """What attention over a whole sequence gets: its mask (None: every position sees all before
-    it), and the position ids [b, s].
-    """
+    """The mask of a whole sequence (None: positions see all before them), and its position ids."""
 
     mask: Any
     positions: torch.Tensor
@@ -41,24 +35,18 @@ class LocalMask:
         self._whole: WholeMask | None = None
 
     def here(self) -> Any:
-        """Make the mask that the model asked for, of its own positions."""
         if not self._here:
             self._here.append(self._make(**self.arguments))
         return self._here[0]
 
     def whole(self, positions: torch.Tensor, group: dist.Group, given: bool) -> WholeMask:
-        """Make the mask of the sequence that the ranks of `group` share. Collective the first time;
-        all layers ask one mask.
+        """Make the mask of the sequence that the P ranks of `group` share; collective the first
+        time.
 
-        Args:
-            positions: [b, s / P], or [1, s / P] for all rows: position ids of this rank.
-            group: The P ranks.
-            given: The caller of the model has given `positions`; else the model may have counted
-                its own from 0.
-
-        Raises:
-            ValueError: On all ranks of the group, for a mask that is not made of positions and
-                padding, and for positions that are not those of one sequence.
+        `positions` [b, s / P], or [1, s / P], are those of this rank; if they are not `given` by
+        the model's caller, the model may have counted from 0. ValueError on all ranks for a mask
+        that is not made of positions and padding, and for positions that are not those of one
+        sequence.
         """
         if self._whole is None:
             self._whole = self._gathered(positions, group, given)
@@ -101,7 +89,6 @@ class LocalMask:
         return WholeMask(asked.here(), whole)
 
     def _of(self, positions: torch.Tensor, padding: torch.Tensor | None) -> LocalMask:
-        """Ask for what the model would with the whole sequence."""
         from transformers import masking_utils  # startup: a client's library, once it is used
 
         sliding = self.arguments.get("local_size") is not None
@@ -155,6 +142,6 @@ def check_library() -> None:
 
 
 def _cache_argument(create: Callable[..., Any]) -> str:
-    """The name of the cache among the arguments of a function that makes masks; "": it has none."""
+    """Name the cache among the arguments of a function that makes masks; "": it has none."""
     taken = inspect.signature(create).parameters
     return next((name for name in _CACHE if name in taken), "")

@@ -1,11 +1,6 @@
 """Functions of single positions, computed tile by tile along the sequence: activations of one tile
-are held at a time, in forward and in backward.
-
-Owns how tensors are cut and how what tiles return is put together. Each tile is a function that is
-computed again in backward (`recomputed`), inside of the one backward, which goes through tiles from
-the last to the first. So a parameter's gradients of all tiles are added up by autograd, and its
-hook, on which reductions hang, fires once, after the last of them: nobody has to be told which
-parameters a function uses.
+are held at a time. Tiles are computed again inside of the one backward, so that a parameter's
+gradients of all tiles are added up by autograd, and its hook, on which reductions hang, fires once.
 """
 
 from __future__ import annotations
@@ -33,31 +28,15 @@ def sequence_tiled_compute(
     output_unshard_dimension: int = 1,
     output_reduction: str | None = "mean",
 ) -> torch.Tensor:
-    """Compute `fn(**kwargs_to_shard, **kwargs_to_pass)`, one tile of the sequence after the other.
+    """Compute `fn(**kwargs_to_shard, **kwargs_to_pass)`, one of `shards` tiles after the other.
 
-    Args:
-        fn: Function whose result at a position depends on that position's inputs alone. It returns
-            a tensor with the tile's positions in dimension `output_unshard_dimension`, or a scalar.
-        seqlen: Positions of the sequence.
-        shards: Tiles; the first ones get one position more where it doesn't come out even.
-        kwargs_to_shard: Tensors [b, seqlen, ...], which are cut; or None, which stays None.
-        kwargs_to_pass: What every tile gets as it is.
-        grad_requiring_tensor_key: The tensor among `kwargs_to_shard` that is the function's input.
-            Every tensor that requires a gradient gets its own, this one or not; None: none is
-            named.
-        compute_params: Parameters that the function uses. They need not be given: gradients reach
-            all that it uses.
-        output_unshard_dimension: Where a tile's result has its positions.
-        output_reduction: What becomes of scalars: "mean", weighted with the positions of each tile,
-            or "sum".
-
-    Returns:
-        The results of all tiles, joined; or their mean or sum.
-
-    Raises:
-        ValueError: Tensors that don't have `seqlen` positions, more tiles than positions, an
-            unknown key or reduction.
-        TypeError: `compute_params` that are no parameters.
+    `fn`'s result at a position depends on that position's inputs alone: a tensor with the tile's
+    positions in dimension `output_unshard_dimension`, which are joined, or a scalar, of which
+    `output_reduction` takes the "mean", weighted with each tile's positions, or the "sum".
+    `kwargs_to_shard` are tensors [b, seqlen, ...] or None. Every tensor that requires a gradient
+    gets it, also beside `grad_requiring_tensor_key`, and `compute_params` need not be given.
+    ValueError for tensors without `seqlen` positions, more tiles than positions, an unknown key or
+    reduction.
     """
     _check_params(compute_params)
     if grad_requiring_tensor_key is not None and grad_requiring_tensor_key not in kwargs_to_shard:
@@ -102,9 +81,7 @@ class SequenceTiledCompute:
         output_reduction: str | None,
         *args: Any,
     ) -> torch.Tensor:
-        """Call `sequence_tiled_compute`; `args` are the values of both lists of keys, in their
-        order.
-        """
+        """Call `sequence_tiled_compute`; `args` are the values of both lists of keys, in order."""
         if len(args) != len(keys_to_shard) + len(keys_to_pass):
             raise ValueError(
                 f"{len(args)} values for {len(keys_to_shard)} keys_to_shard and "
@@ -135,7 +112,7 @@ class TiledMLP:
         compute_params: Iterable[torch.nn.Parameter] | None = None,
     ) -> torch.Tensor:
         """Compute `fn(self, x)`, a layer that treats each position of x [..., s, h] alone, in
-        tiles. `compute_params` and refusals as in `sequence_tiled_compute`.
+        tiles.
         """
         _check_params(compute_params)
         if x.dim() < 2:
@@ -159,23 +136,13 @@ class TiledFusedLogitsLoss:
         output_reduction: str = "mean",
     ) -> torch.Tensor:
         """Compute the loss that `fn(self, x, y)`, or `fn(self, x, y, mask)`, gives for all
-        positions.
+        positions of x [b, s, h], with targets y [b, s], `IGNORE_INDEX` where nothing is learned; a
+        scalar, of "mean" fp32.
 
-        Args:
-            fn: Called with one tile's positions, batch and sequence in one dimension: [n, h], [n],
-                and [n] if there is a mask. Returns their loss, a scalar.
-            self: Its first argument, e.g. the head.
-            x: [b, s, h].
-            y: [b, s], targets; `IGNORE_INDEX` where nothing is to be learned.
-            mask: [b, s] that `fn` takes as a third argument; None: it takes none.
-            shards, compute_params: As in `sequence_tiled_compute`.
-            output_reduction: What `fn` returns: "sum", the sum over its positions; or "mean", the
-                mean over those that count. These are weighted by `mask`; without one, those whose
-                target is not `IGNORE_INDEX`. So the result is the mean over all that count, however
-                they are spread over tiles.
-
-        Returns:
-            A scalar; of "mean" fp32.
+        `fn` gets one tile's positions, [n, h], [n] and [n], and returns a scalar, by
+        `output_reduction` the "sum" over its positions or the "mean" over those that count. These
+        are weighted by `mask`; without one, those whose target is not `IGNORE_INDEX`, however they
+        are spread over tiles.
         """
         _check_params(compute_params)
         if y.dim() < 2 or x.shape[:2] != y.shape[:2] or mask is not None and mask.shape != y.shape:
@@ -206,19 +173,9 @@ class TiledLoss:
         shift_labels: torch.Tensor,
         shards: int,
     ) -> torch.Tensor:
-        """Compute the loss that `loss_fn` gives for all positions.
-
-        Args:
-            loss_fn: Called with `logits`, `labels=None`, `vocab_size` and `shift_labels` of one
-                tile, as transformers' `loss_function` is. Returns the mean over the positions whose
-                label is not `IGNORE_INDEX`.
-            logits: [b, s, v].
-            vocab_size: Handed on.
-            shift_labels: [b, s], the target of each position.
-            shards: Tiles along s.
-
-        Returns:
-            A scalar of fp32: the mean over all positions that count, however they are spread.
+        """Compute the mean, in fp32, over all positions that count of logits [b, s, v].
+        `loss_fn(logits=, labels=None, vocab_size=, shift_labels=)`, as transformers', returns a
+        tile's mean over the positions whose label in `shift_labels` [b, s] is not `IGNORE_INDEX`.
         """
         if shift_labels.dim() != 2 or logits.shape[:2] != shift_labels.shape:
             raise ValueError(

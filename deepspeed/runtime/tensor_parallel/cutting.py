@@ -37,9 +37,7 @@ if TYPE_CHECKING:
 
 
 def mpu_of(model: nn.Module, block: TPTrainingConfig | None, mpu: Any) -> Any:
-    """Find who shares the layers of a model: those who do already, as the client's mpu says, or
-    neighbours; None if nobody does.
-    """
+    """Find who shares a model's layers: as it was cut, the client's mpu, neighbours, or None."""
     own, size = slices_of(model), 0 if block is None else block.autotp_size
     if own is not None:
         if mpu not in (None, own.mpu):
@@ -73,8 +71,8 @@ def cut_by(
     dtype: torch.dtype | None,
 ) -> None:
     """Cut a whole model over the tensor-parallel ranks in place and mark its slices, if the block
-    says so and it is not cut yet. Parameters stay the same objects, and on the device where they
-    are. If something cannot be cut, nothing was changed.
+    says so and it is not cut yet. Parameters stay the same objects where they are. If something
+    cannot be cut, nothing was changed.
     """
     if block.autotp_size < 2:
         return
@@ -136,14 +134,12 @@ def _apply(model: nn.Module, plan: Plan, ranks: SliceGroup, overlaps: bool, mpu:
 
 
 def _widths(cut: LayerCut, size: int) -> tuple[int, ...] | None:
-    """What each rank has, of a layer that stands alone."""
     if not cut.is_alone:
         return None
     return tuple(Share.of_rank(cut.pieces, rank, size).of(sum(cut.sizes)) for rank in range(size))
 
 
 def _cut_parameters(cut: LayerCut) -> list[tuple[nn.Parameter, int]]:
-    """The parameters of a layer that are cut, each with its dimension."""
     module: Any = cut.module
     found = [(module.weight, int(cut.is_row is not is_transposed(module)))]
     if module.bias is not None and not cut.is_row:
@@ -152,9 +148,7 @@ def _cut_parameters(cut: LayerCut) -> list[tuple[nn.Parameter, int]]:
 
 
 class _ParameterCut(NamedTuple):
-    """Dimension that is cut, sizes of what lies behind one another in it, and pieces of each of
-    these.
-    """
+    """The dimension, sizes of what lies behind one another in it, and pieces of each of these."""
 
     dim: int
     sizes: tuple[int, ...]
@@ -162,7 +156,6 @@ class _ParameterCut(NamedTuple):
 
 
 def _cuts(plan: Plan) -> dict[nn.Parameter, _ParameterCut]:
-    """The parameters that are cut."""
     found: dict[nn.Parameter, _ParameterCut] = {}
     for cut in plan.layers:
         for param, dim in _cut_parameters(cut):
@@ -177,8 +170,6 @@ def _cuts(plan: Plan) -> dict[nn.Parameter, _ParameterCut]:
 def _keep_own(
     model: nn.Module, cuts: Mapping[nn.Parameter, _ParameterCut], ranks: SliceGroup, mpu: Any
 ) -> None:
-    """Keep this rank's part of each of what lies behind one another."""
-
     def own_part(param: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
         if param not in cuts:
             return whole

@@ -1,6 +1,5 @@
-"""What names and shapes do not tell about known models: how fused layers are laid out, and what
-else of a model counts heads. A family's name is transformers' `model_type`, and what
-`tensor_parallel.preset_model` says.
+"""What names and shapes do not tell about known models, by transformers' `model_type`: how fused
+layers are laid out, and what else of a model counts heads.
 """
 
 from __future__ import annotations
@@ -22,11 +21,8 @@ class CannotCut(ValueError):
 
 
 class Layout(NamedTuple):
-    """How the outputs of a fused layer lie.
-
-    Attributes:
-        unit: How many neighbouring outputs stay on one rank, such as those of a head.
-        sizes: Of the layers that lie behind one another, each cut by itself; empty: there is one.
+    """How the outputs of a fused layer lie: `unit` neighbouring ones, such as those of a head, stay
+    on one rank; `sizes` of the layers that lie behind one another, each cut by itself; empty: one.
     """
 
     unit: int
@@ -72,7 +68,6 @@ class OwnAlibi(NamedTuple):
     share: Share
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The arguments with the part that is this rank's."""
         alibi: torch.Tensor = kwargs["alibi"]
         by_head = alibi.view(-1, self.share.pieces, *alibi.shape[1:])
         own = by_head[:, self.share.first : self.share.first + self.share.own]
@@ -100,14 +95,10 @@ def _nothing(*_: Any) -> None:
 
 @dataclass(frozen=True)
 class Family:
-    """See module.
-
-    Attributes:
-        fused: Name of a fused layer -> how its outputs lie, from the module that has it and itself.
-        embeddings: Names of embeddings in attention whose columns are heads.
-        check: Raises `CannotCut` for an attention that cannot be cut.
-        prepare: Called once per attention after its layers have been cut, with what this rank has
-            of its heads (those of keys, if queries have more).
+    """How fused layers' outputs lie, by their names; names of embeddings in attention whose columns
+    are heads; `check` raises `CannotCut` for an attention; `prepare` is called once per attention
+    after its layers have been cut, with what this rank has of its heads (of keys, if queries have
+    more).
     """
 
     fused: Mapping[str, Callable[[nn.Module, nn.Module], Layout]] = field(default_factory=dict)
@@ -141,7 +132,7 @@ _COUNTS = (*_HEADS, *_PAIRS, "inner_dim", "split_size")
 
 
 def counts_of(scope: nn.Module) -> dict[str, int]:
-    """The numbers of a module that are divided with its layers, by the attributes' names."""
+    """Return the numbers of a module that are divided with its layers, by attribute."""
     found = {name: scope.__dict__.get(name) for name in _COUNTS}
     return {name: count for name, count in found.items() if type(count) is int}
 

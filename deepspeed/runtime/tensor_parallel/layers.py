@@ -1,15 +1,10 @@
-"""Column- and row-parallel layers.
+"""Column- and row-parallel layers. A column-parallel one has some of the outputs on each rank:
+every rank reads the whole input, whose gradient is the sum of what the ranks have of it. A
+row-parallel one reads some of the inputs: its output is the sum of the ranks', and the whole bias
+is added once, after it. A layer that stands alone gathers its outputs, or takes its part of the
+inputs.
 
-A column-parallel layer has some of the outputs on each rank: every rank reads the whole input, so
-the input's gradient is the sum of what the ranks have of it. A row-parallel layer reads some of the
-inputs: its output is the sum of what the ranks have of it, and the bias, which every rank has
-whole, is added once, after the sum.
-
-Where what comes between layers is needed whole, a layer stands alone: a column-parallel one gathers
-its outputs, a row-parallel one takes its part of the inputs.
-
-A layer of a model becomes one in place: its class becomes one of the classes here together with its
-own, so that whoever holds the layer, its hooks and its parameters keeps them.
+A layer of a model becomes one in place, by its class: hooks and parameters are kept.
 """
 
 from __future__ import annotations
@@ -147,13 +142,9 @@ class _OverlappedLinear(torch.autograd.Function):
 
 
 class TensorParallelLayer(nn.Module):
-    """A layer that is cut, with the class of the layer that it was; `weight` and `bias` are this
-    rank's slices (a row-parallel layer has the whole bias).
-
-    Attributes:
-        ds_slice_group: The ranks that share the layer.
-        ds_overlaps: The gradient of the input travels while that of the weight is computed.
-        ds_widths: If it stands alone, how many outputs (row-parallel: inputs) each rank has.
+    """A layer that is cut, with the class of the layer that it was. `ds_overlaps`: the gradient of
+    the input travels while that of the weight is computed; `ds_widths`: if it stands alone, how
+    many outputs (row-parallel: inputs) each rank has.
     """
 
     weight: nn.Parameter
@@ -170,7 +161,6 @@ class TensorParallelLayer(nn.Module):
         )
 
     def _as_linear(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight `[outputs, inputs]` and bias, cast as autocast would."""
         weight = self.weight.t() if is_transposed(self) else self.weight
         return _as_autocast(weight), None if self.bias is None else _as_autocast(self.bias)
 
@@ -179,7 +169,6 @@ class LinearLayer(TensorParallelLayer):
     """`[..., inputs]` to this rank's `[..., outputs / ranks]`, or, alone, to all outputs."""
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """Compute this rank's outputs."""
         if self.ds_overlaps and torch.is_grad_enabled():
             weight, bias = self._as_linear()
             result: torch.Tensor = _OverlappedLinear.apply(
@@ -196,7 +185,6 @@ class LinearAllreduce(TensorParallelLayer):
     """This rank's `[..., inputs / ranks]`, or, alone, all, to the whole `[..., outputs]`."""
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """Compute the outputs, the same on all ranks."""
         if self.ds_widths is not None:
             value = _TakeInputs.apply(value, self.ds_slice_group, self.ds_widths)
         weight, bias = self._as_linear()
@@ -232,12 +220,12 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def num_inputs(module: nn.Module) -> int:
-    """How many inputs a layer has that `is_matrix`."""
+    """Count the inputs of a layer that `is_matrix`."""
     return logical_shape(_weight(module))[0 if is_transposed(module) else 1]
 
 
 def num_outputs(module: nn.Module) -> int:
-    """How many outputs it has."""
+    """Count its outputs."""
     return logical_shape(_weight(module))[1 if is_transposed(module) else 0]
 
 

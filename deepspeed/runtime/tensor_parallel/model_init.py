@@ -17,20 +17,14 @@ from deepspeed.runtime.tensor_parallel.cutting import cut_by, mpu_of
 def tp_model_init(
     model: nn.Module, tp_size: int, dtype: torch.dtype | None, config: Any = None, **kwargs: Any
 ) -> nn.Module:
-    """Cut a model over `tp_size` neighbouring ranks, in place. All ranks call it.
+    """Cut a model over `tp_size` neighbouring ranks, in place; collective. All ranks of one group
+    take the weights of the first. An engine of it knows, with or without `tensor_parallel` in its
+    configuration.
 
-    An engine of it knows, with or without `tensor_parallel` in its configuration. Parameters stay
-    the same objects, so optimizers may be made before or after.
-
-    Args:
-        model: The model, whole; all ranks of one group take the weights of the first.
-        tp_size: Ranks that share its layers.
-        dtype: What its parameters are cast to; None leaves them.
-        config: A configuration whose `tensor_parallel` block says how; None: found from the model.
-        kwargs: Further keys of that block.
-
-    Raises:
-        DeepSpeedConfigError: It cannot be cut so, or keys contradict each other.
+    Parameters stay the same objects, so optimizers may be made before or after; `dtype` is what
+    they are cast to. `config`'s `tensor_parallel` block, or `kwargs` as its keys, say how; None:
+    found from the model. DeepSpeedConfigError if it cannot be cut so, or keys contradict each
+    other.
     """
     # startup: the models need pydantic, whose import alone is longer than deepspeed's may be.
     from deepspeed.runtime.config_models.reader import read_block

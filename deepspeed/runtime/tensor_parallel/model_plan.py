@@ -47,7 +47,6 @@ class ModelPlan:
         self._plan = plan
 
     def spec_of(self, name: str) -> LayerSpec | None:
-        """What the plan says of a parameter, or of its module; None: nothing."""
         style = _style_of(name, self._plan)
         return None if style is None else _STYLES[style]
 
@@ -71,7 +70,6 @@ def plan_in(model: nn.Module) -> ModelPlan | None:
 
 
 def _merged(model: nn.Module) -> dict[str, str]:
-    """The plans of the model and of those inside it, of which the outer ones count."""
     of_base = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     prefix = getattr(model, "base_model_prefix", "")
     prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""

@@ -30,16 +30,10 @@ _TYPES = ("column", "row", "skip")
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One entry of `layer_specs`.
-
-    Attributes:
-        patterns: See module.
-        partition_type: "column", "row" or "skip": the parameter is not cut. Of a model's own plan
-            also "partial": it is not, and acts on what is.
-        shape: At the dimension that is cut: how many layers of equal size lie behind one another,
-            or their sizes; None: one.
-        partition_dim: The dimension of the weight that is cut; None: that of the type.
-        is_alone: What the layer reads and gives is whole, see `layers`.
+    """One entry of `layer_specs`. `partition_type` is "column", "row" or "skip": the parameter is
+    not cut; of a model's own plan also "partial": it is not, and acts on what is. `shape` says how
+    many layers of equal size lie behind one another in the dimension that is cut, or their sizes;
+    `is_alone`: what the layer reads and gives is whole, see `layers`.
     """
 
     patterns: tuple[re.Pattern[str], ...]
@@ -50,23 +44,18 @@ class LayerSpec:
 
     @property
     def is_row(self) -> bool:
-        """Whether the layer is row-parallel."""
         return self.partition_type == "row"
 
     @property
     def is_skip(self) -> bool:
-        """Whether the parameter stays whole."""
         return self.partition_type == "skip"
 
     @property
     def is_partial(self) -> bool:
-        """Whether it stays whole and its gradient is a part of that of all ranks."""
         return self.partition_type == "partial"
 
     def sizes(self, layer: nn.Module, length: int) -> tuple[int, ...]:
-        """Return the sizes of what lies behind one another in `length` elements; empty: one.
-        CannotCut if `shape` or `partition_dim` is not this layer's.
-        """
+        """Return the sizes of what lies behind one another in `length` elements; empty: one."""
         dim = int(self.is_row is not is_transposed(layer))
         if self.partition_dim not in (None, dim):
             raise CannotCut(
@@ -103,7 +92,6 @@ class PartitionConfig:
                 self._specs.append(spec)
 
     def spec_of(self, name: str) -> LayerSpec | None:
-        """The first that matches a parameter; None if there is none."""
         for spec in self._specs:
             if any(pattern.match(name) for pattern in spec.patterns):
                 return spec

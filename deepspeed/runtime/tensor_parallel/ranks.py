@@ -1,6 +1,4 @@
-"""Who shares layers under automatic tensor parallelism: neighbouring ranks, so that they are on one
-machine where possible.
-"""
+"""Neighbouring ranks, on one machine where possible, that share layers."""
 
 from __future__ import annotations
 
@@ -14,11 +12,9 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigError
 
 @dataclass(frozen=True, eq=False)
 class TensorRanks:
-    """An mpu: rank = data rank * size + tensor rank.
-
-    Attributes:
-        data_group: The ranks that hold the same slices.
-        cuts_models: The engine has cut the layers; a model that is not cut is not for these ranks.
+    """An mpu: rank = data rank * size + tensor rank. `data_group` holds the same slices;
+    `cuts_models`: the engine has cut the layers, and a model that is not cut is not for these
+    ranks.
     """
 
     size: int
@@ -27,19 +23,15 @@ class TensorRanks:
     cuts_models: bool = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorRanks:
-        """Itself: the copy of a model is on the same ranks."""
         return self
 
     def get_tensor_model_parallel_group(self) -> Any:
-        """The ranks that share this one's layers."""
         return self.tensor_group
 
     def get_tensor_model_parallel_rank(self) -> int:
-        """This rank's place among them."""
         return dist.get_rank(group=self.tensor_group)
 
     def get_tensor_model_parallel_world_size(self) -> int:
-        """How many they are."""
         return self.size
 
     get_model_parallel_group = get_tensor_model_parallel_group
@@ -47,15 +39,12 @@ class TensorRanks:
     get_model_parallel_world_size = get_tensor_model_parallel_world_size
 
     def get_data_parallel_group(self) -> Any:
-        """The ranks that hold the same slices and see other data."""
         return self.data_group
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's place among them."""
         return dist.get_rank(group=self.data_group)
 
     def get_data_parallel_world_size(self) -> int:
-        """How many they are."""
         return dist.get_world_size(group=self.data_group)
 
 

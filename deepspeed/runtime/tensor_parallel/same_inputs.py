@@ -33,8 +33,8 @@ NUMBERS = CONTENTS + MOST_INPUTS
 
 
 class SameInputs:
-    """Checks the forwards of a model that was cut; of others nothing. Random states are made the
-    same here once, those of the first rank.
+    """Checks the forwards of a model that was cut, and makes random states the first rank's,
+    once.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -52,11 +52,9 @@ class SameInputs:
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SameInputs:
-        """Itself: the copy of a model is on the same ranks."""
         return self
 
     def close(self) -> None:
-        """Check no more."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

@@ -1,7 +1,5 @@
-"""Models whose parameters `zero.Init` has sharded over all ranks: cut over the ranks that share
-layers, each slice is sharded over the ranks that hold it.
-
-Piece by piece: beside its shards a rank holds a few whole parameters at a time.
+"""Models that `zero.Init` has sharded over all ranks, a few whole parameters at a time: each slice
+is sharded over the ranks that hold it.
 """
 
 from __future__ import annotations
@@ -48,9 +46,7 @@ def shard_anew(
     slice_group: dist.Group,
     instances: OptimizerInstances,
 ) -> None:
-    """Shard what `own_part` says this rank keeps of each sharded parameter, given its whole value.
-    All ranks call it; other parameters are left alone.
-    """
+    """Shard what `own_part` says this rank keeps of each sharded parameter. Collective."""
     for piece in _pieces(model):
         hold_whole(piece)
         whole = [param.data for param in piece]
@@ -66,7 +62,6 @@ def shard_anew(
 
 
 def _pieces(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Sharded parameters, neighbours of one kind together."""
     piece: list[nn.Parameter] = []
     held = 0
     for param in filter(is_zero_param, model.parameters()):

@@ -1,9 +1,6 @@
-"""Which layers of a model are column- and which are row-parallel: found, not changed.
-
-A scope is a module with layers in it: an attention, or the two or three layers behind one another
-of an MLP. Each has column-parallel layers, which read what all ranks have, and row-parallel ones,
-whose outputs all ranks have again; between them is what the ranks divide. What is not within a
-scope is replicated: every rank computes it from the same input.
+"""Which layers of a model are column- and which are row-parallel: found, not changed. A scope is a
+module with layers in it, an attention or an MLP: column-parallel layers read what all ranks have,
+row-parallel ones give it again; between them is what the ranks divide.
 
 [Note: nothing unexplained] Every parameter of a block that has a scope is known to be one of: of a
 layer that is cut; a vector as wide as the block's input outside of attention, so that it acts on
@@ -60,15 +57,9 @@ _SPEC = 'say how by "tensor_parallel": {"partition_config": {"layer_specs": [...
 
 @dataclass(frozen=True)
 class LayerCut:
-    """One layer that is to be cut.
-
-    Attributes:
-        name: In the model.
-        is_row: It is row-parallel.
-        sizes: Of what lies behind one another in the dimension that is cut, each cut by itself.
-        pieces: How many pieces of each stay on one rank, such as heads; the first ranks have one
-            more.
-        is_alone: What it reads and gives is whole, see `layers`.
+    """One layer that is to be cut: `sizes` of what lies behind one another in the dimension that is
+    cut, each by itself, into `pieces`, such as heads, of which the first ranks have one more;
+    `is_alone`: what it reads and gives is whole, see `layers`.
     """
 
     name: str
@@ -82,7 +73,6 @@ class LayerCut:
     def of_units(
         name: str, module: nn.Module, is_row: bool, sizes: tuple[int, ...], unit: int
     ) -> LayerCut:
-        """A cut between units of so many neighbouring elements."""
         fits = unit > 0 and all(size % unit == 0 for size in sizes)
         pieces = math.gcd(*(size // unit for size in sizes)) if fits else 1
         return LayerCut(name, module, is_row, sizes, pieces)
@@ -90,14 +80,10 @@ class LayerCut:
 
 @dataclass
 class Plan:
-    """What is to be done to a model to cut it over `size` ranks.
-
-    Attributes:
-        embeddings: Name -> embedding whose columns are heads.
-        scopes: Name -> module with layers that are cut and do not stand alone.
-        pieces: Name -> how many pieces what it divides has, the same in all of its layers.
-        attentions: Name -> those of them that are attention by their layers' names.
-        partial: Names of replicated parameters that act on what is cut.
+    """What is to be done to a model to cut it over `size` ranks: embeddings whose columns are
+    heads; `scopes` with layers that do not stand alone, the `pieces` that each divides, those that
+    are `attentions` by their layers' names; `partial`, replicated parameters that act on what is
+    cut.
     """
 
     size: int
@@ -115,10 +101,7 @@ def plan_of(
 ) -> Plan:
     """Plan how a model is cut over `size` ranks: as a family whose name is `preset`, or the model's
     `config.model_type`; `partition` speaks before names do, and without it a model of no known
-    family for itself.
-
-    Raises:
-        DeepSpeedConfigError: All that cannot be cut, or is not known, by name; with what to do.
+    family for itself. DeepSpeedConfigError names all that cannot be cut, or is not known.
     """
     problems: list[str] = []
     family = _family_name(model, preset)
@@ -142,7 +125,6 @@ def plan_of(
 
 
 def _family_name(model: nn.Module, preset: str | None) -> str:
-    """Raises DeepSpeedConfigError for a preset that is none."""
     if preset is not None and preset not in FAMILIES:
         raise DeepSpeedConfigError(
             f"tensor_parallel.preset_model: {preset!r} is not supported; use one of "
@@ -171,7 +153,6 @@ def _plan_scope(
     partition: PartitionConfig | ModelPlan | None,
     problems: list[str],
 ) -> None:
-    """Plan the layers that a module has itself."""
     layers = {child: layer for child, layer in scope.named_children() if is_matrix(layer)}
     known = len(problems)
     chosen = _by_specs(name, scope, layers, partition, problems)
@@ -266,7 +247,6 @@ def _by_specs(
     partition: PartitionConfig | ModelPlan | None,
     problems: list[str],
 ) -> dict[str, Any]:
-    """Child -> what the configuration says of it; None: it is not to be cut."""
     chosen: dict[str, Any] = {}
     for child, layer in layers.items() if partition is not None else ():
         full = _joined(name, child)
@@ -292,7 +272,7 @@ def _by_specs(
 def _by_name(
     family: Family, full: str, child: str, scope: nn.Module, layer: nn.Module
 ) -> LayerCut | None:
-    """What a layer's own name says; None: nothing, see [Note: nothing unexplained]."""
+    """Read a layer's own name; None: it says nothing, see [Note: nothing unexplained]."""
     if child in FUSED:
         if child not in family.fused:
             raise CannotCut(

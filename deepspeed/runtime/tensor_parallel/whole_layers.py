@@ -14,15 +14,10 @@ from deepspeed.runtime.zero.gathering.gathered_parameters import hold_whole, let
 
 
 class GatherReplacedLayerParams:
-    """A `with` block in which `param.data` is the whole parameter, put together from the slices of
-    all ranks that share the layer, and after which it is this rank's slice again. All these ranks
-    enter it with the same parameters, of the whole `module`.
-
-    For reading: engines may keep masters that would overwrite what is written here.
-
-    Raises:
-        ValueError: A parameter is cut and not one of `module`'s; or, at the end of the block, it
-            was changed.
+    """A `with` block in which `param.data` is the whole parameter, for reading, put together from
+    the slices of all ranks that share the layer; they enter it with the same parameters, of the
+    whole `module`. ValueError for a parameter that is cut and not one of `module`'s, or was changed
+    inside.
     """
 
     def __init__(
@@ -46,7 +41,6 @@ class GatherReplacedLayerParams:
 
     @torch.no_grad()
     def __enter__(self) -> None:
-        """Gather."""
         if self._slices is None:
             return
         hold_whole(self._params.values())
@@ -61,7 +55,6 @@ class GatherReplacedLayerParams:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Put the slices back."""
         if self._slices is None:
             return
         changed = []
