@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from deepspeed import comm as dist
 from deepspeed.accelerator.sim.issue_log import (
@@ -50,7 +49,7 @@ class Budget:
     per_message: int = 4  # what one between two ranks holds; channels of pipelines ask for four
 
     def needs(self, entry: Communication) -> int:
-        """Processors of a kernel."""
+        """Count the processors of a kernel."""
         wanted = self.per_message if entry.is_message else self.per_collective
         return min(wanted, self.processors)
 
@@ -61,12 +60,12 @@ class RankLog:
 
     entries: Sequence[Entry]  # in the order of issue
     names: Sequence[str]  # of the streams
-    # before, after: How many operations of each kind it had issued when the log began and ended.
+    # How many operations of each kind it had issued when the log began and ended.
     before: dict[str, int]
     after: dict[str, int]
 
     def has(self, key: Key) -> bool:
-        """Whether a part is in the log; others are no matter of it."""
+        """Tell whether a part is in the log; others are no matter of it."""
         kind, number = key
         return self.before.get(kind, 0) <= number < self.after.get(kind, 0)
 
@@ -91,14 +90,13 @@ class _Device:
         self._begun: set[Key] = set()
 
     def has_begun(self, key: Key) -> bool:
-        """Whether this rank's part of an operation is there."""
+        """Tell whether this rank's part of an operation is there."""
         return key in self._begun or not self._log.has(key)
 
     @property
     def is_over(self) -> bool:
         """Whether nothing is left."""
-        left = self._next < len(self._log.entries) or any(self._queues)
-        return not left and not self.running
+        return not (self._next < len(self._log.entries) or any(self._queues) or self.running)
 
     def _is_over(self, stream: int, until: int) -> bool:
         positions = self._open.get(stream)
@@ -128,15 +126,19 @@ class _Device:
     def begin(self) -> bool:
         """Begin what can begin."""
         moved = False
-        while ready := [
-            queue for queue in self._queues if queue and not self._obstacle(queue[0][1])
-        ]:
-            self._begin(min(ready, key=lambda queue: queue[0][0]).popleft()[1])
+        while ready := [one for one in self._queues if one and not self._obstacle(one[0][1])]:
+            entry = min(ready, key=lambda queue: queue[0][0]).popleft()[1]
+            if isinstance(entry, Communication):
+                self.running.append(entry)
+                self._begun.add(entry.own)
+                self.free -= self._budget.needs(entry)
+            else:
+                self._open[entry.stream].popleft()
             moved = True
         return moved
 
     def _obstacle(self, entry: _Queued) -> str:
-        """Why an entry at the head of its queue does not begin; empty if it does."""
+        """Say why an entry at the head of its queue does not begin; empty if it does."""
         if any(other.stream == entry.stream for other in self.running):
             return "what is before it in its stream is not over"
         if isinstance(entry, StreamWait):
@@ -146,14 +148,6 @@ class _Device:
         if self.free >= needed:
             return ""
         return "no processor is free" if not self.free else f"{needed} processors are not free"
-
-    def _begin(self, entry: _Queued) -> None:
-        if isinstance(entry, Communication):
-            self.running.append(entry)
-            self._begun.add(entry.own)
-            self.free -= self._budget.needs(entry)
-        else:
-            self._open[entry.stream].popleft()
 
     def end(self, devices: Sequence[_Device]) -> bool:
         """End operations whose parts are all there."""
@@ -167,7 +161,7 @@ class _Device:
     # Messages
 
     def report(self, rank: int, devices: Sequence[_Device]) -> str:
-        """What holds this rank up."""
+        """Say what holds this rank up."""
         total = self._budget.processors
         lines = [f"  rank {rank}: {total - self.free} of {total} processors are held"]
         for entry in self.running[:_SHOWN]:
@@ -196,12 +190,12 @@ class _Device:
 
 
 def _missing(entry: Communication | HostMeeting, devices: Sequence[_Device]) -> list[int]:
-    """Ranks whose part of an operation is not there."""
+    """List the ranks whose part of an operation is not there."""
     return [rank for rank, key in entry.others if not devices[rank].has_begun(key)]
 
 
 def deadlock(logs: Sequence[RankLog], budget: Budget) -> str:
-    """How devices of these limits hang in what was issued; empty if they do not."""
+    """Tell how devices of these limits hang in what was issued; empty if they do not."""
     devices = [_Device(log, budget) for log in logs]
     while True:
         moves = [device.issue(devices) | device.begin() for device in devices]
@@ -213,8 +207,8 @@ def deadlock(logs: Sequence[RankLog], budget: Budget) -> str:
 
 @contextmanager
 def check_budgets(*budgets: Budget) -> Iterator[None]:
-    """Within it, what is issued to the simulated device is logged, and at the end run on devices of
-    these limits. Collective: every rank of the world leaves it, or none does.
+    """Log what is issued to the simulated device within the block, and run it at the end on devices
+    of these limits. Collective: every rank of the world leaves it, or none does.
 
     Args:
         budgets: The limits, one device each; none: those of `Budget`.
@@ -237,12 +231,11 @@ def check_budgets(*budgets: Budget) -> Iterator[None]:
 
 
 def _first_deadlock(own: RankLog, budgets: Sequence[Budget]) -> str:
-    """What to raise on all ranks; empty if there is nothing. One rank finds out for all."""
-    logs: list[Any] = [own]
+    """Find what to raise on all ranks; empty if there is nothing. One rank finds out for all."""
+    logs, told = [own], [""]
     if dist.is_initialized():
-        logs = [None] * dist.get_world_size()
+        logs *= dist.get_world_size()
         dist.all_gather_object(logs, own)
-    told = [""]
     if not dist.is_initialized() or dist.get_rank() == 0:
         told = [next(filter(None, (_message(logs, budget) for budget in budgets)), "")]
     if dist.is_initialized():

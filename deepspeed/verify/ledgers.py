@@ -37,7 +37,7 @@ class LedgerBook:
         return tuple(name for ledger in self.ledgers for name in ledger.zero_gradients)
 
     def report(self) -> str:
-        """What was seen, in words."""
+        """Tell what was seen, in words."""
         return "\n".join(ledger.report() for ledger in self.ledgers) or "gradient ledger: no engine"
 
 
@@ -51,24 +51,21 @@ def ledger(engine: DeepSpeedEngine | None = None, raises: bool = True) -> Iterat
         raises: Raise `GradientLedgerError` at the step (on all ranks) when a gradient is not right;
             otherwise read the findings.
 
-    Yields:
-        The findings, and what else was seen.
     """
     book = LedgerBook()
     attached = []
 
     def attach(one: DeepSpeedEngine) -> None:
-        sequence = one._sequence
-        if sequence is None:
+        if one._sequence is None:
             return
-        before = sequence.observer
+        before = one._sequence.observer
         opened = verification.attach_ledger(one, raises)
         if opened is not None:
             book.ledgers.append(opened)
         if opened is not before:
             attached.append(one)
 
-    for one in [engine] if engine is not None else list(verification.engines):
+    for one in list(verification.engines) if engine is None else [engine]:
         attach(one)
     if engine is None:
         verification.watchers.append(attach)

@@ -10,7 +10,6 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from deepspeed.verify.oracle.plan import (
     NO_BACKEND,
     TRACED_BACKEND,
     Plan,
+    Settings,
     make_plan,
     precision_of,
     read_config,
@@ -68,11 +68,8 @@ def parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument
     add("--config", required=True, help="DeepSpeed configuration (JSON or hjson file)")
-    add(
-        "--model",
-        required=True,
-        help="module:FUNCTION, file.py:FUNCTION or hf:CONFIG_OR_PATH[?key=value&...]",
-    )
+    text = "module:FUNCTION, file.py:FUNCTION or hf:CONFIG_OR_PATH[?key=value&...]"
+    add("--model", required=True, help=text)
     text = "module:FUNCTION, file.py:FUNCTION or a file of tensors; instead of the model's own"
     add("--data", help=text)
     add("--world-size", type=int, default=2, help="local ranks (default: 2)")
@@ -98,79 +95,39 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Arguments of a check; see `parser`."""
-
-    config: str | dict[str, Any]
-    model: str
-    data: str | None = None
-    world_size: int = 2
-    steps: int = 4
-    schedules: int = 8
-    compile: str = TRACED_BACKEND
-    seed: int = 0
-    timeout: float = 300.0
-
-
 def verify(settings: Settings, visible: bool = False) -> Report:
     """Check a model under a configuration; what the command does, without its output."""
     for name, least in (("world_size", 1), ("steps", 1), ("schedules", 0), ("seed", 0)):
-        if getattr(settings, name) < least:
-            raise UsageError(
-                f"--{name.replace('_', '-')} {getattr(settings, name)}: must be at least {least}"
-            )
+        if (value := getattr(settings, name)) < least:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
     if settings.timeout <= 0:
         raise UsageError(f"--timeout {settings.timeout:g}: must be more than 0 seconds")
     known = (TRACED_BACKEND, DEFAULT_BACKEND, NO_BACKEND)  # torch takes a second to be asked
-    if settings.compile not in known and settings.compile not in torch._dynamo.list_backends(
-        exclude_tags=()
-    ):
-        raise UsageError(
-            f"--compile {settings.compile}: torch.compile knows "
-            f"{', '.join(torch._dynamo.list_backends())}"
-        )
+    backend, list_backends = settings.compile, torch._dynamo.list_backends
+    if backend not in known and backend not in list_backends(exclude_tags=()):
+        backends = ", ".join(list_backends())
+        raise UsageError(f"--compile {backend}: torch.compile knows {backends}")
     config = load_config(settings.config)
     shape = shape_of(config, settings.world_size)
-    numel, no_split, no_whole = _try_model(settings, config, shape)
-    plan = make_plan(
-        config,
-        settings.model,
-        settings.data,
-        shape,
-        numel=numel,
-        no_split=no_split,
-        no_whole=no_whole,
-        steps=settings.steps,
-        schedules=settings.schedules,
-        backend=settings.compile,
-        seed=settings.seed,
-    )
+    plan = make_plan(settings, config, shape, *_try_model(settings, config, shape))
     started = time.monotonic()
-    with _Progress(plan, visible) as progress:
+    progress = _Progress(plan, visible)
+    with progress.bar:
         session = run_plan(plan, settings.timeout, progress.event)
-    shown = {
-        **vars(settings),
-        "config": config,
-        "torch": torch.__version__,
-        "seconds": round(time.monotonic() - started, 1),
-    }
+    seconds = round(time.monotonic() - started, 1)
+    shown = {**vars(settings), "config": config, "torch": torch.__version__, "seconds": seconds}
     return make_report(plan, session, shown)
 
 
 def _try_model(settings: Settings, config: dict[str, Any], shape: Shape) -> tuple[int, str, str]:
-    """Run one forward and backward here, where a mistake is told at once.
-
-    Returns:
-        Trainable elements of the model, why its global batch cannot be cut in other ways, and why
-        the data's micro-batches cannot be joined (or nothing).
+    """Run one forward and backward here, where a mistake is told at once. Returns the number of
+    trainable elements, and why the batch cannot be cut in other ways or joined (or nothing).
     """
     workload = load_workload(settings.model, settings.data, settings.seed, shape.rows)
     batches = GlobalBatches(workload, shape, settings.steps)
     precision = precision_of(read_config(config, shape.world), workload.module)
-    losses = [
-        _loss(workload, batches.micro_batches(0)[0], precision.model, seed) for seed in (0, 1)
-    ]
+    batch = batches.micro_batches(0)[0]
+    losses = [_loss(workload, batch, precision.model, seed) for seed in (0, 1)]
     if not torch.equal(losses[0], losses[1]) and bool(torch.isfinite(losses[0]).all()):
         raise UsageError(
             f"--model {settings.model}: forward is random (losses {losses[0].item()!r} and "
@@ -190,10 +147,9 @@ def _loss(workload: Workload, batch: Batch, dtype: torch.dtype, seed: int) -> to
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(
-            f"--model: one micro-batch failed in {dtype} on one process: {type(error).__name__}: "
-            f"{error}"
-        ) from error
+        what = f"{type(error).__name__}: {error}"
+        text = f"--model: one micro-batch failed in {dtype} on one process: {what}"
+        raise UsageError(text) from error
     return loss.detach()
 
 
@@ -202,33 +158,23 @@ class _Progress:
 
     def __init__(self, plan: Plan, visible: bool) -> None:
         total = sum(run.steps * (2 if run.kind.is_judged else 1) for run in plan.runs)
-        self._is_terminal = sys.stderr.isatty()
-        self._visible = visible
-        self._bar = tqdm(
-            total=total,
-            unit="step",
-            disable=not (visible and self._is_terminal),
-            dynamic_ncols=True,
-            leave=False,
+        is_terminal = sys.stderr.isatty()
+        self._tells = visible and not is_terminal
+        shows = visible and is_terminal
+        self.bar = tqdm(
+            total=total, unit="step", disable=not shows, dynamic_ncols=True, leave=False
         )
         self._started = time.monotonic()
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.close()
 
     def event(self, event: str, values: dict[str, Any]) -> None:
         """Show one event of a rank."""
         if event in ("step", "judged"):
-            self._bar.update()
+            self.bar.update()
         elif event == "begin":
-            self._bar.set_postfix_str(values["run"])
-            if self._visible and not self._is_terminal:
-                sys.stderr.write(
-                    f"ds_verify: {time.monotonic() - self._started:6.1f} s: {values['run']}\n"
-                )
+            self.bar.set_postfix_str(values["run"])
+            if self._tells:
+                seconds = time.monotonic() - self._started
+                sys.stderr.write(f"ds_verify: {seconds:6.1f} s: {values['run']}\n")
                 sys.stderr.flush()
 
 
@@ -240,9 +186,8 @@ def main(argv: list[str] | None = None) -> int:
         if report_path is not None:
             require_plotting(report_path)
         if json_path is not None and not Path(json_path).resolve().parent.is_dir():
-            raise UsageError(
-                f"--json {json_path}: there is no folder {Path(json_path).resolve().parent}"
-            )
+            folder = Path(json_path).resolve().parent
+            raise UsageError(f"--json {json_path}: there is no folder {folder}")
         report = verify(Settings(**arguments), visible=True)
     except (UsageError, DeepSpeedConfigError, ElasticityError) as error:
         sys.stderr.write(f"ds_verify: {error}\n")

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 
@@ -39,14 +38,11 @@ UPDATE_TOLERANCE = 1e-4
 MOMENT_ROUNDINGS, WEIGHT_ROUNDINGS = 16, 2
 
 
-def _weight_tolerance(dtype: torch.dtype) -> float:
-    # Of the size of weights that are kept in `dtype`.
-    return FP32_TOLERANCE if dtype == torch.float32 else WEIGHT_ROUNDINGS * ROUNDOFF[dtype]
-
-
-def _update_tolerance(dtype: torch.dtype) -> float:
-    # Of the size of an update of weights that are kept in `dtype`, as their moments are.
-    return UPDATE_TOLERANCE if dtype == torch.float32 else MOMENT_ROUNDINGS * ROUNDOFF[dtype]
+def _tolerances(dtype: torch.dtype) -> tuple[float, float]:
+    """Return what is allowed of the sizes of a weight kept in `dtype` and of its update."""
+    if dtype == torch.float32:
+        return FP32_TOLERANCE, UPDATE_TOLERANCE
+    return WEIGHT_ROUNDINGS * ROUNDOFF[dtype], MOMENT_ROUNDINGS * ROUNDOFF[dtype]
 
 
 @dataclass
@@ -81,20 +77,6 @@ class StepFindings:
     products: dict[str, tuple[float, float]] = field(default_factory=dict)
     skipped: str = ""  # why the step is not compared; empty if it is
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> StepFindings:
-        changed = dict(data)
-        for key in ("gradients", "whole", "split", "parameters"):
-            changed[key] = {name: Deviation(**value) for name, value in data[key].items()}
-        changed["norm"] = None if data["norm"] is None else Deviation(**data["norm"])
-        changed["products"] = {
-            name: (value[0], value[1]) for name, value in data["products"].items()
-        }
-        return cls(**changed)
-
 
 def deviation(found: torch.Tensor | None, wanted: torch.Tensor, bound: float) -> Deviation:
     """Compare one tensor; what is missing counts as zero."""
@@ -110,46 +92,32 @@ def deviations(
 
 
 def judge_step(
-    record: StepRecord,
-    expected: Expected,
-    *,
-    largest: float,
-    sum_factor: float,
-    whole_is_the_reference: bool,
+    record: StepRecord, expected: Expected, largest: float, sum_factor: float, prefer_whole: bool
 ) -> StepFindings:
-    """Gradient, norm and divisor of one step."""
+    """Judge gradient, norm and divisor of one step; in sums nothing fits above `largest`."""
     findings = StepFindings(record.step)
     # NaN compares false: it is an overflow too.
-    overflows = not expected.peak < largest
-    if not record.applied and overflows:
+    if not record.applied and not expected.peak < largest:
         findings.skipped = "skipped by the system, rightly: a sum of gradients overflows"
         return findings
-    use_whole = whole_is_the_reference and expected.whole is not None
-    wanted, bounds = (
-        (expected.whole, expected.whole_bounds)
-        if use_whole
-        else (expected.rounded, expected.rounded_bounds)
-    )
-    wanted, bounds = _scaled(wanted or {}, bounds, sum_factor)
-    findings.gradients = deviations(record.grads, wanted, bounds)
+    wanted, bounds = _scaled(expected.rounded, expected.rounded_bounds, sum_factor)
     if expected.whole is not None and expected.split is not None:
-        findings.whole = deviations(
-            record.grads, *_scaled(expected.whole, expected.whole_bounds, sum_factor)
-        )
+        whole = _scaled(expected.whole, expected.whole_bounds, sum_factor)
+        findings.whole = deviations(record.grads, *whole)
+        if prefer_whole:
+            wanted, bounds = whole
         total = math.sqrt(sum(size**2 for size in expected.sizes.values()))
-        allowed = {
-            name: FP32_TOLERANCE * (size + 0.01 * total) for name, size in expected.sizes.items()
-        }
+        allowed = {n: FP32_TOLERANCE * (size + 0.01 * total) for n, size in expected.sizes.items()}
         findings.split = deviations(expected.split, expected.whole, allowed)
+    findings.gradients = deviations(record.grads, wanted, bounds)
     for name, value in wanted.items():
         grad = record.grads.get(name)
         dot = 0.0 if grad is None else (grad.double() * value).sum().item()
         findings.products[name] = (dot, value.square().sum().item())
     norm = global_norm(wanted.values())
     # The system adds up squares in fp32; rounding of n of them grows like a random walk.
-    rounding = FP32_TOLERANCE + ROUNDOFF[torch.float32] * math.sqrt(
-        sum(value.numel() for value in wanted.values())
-    )
+    numel = sum(value.numel() for value in wanted.values())
+    rounding = FP32_TOLERANCE + ROUNDOFF[torch.float32] * math.sqrt(numel)
     bound = math.sqrt(sum(bound**2 for bound in bounds.values())) + rounding * norm
     reported = math.nan if record.norm is None else record.norm
     findings.norm = Deviation(abs(reported - norm), bound, norm)
@@ -159,10 +127,8 @@ def judge_step(
 def _scaled(
     values: Tensors, bounds: dict[str, float], factor: float
 ) -> tuple[Tensors, dict[str, float]]:
-    if factor == 1.0:
-        return values, bounds
-    return {name: value * factor for name, value in values.items()}, {
-        name: bound * factor for name, bound in bounds.items()
+    return {n: value * factor for n, value in values.items()}, {
+        n: bound * factor for n, bound in bounds.items()
     }
 
 
@@ -175,20 +141,14 @@ def judge_sgd(
     norm, norm_bound = findings.norm.size, findings.norm.bound
     factor = clip_factor(norm, clip)
     relative = norm_bound / norm if clip > 0 and norm > 0 else 0.0
-    source = (
-        expected.whole
-        if set(findings.whole) and findings.gradients == findings.whole
-        else expected.rounded
-    )
+    is_whole = findings.whole and findings.gradients == findings.whole
+    source = (expected.whole if is_whole else expected.rounded) or {}
     for name, before in record.before.items():
-        grad = (source or {})[name] * sum_factor
+        grad = source[name] * sum_factor
         wanted = before.double() - SGD_LEARNING_RATE * factor * grad
-        allowed = (
-            SGD_LEARNING_RATE
-            * factor
-            * (findings.gradients[name].bound + relative * grad.norm().item())
-        )
-        rounding = _weight_tolerance(before.dtype) * before.norm().item()
+        off = findings.gradients[name].bound + relative * grad.norm().item()
+        allowed = SGD_LEARNING_RATE * factor * off
+        rounding = _tolerances(before.dtype)[0] * before.norm().item()
         findings.parameters[name] = deviation(record.after.get(name), wanted, allowed + rounding)
 
 
@@ -197,6 +157,7 @@ class ReferenceOptimizer:
 
     def __init__(self, run: Run, before: Tensors, module: torch.nn.Module) -> None:
         self.note = ""  # what it is, if it is not torch's own optimizer
+        self.clip = read_config(run.config, run.shape.world).tree.gradient_clipping
         self.params = {name: module.get_parameter(name) for name in before}
         for name, value in before.items():
             self.params[name].data = value.clone()
@@ -205,24 +166,16 @@ class ReferenceOptimizer:
         except LookupError:
             config = read_config({**run.config, "zero_optimization": {"stage": 0}}, run.shape.world)
             self.optimizer = build_basic_optimizer(config, list(self.params.values()), module)
-            self.note = (
-                f"the reference is this package's own {type(self.optimizer).__name__} over whole "
-                "parameters"
-            )
+            made = type(self.optimizer).__name__
+            self.note = f"the reference is this package's own {made} over whole parameters"
 
-    def judge(self, record: StepRecord, clip: float) -> dict[str, Deviation]:
+    def judge(self, record: StepRecord) -> dict[str, Deviation]:
         """Step as the system did, and compare the parameters."""
         for own, other in zip(self.optimizer.param_groups, record.groups, strict=True):
-            # What schedules change; switches of an implementation (fused, foreach) stay this one's
-            # own.
-            own.update(
-                {
-                    key: other[key]
-                    for key in ("lr", "betas", "momentum", "weight_decay")
-                    if key in other and key in own
-                }
-            )
-        factor = clip_factor(record.norm or 0.0, clip)
+            # What schedules change; switches of an implementation (fused, foreach) stay its own.
+            for key in {"lr", "betas", "momentum", "weight_decay"} & own.keys() & other.keys():
+                own[key] = other[key]
+        factor = clip_factor(record.norm or 0.0, self.clip)
         for name, param in self.params.items():
             with torch.no_grad():
                 param.copy_(record.before[name])
@@ -233,8 +186,8 @@ class ReferenceOptimizer:
         found = {}
         for name, param in self.params.items():
             before = record.before[name]
+            weight, change = _tolerances(before.dtype)
             update = (param.detach() - before).norm().item()
-            bound = _update_tolerance(before.dtype) * update
-            bound += _weight_tolerance(before.dtype) * before.norm().item()
+            bound = change * update + weight * before.norm().item()
             found[name] = deviation(record.after.get(name), param.detach(), bound)
         return found

@@ -13,21 +13,10 @@ from deepspeed.verify.oracle import UsageError
 from deepspeed.verify.oracle.report import Report, Verdict, cells, summary
 
 SUFFIXES = (".html", ".png")
-CLASSES = {
-    Verdict.PASS: "good",
-    Verdict.FAIL: "bad",
-    Verdict.NOT_RUN: "quiet",
-    Verdict.LEFT_OUT: "bad",
-}
+CLASSES = dict(zip(Verdict, ("good", "bad", "quiet", "bad"), strict=True))
 HEADINGS = (
-    "check",
-    "parameters",
-    "gradient error / allowed",
-    "relative",
-    "parameter error / allowed",
-    "divisor",
-    "result",
-    "",
+    *("check", "parameters", "gradient error / allowed", "relative"),
+    *("parameter error / allowed", "divisor", "result", ""),
 )
 
 
@@ -41,9 +30,8 @@ def require_plotting(path: str) -> None:
         # optional: only reports draw
         import matplotlib  # noqa: F401 - whether it is there
     except ImportError as error:
-        raise UsageError(
-            f"--report {path}: needs matplotlib; pip install matplotlib, or leave --report out"
-        ) from error
+        remedy = "pip install matplotlib, or leave --report out"
+        raise UsageError(f"--report {path}: needs matplotlib; {remedy}") from error
 
 
 def write_report(report: Report, path: str) -> None:
@@ -56,7 +44,7 @@ def write_report(report: Report, path: str) -> None:
 
 
 def draw(report: Report) -> bytes:
-    """Loss, norm and errors over steps, as PNG."""
+    """Draw loss, norm and errors over steps, as PNG."""
     # optional: only reports draw
     import matplotlib
 
@@ -67,32 +55,14 @@ def draw(report: Report) -> bytes:
     figure, (losses, norms, errors) = pyplot.subplots(1, 3, figsize=(13, 4), dpi=110)
     long = {name: curve for name, curve in report.curves.items() if curve["step"]}
     for number, (name, curve) in enumerate(long.items()):
-        color = f"C{number % 10}"
-        losses.plot(_values(curve["loss"]), marker="o", color=color, label=name)
-        norms.plot(_values(curve["norm"]), marker="o", color=color, label=name)
-        norms.plot(
-            curve["step"],
-            _values(curve["expected_norm"]),
-            marker="x",
-            linestyle="none",
-            color="black",
-        )
-        errors.plot(
-            curve["step"],
-            _values(curve["gradient"]),
-            marker="o",
-            color=color,
-            label=f"{name}: gradient",
-        )
+        steps, look = curve["step"], {"marker": "o", "color": f"C{number % 10}"}
+        losses.plot(_values(curve["loss"]), label=name, **look)
+        norms.plot(_values(curve["norm"]), label=name, **look)
+        norms.plot(steps, _values(curve["expected_norm"]), "xk")
+        errors.plot(steps, _values(curve["gradient"]), label=f"{name}: gradient", **look)
         if any(value is not None for value in curve["parameter"]):
-            errors.plot(
-                curve["step"],
-                _values(curve["parameter"]),
-                marker="s",
-                linestyle=":",
-                color=color,
-                label=f"{name}: parameter",
-            )
+            look |= {"marker": "s", "linestyle": ":"}
+            errors.plot(steps, _values(curve["parameter"]), label=f"{name}: parameter", **look)
     errors.axhline(1.0, color="red", linewidth=1)
     for axes, title in (
         (losses, "loss (mean over ranks)"),
@@ -105,7 +75,8 @@ def draw(report: Report) -> bytes:
         axes.grid(alpha=0.3)
         if long:
             axes.legend(fontsize="x-small")
-    if _is_positive(errors):
+    # The last line is that of the allowance.
+    if any(value > 0 for line in errors.get_lines()[:-1] for value in line.get_ydata()):
         errors.set_yscale("log")
     figure.tight_layout()
     file = io.BytesIO()
@@ -118,26 +89,13 @@ def _values(curve: list[Any]) -> list[float]:
     return [float("nan") if value is None else float(value) for value in curve]
 
 
-def _is_positive(axes: Any) -> bool:
-    values = [
-        value for line in axes.get_lines()[:-1] for value in line.get_ydata() if value == value
-    ]
-    return any(value > 0 for value in values)
-
-
 def page(report: Report, image: bytes) -> str:
-    """The HTML file."""
+    """Write the HTML file's text."""
     heads = "".join(f"<th>{html.escape(text)}</th>" for text in HEADINGS)
-    body = "".join(
-        _row(row_cells, row.verdict, row.detail)
-        for row in report.rows
-        for row_cells in [cells(row)]
-    )
+    body = "".join(_row(cells(row), row.verdict, row.detail) for row in report.rows)
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in report.notes)
-    settings = "".join(
-        f"<li>{html.escape(str(k))}: <code>{html.escape(str(v))}</code></li>"
-        for k, v in report.settings.items()
-    )
+    said = ((html.escape(str(k)), html.escape(str(v))) for k, v in report.settings.items())
+    settings = "".join(f"<li>{key}: <code>{value}</code></li>" for key, value in said)
     result = CLASSES[Verdict.PASS if report.passed else Verdict.FAIL]
     return html_page.page(
         "ds_verify",

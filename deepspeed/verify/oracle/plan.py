@@ -1,5 +1,4 @@
-"""What is run: the list of engine runs that a check consists of, as plain data that travels to the
-ranks as JSON.
+"""The engine runs that a check consists of, as plain data that travels to the ranks as JSON.
 
 Owns how the user's configuration is changed for each run. Runs nothing.
 """
@@ -8,8 +7,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,19 +23,9 @@ from deepspeed.verify.oracle import UsageError
 from deepspeed.verify.oracle.workload import Shape
 from deepspeed.verify.sizes import piece_numel
 
-LEFT_OUT = (
-    "verify",
-    "wandb",
-    "tensorboard",
-    "csv_monitor",
-    "comet",
-    "watch",
-    "curriculum_learning",
-    "flops_profiler",
-    "memory_breakdown",
-    "steps_per_print",
-    "wall_clock_breakdown",
-    "dump_state",
+LEFT_OUT = frozenset(
+    "verify wandb tensorboard csv_monitor comet watch curriculum_learning flops_profiler "
+    "memory_breakdown steps_per_print wall_clock_breakdown dump_state".split()
 )
 SPLIT_STEPS = 2  # behind weights that start as zero, the first step has no gradient
 GUARD_STEPS = 2
@@ -73,33 +63,38 @@ class RunKind(str, Enum):
         return self in (RunKind.LEDGER, RunKind.COLLECTIVES)
 
 
-@dataclass(frozen=True)
-class Engine:
-    """What a configuration may be for, and what is checked of it."""
-
-    is_meant: Callable[[DeepSpeedConfig], bool]
-    kinds: frozenset[RunKind] = frozenset()
-    refusal: str = ""  # why nothing is, where `kinds` is empty: key, value and remedy
-
-
-ENGINES = (
-    Engine(
+# The first that is meant counts: what is not checked, and why: key, value and remedy.
+UNCHECKED: tuple[tuple[Callable[[DeepSpeedConfig], bool], str], ...] = (
+    (
         lambda config: int(config.tree.zero_optimization.stage) > 2,
-        refusal="zero_optimization.stage 3 is not checked by this release; use stage 0, 1 or 2",
+        "zero_optimization.stage 3 is not checked by this release; use stage 0, 1 or 2",
     ),
-    Engine(
+    (
         lambda config: config.tree.expert_parallel.enabled,
-        refusal="expert_parallel.enabled true is not checked by this release, which compares whole "
+        "expert_parallel.enabled true is not checked by this release, which compares whole "
         "parameters; use false",
     ),
-    Engine(
+    (
         lambda config: config.tree.tensor_parallel.autotp_size > 1,
-        refusal="tensor_parallel.autotp_size {config.tree.tensor_parallel.autotp_size}: ranks that "
+        "tensor_parallel.autotp_size {config.tree.tensor_parallel.autotp_size}: ranks that "
         "share layers are not checked by this release; leave the block out",
     ),
-    Engine(lambda config: True, frozenset(RunKind)),  # stages 0 to 2
 )
-"""The first that is meant counts."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command is asked for; see `cli.parser`."""
+
+    config: str | dict[str, Any]
+    model: str
+    data: str | None = None
+    world_size: int = 2
+    steps: int = 4
+    schedules: int = 8
+    compile: str = TRACED_BACKEND
+    seed: int = 0
+    timeout: float = 300.0
 
 
 @dataclass(frozen=True)
@@ -133,31 +128,10 @@ class Plan:
     steps: int
     shape: Shape  # the configuration's cut of the global batch
     runs: list[Run] = field(default_factory=list)
-    no_split: str = ""  # why the global batch is not cut in other ways; empty if it is
-    # Why the data's micro-batches cannot be joined to one batch; empty if they can.
+    # Why the batch is not cut in other ways, its micro-batches not joined, the model not compiled.
+    no_split: str = ""
     no_whole: str = ""
-    no_compile: str = ""  # why the model is not compiled; empty if it is
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Plan:
-        runs = [
-            Run(**{**run, "kind": RunKind(run["kind"]), "shape": Shape(**run["shape"])})
-            for run in data["runs"]
-        ]
-        return cls(**{**data, "shape": Shape(**data["shape"]), "runs": runs})
-
-
-class _DataParallel:
-    """Tells the configuration how many ranks there will be."""
-
-    def __init__(self, world: int) -> None:
-        self._world = world
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._world
+    no_compile: str = ""
 
 
 @dataclass(frozen=True)
@@ -176,12 +150,13 @@ class Precision:
 
 
 def read_config(config: dict[str, Any], world: int) -> DeepSpeedConfig:
-    """The typed configuration for that many ranks."""
-    return DeepSpeedConfig(copy.deepcopy(config), _DataParallel(world))
+    """Read the configuration for that many ranks."""
+    ranks = SimpleNamespace(get_data_parallel_world_size=lambda: world)
+    return DeepSpeedConfig(copy.deepcopy(config), ranks)
 
 
 def precision_of(config: DeepSpeedConfig, module: nn.Module) -> Precision:
-    """How training `module` under `config` rounds; see `Precision`."""
+    """Tell how training `module` under `config` rounds."""
     model = model_dtype(config)
     if not (config.tree.bf16.enabled or config.tree.fp16.enabled):
         # Nothing casts it.
@@ -202,7 +177,7 @@ def precision_of(config: DeepSpeedConfig, module: nn.Module) -> Precision:
 
 
 def with_shape(config: dict[str, Any], shape: Shape) -> dict[str, Any]:
-    """The configuration with this cut of the global batch."""
+    """Return the configuration with this cut of the global batch."""
     return {
         **copy.deepcopy(config),
         "train_batch_size": shape.micro_batches * shape.rows,
@@ -212,31 +187,22 @@ def with_shape(config: dict[str, Any], shape: Shape) -> dict[str, Any]:
 
 
 def with_sgd(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration without its optimizer and schedule; the run brings SGD along."""
-    changed = {
-        key: value
-        for key, value in copy.deepcopy(config).items()
-        if key not in ("optimizer", "scheduler")
-    }
-    changed = with_low_scale(changed)
-    # SGD is not one of the host optimizers that offloading insists on; what it does here is the
-    # same.
+    """Return the configuration without optimizer and schedule; the run brings SGD along."""
+    dropped = ("optimizer", "scheduler")
+    changed = with_low_scale({key: config[key] for key in config if key not in dropped})
+    # SGD is none of the host optimizers that offloading insists on; what it does is the same.
     return {**changed, "zero_force_ds_cpu_optimizer": False}
 
 
 def with_low_scale(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with a dynamic loss scale of fp16 at which a short run steps."""
+    """Return the configuration with a loss scale of fp16 at which a short run steps."""
     changed = copy.deepcopy(config)
     fp16 = changed.get("fp16") or {}
     if fp16.get("enabled") and not fp16.get("loss_scale"):
         # A dynamic scale begins where gradients overflow, and a short run would skip all its steps.
         # Searching for the scale is left to the run with the configuration's own optimizer.
-        changed["fp16"] = {
-            **fp16,
-            "initial_scale_power": min(
-                int(fp16.get("initial_scale_power", SCALE_POWER)), SCALE_POWER
-            ),
-        }
+        power = min(int(fp16.get("initial_scale_power", SCALE_POWER)), SCALE_POWER)
+        changed["fp16"] = {**fp16, "initial_scale_power": power}
     return changed
 
 
@@ -256,90 +222,69 @@ def in_several_buckets(config: dict[str, Any], numel: int, gathers: bool) -> dic
     return {**changed, "zero_optimization": zero}
 
 
-def simulated_run(
-    configs: list[dict[str, Any]], shape: Shape, numel: int, steps: int, schedule: int
-) -> Run:
-    """Make one schedule's run on the simulated device; configurations and gathers take turns."""
-    config = configs[schedule % len(configs)]
-    return Run(
-        f"schedule {schedule}",
-        RunKind.SIM,
-        in_several_buckets(config, numel, gathers=schedule // 2 % 2 == 0),
-        shape,
-        min(steps, SIM_STEPS),
-        schedule=schedule,
-        piece_numel=piece_numel(numel, shape.world),
-    )
-
-
-def engine_of(config: DeepSpeedConfig) -> Engine:
-    """Find the engine that a configuration is for; raises UsageError where nothing is checked."""
-    engine = next(engine for engine in ENGINES if engine.is_meant(config))
-    if not engine.kinds:
-        raise UsageError(f"--config: {engine.refusal.format(config=config)}")
-    return engine
-
-
 def shape_of(config: dict[str, Any], world: int) -> Shape:
-    """Tell how this configuration, which must be for a checked engine, cuts the global batch."""
+    """Tell how this configuration cuts the global batch; UsageError where nothing is checked."""
     read = read_config(config, world)
-    engine_of(read)
+    for is_meant, refusal in UNCHECKED:
+        if is_meant(read):
+            raise UsageError(f"--config: {refusal.format(config=read)}")
     return Shape(world, read.gradient_accumulation_steps, read.train_micro_batch_size_per_gpu)
 
 
 def make_plan(
+    settings: Settings,
     config: dict[str, Any],
-    model: str,
-    data: str | None,
     shape: Shape,
-    *,
     numel: int,
-    steps: int,
-    schedules: int,
-    backend: str,
-    seed: int,
     no_split: str = "",
     no_whole: str = "",
 ) -> Plan:
-    """List the runs that `ds_verify` makes for these arguments."""
+    """List the runs that `ds_verify` makes for these settings and this size of a model."""
     base = with_shape(quiet(config), shape)
-    sgd = with_sgd(base)
+    sgd, steps, backend = with_sgd(base), settings.steps, settings.compile
     runs = [Run("SGD", RunKind.SGD, sgd, shape, steps)]
-    if config.get("optimizer") is not None:
-        runs.append(
-            Run(f"optimizer {config['optimizer'].get('type')}", RunKind.USER, base, shape, steps)
-        )
-    splits = [] if no_split else shape.splits()
+    configs = [sgd]
+    if (optimizer := config.get("optimizer")) is not None:
+        runs.append(Run(f"optimizer {optimizer.get('type')}", RunKind.USER, base, shape, steps))
+        configs.append(with_low_scale(base))
+    splits, few = [] if no_split else shape.splits(), min(steps, SPLIT_STEPS)
     for split in splits:
         name = f"{split.accumulation} x {split.rows} per rank"
-        runs.append(
-            Run(name, RunKind.SPLIT, with_shape(sgd, split), split, min(steps, SPLIT_STEPS))
-        )
+        runs.append(Run(name, RunKind.SPLIT, with_shape(sgd, split), split, few))
     no_compile = why_not_compiled(backend)
     if not no_compile:
-        runs.append(
-            Run(
-                f"compiled ({backend})",
-                RunKind.COMPILED,
-                sgd,
-                shape,
-                min(steps, SPLIT_STEPS),
-                backend=backend,
-            )
-        )
+        name = f"compiled ({backend})"
+        runs.append(Run(name, RunKind.COMPILED, sgd, shape, few, backend=backend))
     for kind in (RunKind.LEDGER, RunKind.COLLECTIVES):
         watched = {**base, "verify": {kind.value: True}}
         runs.append(Run(kind.value, kind, watched, shape, min(steps, GUARD_STEPS)))
-    configs = [sgd] if config.get("optimizer") is None else [sgd, with_low_scale(base)]
-    runs += [simulated_run(configs, shape, numel, steps, schedule) for schedule in range(schedules)]
-    if schedules:
+    for number in range(settings.schedules):  # configurations and gathers take turns
+        cut = in_several_buckets(configs[number % len(configs)], numel, number // 2 % 2 == 0)
         runs.append(
-            Run(AS_CONFIGURED, RunKind.SIM, configs[-1], shape, min(steps, AS_CONFIGURED_STEPS))
+            Run(
+                f"schedule {number}",
+                RunKind.SIM,
+                cut,
+                shape,
+                min(steps, SIM_STEPS),
+                schedule=number,
+                piece_numel=piece_numel(numel, shape.world),
+            )
         )
-    kinds = engine_of(read_config(config, shape.world)).kinds
-    runs = [run for run in runs if run.kind in kinds]
-    no_split = no_split or ("" if splits else ONE_CUT)
-    return Plan(model, data, seed, steps, shape, runs, no_split, no_whole, no_compile)
+    if settings.schedules:
+        some = min(steps, AS_CONFIGURED_STEPS)
+        runs.append(Run(AS_CONFIGURED, RunKind.SIM, configs[-1], shape, some))
+    return Plan(
+        settings.model,
+        settings.data,
+        settings.seed,
+        steps,
+        shape,
+        runs,
+        no_split or ("" if splits else ONE_CUT),
+        no_whole,
+        no_compile,
+    )
 
 
 def why_not_compiled(backend: str) -> str:

@@ -1,9 +1,6 @@
-"""Starts the ranks of a plan, follows what they write, and ends all of them when one fails or falls
-silent.
-
-Owns processes and time; what a result means is `verdicts`' business. The caller gets a result or a
-reason for every run: a run in which a rank raised, died or hung is reported, and the rest of the
-plan is started anew.
+"""Starts the ranks of a plan, follows what they write, and ends all of them when one raised, died
+or hung; the rest of the plan is then started anew, so that every run has a result or a reason.
+Owns processes and time; what a result means is `verdicts`' business.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +58,9 @@ def run_plan(plan: Plan, timeout_s: float, progress: Progress) -> Session:
         failed = launch.follow()
         session.ready = session.ready or launch.ready()
         for run in left:
-            if launch.is_complete(run.name):
-                session.outcomes[run.name] = Outcome([log.results[run.name] for log in launch.logs])
+            results = [log.results.get(run.name) for log in launch.logs]
+            if None not in results:
+                session.outcomes[run.name] = Outcome([one for one in results if one is not None])
         if failed is None:
             return session
         name = next((run.name for run in left if run.name not in session.outcomes), None)
@@ -88,7 +86,7 @@ class _RankLog:
         self._position = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """New events."""
+        """Return new events."""
         if not self.path.exists():
             return []
         with self.path.open("r", encoding="utf-8") as file:
@@ -98,19 +96,14 @@ class _RankLog:
         self._position += len((complete + newline).encode("utf-8"))
         events = [json.loads(line) for line in complete.splitlines()]
         for event in events:
-            self._take(event)
+            kind = event["event"]
+            if kind == "begin":
+                self.begun.append(event["run"])
+            elif kind == "end":
+                self.results[event["run"]] = event["result"]
+            elif kind in ("ready", "error"):
+                setattr(self, kind, event)
         return events
-
-    def _take(self, event: dict[str, Any]) -> None:
-        kind = event["event"]
-        if kind == "begin":
-            self.begun.append(event["run"])
-        elif kind == "end":
-            self.results[event["run"]] = event["result"]
-        elif kind == "ready":
-            self.ready = event
-        elif kind == "error":
-            self.error = event
 
 
 class _Launch:
@@ -122,22 +115,19 @@ class _Launch:
         self.progress = progress
         self.folder = tempfile.TemporaryDirectory(prefix="ds_verify_")
         root = Path(self.folder.name)
-        (root / "plan.json").write_text(json.dumps(plan.to_json()), encoding="utf-8")
+        self.plan_path = str(root / "plan.json")
+        Path(self.plan_path).write_text(json.dumps(asdict(plan)), encoding="utf-8")
         self.logs = [_RankLog(root / f"events-{rank}.jsonl") for rank in range(plan.shape.world)]
         self.outputs = [root / f"output-{rank}.txt" for rank in range(plan.shape.world)]
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def ready(self) -> list[dict[str, Any]]:
-        """What the ranks said of model and data, if all did."""
+        """Return what the ranks said of model and data, if all did."""
         said = [log.ready for log in self.logs]
         return said if all(said) else []
 
-    def is_complete(self, run: str) -> bool:
-        """Whether every rank has a result of this run."""
-        return all(run in log.results for log in self.logs)
-
     def follow(self) -> Outcome | None:
-        """Start the ranks and wait for their end; the first failure, or None."""
+        """Start the ranks and wait for their end; return the first failure, or None."""
         try:
             self._start()
             return self._watch()
@@ -164,16 +154,11 @@ class _Launch:
             # The plan's configuration says what is watched; a switch for all runs would mix the
             # rows of the table.
             environment.pop("DS_VERIFY", None)
+            command = [sys.executable, "-m", WORKER, self.plan_path, self.folder.name]
             with output.open("wb") as file:
                 self.processes.append(
                     subprocess.Popen(
-                        [
-                            sys.executable,
-                            "-m",
-                            WORKER,
-                            str(Path(self.folder.name) / "plan.json"),
-                            self.folder.name,
-                        ],
+                        command,
                         env=environment,
                         stdin=subprocess.DEVNULL,
                         stdout=file,
@@ -207,11 +192,9 @@ class _Launch:
         return heard
 
     def _failure(self) -> Outcome:
-        """The first failure, once the others had time to fail with it."""
+        """Return the first failure, once the others had time to fail with it."""
         deadline = time.monotonic() + GRACE_S
-        while time.monotonic() < deadline and any(
-            process.poll() is None for process in self.processes
-        ):
+        while time.monotonic() < deadline and None in [p.poll() for p in self.processes]:
             self._read()
             time.sleep(POLL_S)
         self._read()
@@ -219,35 +202,27 @@ class _Launch:
         for rank, (process, log) in enumerate(zip(self.processes, self.logs, strict=True)):
             code = process.returncode
             if code not in (None, 0) and not log.error:
-                how = (
-                    f"was killed by signal {-code} ({signal.Signals(-code).name})"
-                    if code < 0
-                    else f"exited with {code}"
-                )
-                return Outcome(
-                    failure=f"rank {rank} {how}; its last output:\n{self._tail(rank)}", kind="died"
-                )
+                how = f"exited with {code}"
+                if code < 0:
+                    how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+                text = f"rank {rank} {how}; its last output:\n{self._tail(rank)}"
+                return Outcome(failure=text, kind="died")
         raised = {rank: log.error for rank, log in enumerate(self.logs) if log.error}
         first = min(raised, key=lambda rank: float(raised[rank]["time"]))
         error = raised[first]
         also = f" (ranks {', '.join(map(str, raised))})" if len(raised) > 1 else ""
-        return Outcome(
-            failure=f"rank {first}{also}: {error['kind']}: {error['text']}", kind=error["kind"]
-        )
+        text = f"rank {first}{also}: {error['kind']}: {error['text']}"
+        return Outcome(failure=text, kind=error["kind"])
 
     def _silence(self, done: list[int | None]) -> Outcome:
         waiting = [rank for rank, code in enumerate(done) if code is None]
-        where = [
-            f"rank {rank} in {(self.logs[rank].begun or ['its start'])[-1]}" for rank in waiting
-        ]
-        return Outcome(
-            failure=(
-                f"no progress for {self.timeout_s:g} s ({', '.join(where)}): they wait for each "
-                "other, or --timeout is too short; last output of rank "
-                f"{waiting[0]}:\n{self._tail(waiting[0])}"
-            ),
-            kind="hung",
+        begun = {rank: (self.logs[rank].begun or ["its start"])[-1] for rank in waiting}
+        where = ", ".join(f"rank {rank} in {run}" for rank, run in begun.items())
+        text = (
+            f"no progress for {self.timeout_s:g} s ({where}): they wait for each other, or "
+            f"--timeout is too short; last output of rank {waiting[0]}:\n{self._tail(waiting[0])}"
         )
+        return Outcome(failure=text, kind="hung")
 
     def _tail(self, rank: int) -> str:
         lines = self.outputs[rank].read_text(encoding="utf-8", errors="replace").splitlines()

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -68,24 +67,22 @@ class Expected:
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Trainable parameters by name; a tied one counts once."""
+    """Return trainable parameters by name; a tied one counts once."""
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 
 def global_norm(grads: Iterable[torch.Tensor]) -> float:
-    """Norm over all elements of all tensors, in double precision."""
+    """Return the norm over all elements of all tensors, in double precision."""
     return math.sqrt(sum(grad.double().square().sum().item() for grad in grads))
 
 
 def uncuttable(workload: Workload, batches: GlobalBatches) -> str:
-    """Why the global batch cannot be cut in another way and be the same; empty if it can."""
+    """Say why the global batch cannot be cut in another way and be the same; empty if it can."""
     norms = workload.batch_norms()
-    if norms and batches.whole_reason is None:
-        return (
-            f"BatchNorm {norms[0]!r} normalizes over its micro-batch, so another cut of the batch "
-            "is another model"
-        )
-    return batches.whole_reason or ""
+    if batches.whole_reason is not None or not norms:
+        return batches.whole_reason or ""
+    cuts = "normalizes over its micro-batch, so another cut of the batch is another model"
+    return f"BatchNorm {norms[0]!r} {cuts}"
 
 
 class Reference:
@@ -96,11 +93,7 @@ class Reference:
     """
 
     def __init__(
-        self,
-        workload: Workload,
-        batches: GlobalBatches,
-        precision: Precision,
-        num_kept: int = 0,
+        self, workload: Workload, batches: GlobalBatches, precision: Precision, num_kept: int = 0
     ) -> None:
         self.workload = workload
         self.batches = batches
@@ -114,7 +107,7 @@ class Reference:
     def expected(
         self, masters: Tensors, step: int, shape: Shape, loss_scale: float, with_whole: bool
     ) -> Expected:
-        """`computed`, or what it gave for the same arguments last."""
+        """Return `computed`, or what it gave for the same arguments last."""
         key, kept = (shape, loss_scale), self._kept.get(step)
         if (
             kept is not None
@@ -133,12 +126,12 @@ class Reference:
     ) -> Expected:
         """Compute the gradient that `step` must have at `masters`, averaged and unscaled."""
         pieces = self.batches.micro_batches(step, shape)
-        model = self._model(masters, self.precision.model)
-        factor = loss_scale / shape.accumulation
-        rounded, sizes, each = _zeros(masters), dict.fromkeys(masters, 0.0), []
-        reach = _zeros(masters)
+        dtype = self.precision.model
+        model, factor = self._model(masters, dtype), loss_scale / shape.accumulation
+        rounded, reach = _zeros(masters), _zeros(masters)
+        sizes, each = dict.fromkeys(masters, 0.0), []
         for batch in pieces:
-            grads = self._gradients(model, batch, factor, self.precision.model)
+            grads = self._gradients(model, batch, factor, dtype)
             for name, grad in grads.items():
                 exact = grad.double() / (loss_scale * shape.world)
                 rounded[name] += exact
@@ -149,19 +142,15 @@ class Reference:
         floor = NEGLIGIBLE * math.sqrt(sum(size**2 for size in sizes.values()))
         operations = shape.accumulation + shape.world + 2
         unit = max(operations * ROUNDOFF[self.precision.sums], FP32_TOLERANCE)
-        tiny = (
-            operations * FP16_SMALLEST / loss_scale
-            if torch.float16 in (self.precision.model, self.precision.sums)
-            else 0.0
-        )
+        is_fp16 = torch.float16 in (dtype, self.precision.sums)
+        tiny = operations * FP16_SMALLEST / loss_scale if is_fp16 else 0.0
         bounds = {
             n: unit * sizes[n] + floor + tiny * math.sqrt(master.numel())
             for n, master in masters.items()
         }
         # torch's maximum keeps NaN, Python's may not.
-        peak = (
-            torch.stack([value.amax() for value in reach.values() if value.numel()]).amax().item()
-        )
+        peaks = [value.amax() for value in reach.values() if value.numel()]
+        peak = torch.stack(peaks).amax().item()
         half = Expected(rounded, bounds, None, {}, None, sizes, peak)
         if not with_whole or self.no_whole:
             return half
@@ -188,31 +177,24 @@ class Reference:
         if self.no_double:
             noise = {name: max(noise[name], UNMEASURED_NOISE * half.sizes[name]) for name in noise}
         whole_bounds = {name: half.rounded_bounds[name] + 2 * noise[name] for name in masters}
-        return replace(
-            half,
-            whole={n: g.double() for n, g in whole.items()},
-            whole_bounds=whole_bounds,
-            split=split,
-        )
+        exact = {name: grad.double() for name, grad in whole.items()}
+        return replace(half, whole=exact, whole_bounds=whole_bounds, split=split)
 
     def _wide_dtype(self, masters: Tensors, step: int) -> torch.dtype:
-        """Double precision, unless the model has parts that insist on fp32."""
+        """Choose double precision, unless the model has parts that insist on fp32."""
         if self.no_double:
             return torch.float32
+        wide = torch.float64
         try:
-            self._gradients(
-                self._model(masters, torch.float64),
-                self.batches.micro_batches(step)[0],
-                1.0,
-                torch.float64,
-            )
+            batch = self.batches.micro_batches(step)[0]
+            self._gradients(self._model(masters, wide), batch, 1.0, wide)
         except (RuntimeError, NotImplementedError, TypeError) as error:
             self.no_double = (
                 f"the model does not run in double precision ({str(error).splitlines()[0]}); fp32 "
                 "is the reference"
             )
             return torch.float32
-        return torch.float64
+        return wide
 
     @torch.no_grad()
     def _model(self, masters: Tensors, dtype: torch.dtype) -> nn.Module:
@@ -232,22 +214,17 @@ class Reference:
     def _gradients(
         self, model: nn.Module, batch: object, factor: float, dtype: torch.dtype
     ) -> Tensors:
-        """Gradient of the loss times `factor`; zero for parameters that take no part."""
+        """Compute the gradient of the loss times `factor`; zero where a parameter takes no part."""
         model.zero_grad(set_to_none=True)
-        with self._autocast(dtype):
+        rounds = self.precision.autocast is not None and dtype == self.precision.model
+        with torch.autocast("cpu", dtype=self.precision.autocast, enabled=rounds):
             loss = self.workload.loss_of(model, batch, dtype)
         wide = loss if loss.dtype == torch.float64 else loss.float()
         (wide * factor).backward()
-        params = trainable(model)
         return {
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            for name, p in params.items()
+            for name, p in trainable(model).items()
         }
-
-    def _autocast(self, dtype: torch.dtype) -> AbstractContextManager[object]:
-        if self.precision.autocast is None or dtype != self.precision.model:
-            return nullcontext()
-        return torch.autocast("cpu", dtype=self.precision.autocast)
 
 
 def _zeros(masters: Tensors) -> Tensors:

@@ -25,7 +25,7 @@ class Row:
     """One line of the table."""
 
     check: str
-    verdict: Verdict
+    verdict: Verdict = Verdict.PASS
     detail: str = ""
     family: str = ""  # which parameters, `*` standing for numbers; empty for all
     gradient: float | None = None  # largest error of a gradient, as a share of what is allowed
@@ -59,23 +59,15 @@ class Report:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "passed": self.passed,
-            "left_out": self.left_out,
-            "culprits": culprits(self),
-            "settings": self.settings,
-            "rows": [asdict(row) for row in self.rows],
-            "notes": self.notes,
-            "curves": self.curves,
-        }
+        said = {"passed": self.passed, "left_out": self.left_out, "culprits": culprits(self)}
+        values = asdict(self)
+        return {**said, **{key: values[key] for key in ("settings", "rows", "notes", "curves")}}
 
 
 def culprits(report: Report) -> list[str]:
     """Name the parameters of the first failing check that names some; later ones follow from it."""
     naming = [row for row in report.rows if row.verdict is Verdict.FAIL and row.parameters]
-    return sorted(
-        {name for row in naming if row.check == naming[0].check for name in row.parameters}
-    )
+    return sorted({n for row in naming if row.check == naming[0].check for n in row.parameters})
 
 
 # In the terminal
@@ -91,18 +83,11 @@ def share(value: float | None) -> str:
 
 
 def cells(row: Row) -> list[str]:
-    """The numbers of a row, as texts."""
+    """Write the numbers of a row as texts."""
     relative = "" if row.relative is None else f"{row.relative:.1e}"
     divisor = "" if row.divisor is None else f"{row.divisor:.4g}"
-    return [
-        row.check,
-        row.family,
-        share(row.gradient),
-        relative,
-        share(row.parameter),
-        divisor,
-        row.verdict.value,
-    ]
+    numbers = [share(row.gradient), relative, share(row.parameter), divisor]
+    return [row.check, row.family, *numbers, row.verdict.value]
 
 
 def render(report: Report) -> str:
@@ -130,11 +115,8 @@ def _line(entry: list[str], widths: list[int]) -> str:
 
 
 def _wrapped(text: str) -> list[str]:
-    found: list[str] = []
-    for line in text.splitlines():
-        found += textwrap.wrap(line, WIDTH - 4, break_long_words=False, drop_whitespace=False) or [
-            ""
-        ]
+    wrapper = textwrap.TextWrapper(WIDTH - 4, break_long_words=False, drop_whitespace=False)
+    found = [part for line in text.splitlines() for part in wrapper.wrap(line) or [""]]
     return [f"    {line}" for line in found]
 
 
@@ -142,14 +124,11 @@ def summary(report: Report) -> str:
     """One sentence."""
     counts = {verdict: sum(row.verdict is verdict for row in report.rows) for verdict in Verdict}
     named = culprits(report)
-    text = (
-        f"{counts[Verdict.PASS]} passed, {counts[Verdict.FAIL]} failed, {counts[Verdict.NOT_RUN]} "
-        "not run"
-    )
+    passed, failed, not_run, left_out = (f"{counts[v]} {v.value.lower()}" for v in Verdict)
+    text = f"{passed}ed, {failed}ed, {not_run}"
     if report.left_out:
-        text += f", {counts[Verdict.LEFT_OUT]} left out: {', '.join(report.left_out)}"
-    blame = (
-        f"; parameters: {', '.join(named[:8])}{', ...' if len(named) > 8 else ''}" if named else ""
-    )
+        text += f", {left_out}: {', '.join(report.left_out)}"
+    if named:
+        text += f"; parameters: {', '.join(named[:8])}{', ...' if len(named) > 8 else ''}"
     verdict = "FAIL" if not report.passed else "INCOMPLETE" if report.left_out else "PASS"
-    return f"{verdict}: {text}{blame}"
+    return f"{verdict}: {text}"

@@ -5,7 +5,7 @@ with. Collective.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,7 @@ from deepspeed.verify.oracle.plan import Run, RunKind
 from deepspeed.verify.oracle.reference import Tensors, trainable
 from deepspeed.verify.oracle.workload import GlobalBatches, Workload
 
-# Small enough that a step does not throw the model about: each step starts from where the last one
-# led.
+# Small enough that a step does not throw the model about; each starts where the last one led.
 SGD_LEARNING_RATE = 0.1
 
 
@@ -33,8 +32,7 @@ class StepRecord:
 
     step: int
     before: Tensors  # fp32 weights before it
-    # The averaged gradient that the optimizer saw, before clipping; a parameter without one is
-    # missing.
+    # The averaged gradient that the optimizer saw, before clipping; without those that have none.
     grads: Tensors
     norm: float | None  # reported norm; None if there is none
     after: Tensors  # fp32 weights after it
@@ -85,23 +83,21 @@ class SystemRun:
         """The fp32 values of the trainable parameters, whole."""
         if not self._has_masters():
             return {name: param.detach().clone() for name, param in self.params.items()}
-        values = safe_get_full_fp32_params(list(self.params.values()))
-        return {name: value.clone() for name, value in zip(self.params, values, strict=True)}
+        return self._copied(safe_get_full_fp32_params(list(self.params.values())))
 
     def _has_masters(self) -> bool:
         return hasattr(next(iter(self.params.values())), "_hp_mapping")
 
+    def _copied(self, values: Sequence[torch.Tensor | None] | None) -> Tensors:
+        named = zip(self.params, values or [None] * len(self.params), strict=True)
+        return {name: value.clone() for name, value in named if value is not None}
+
     def gradients(self) -> Tensors:
         """What the coming step will use."""
+        params = list(self.params.values())
         if not self._has_masters():
-            plain = {name: safe_get_full_grad(param) for name, param in self.params.items()}
-            return {name: grad.clone() for name, grad in plain.items() if grad is not None}
-        values = safe_get_full_grads(list(self.params.values()))
-        return (
-            {}
-            if values is None
-            else {name: value.clone() for name, value in zip(self.params, values, strict=True)}
-        )
+            return self._copied([safe_get_full_grad(param) for param in params])
+        return self._copied(safe_get_full_grads(params))
 
     def train(
         self,
@@ -115,10 +111,8 @@ class SystemRun:
         masters = self.masters() if wants_tensors else {}
         for step in range(self.run.steps):
             before = masters
-            groups = [
-                {k: v for k, v in group.items() if k != "params"}
-                for group in self.optimizer.param_groups
-            ]
+            of_groups = self.optimizer.param_groups
+            groups = [{k: v for k, v in group.items() if k != "params"} for group in of_groups]
             loss_scale = float(getattr(self.optimizer, "loss_scale", 1.0))
             loss = self._backwards(step)
             grads = self.gradients() if wants_tensors else {}
@@ -168,24 +162,15 @@ class SystemRun:
         return digest.hexdigest()[:16]
 
     def _faults(self, step: int, masters: Tensors) -> list[str]:
-        changed = [
-            name
+        faults = [
+            f"step {step}: frozen {name} changed"
             for name, before in self.frozen.items()
             if not torch.equal(self.model.get_parameter(name), before)
         ]
-        apart = [
-            name
-            for name, param in self.params.items()
-            if not torch.equal(param.detach(), masters[name].to(param.dtype).to(param.device))
-        ]
-        return [f"step {step}: frozen {name} changed" for name in changed] + [
-            f"step {step}: {name} is not its master rounded to {self.params[name].dtype}"
-            for name in apart
-        ]
-
-    def close(self) -> None:
-        """Remove the engine's hooks."""
-        self.engine.destroy()
+        for name, param in self.params.items():
+            if not torch.equal(param.detach(), masters[name].to(param.dtype).to(param.device)):
+                faults.append(f"step {step}: {name} is not its master rounded to {param.dtype}")
+        return faults
 
 
 def plain_optimizer(
@@ -196,14 +181,9 @@ def plain_optimizer(
     name = str(config_block["type"]).lower()
     if name in ("adam", "adamw", "fusedadam"):
         decoupled = bool(settings.pop("adam_w_mode", True)) or name == "adamw"
-        for option in (
-            "torch_adam",
-            "bias_correction",
-            "set_grad_none",
-            "fp32_optimizer_states",
-            "freeze_step",
-        ):
-            settings.pop(option, None)
+        # Settings of an implementation, which torch's has not.
+        own = "torch_adam bias_correction set_grad_none fp32_optimizer_states freeze_step".split()
+        settings = {key: value for key, value in settings.items() if key not in own}
         if "betas" in settings:
             settings["betas"] = tuple(settings["betas"])
         return (torch.optim.AdamW if decoupled else torch.optim.Adam)(params, **settings)

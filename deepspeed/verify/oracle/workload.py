@@ -1,8 +1,7 @@
 """What is checked: the user's model, its batches and its loss, the same in every process.
 
 Owns the contract of `--model` and `--data`, calling the model, and cutting one global batch into
-micro-batches in different ways. Knows nothing of engines and ranks beyond their number. Hugging
-Face models are built in `hugging_face`.
+micro-batches in different ways.
 
 A model function returns `module`, `(module, batches)` or `(module, batches, loss)`:
 
@@ -28,20 +27,20 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_map_only, tree_unflatten
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from deepspeed.runtime.engine_parts.model_setup import cast_module
 from deepspeed.verify.oracle import UsageError
-from deepspeed.verify.oracle.hugging_face import RANDOM_ATTRIBUTES, build_model
+from deepspeed.verify.oracle.hugging_face import build_model, turn_off
 
 HUGGING_FACE = "hf:"
 Batch = Any
@@ -98,16 +97,16 @@ class Workload:
         return module
 
     def batch_norms(self) -> list[str]:
-        """Names of modules whose output for a sample depends on the rest of its micro-batch."""
-        return [
-            name for name, module in self.module.named_modules() if isinstance(module, _BatchNorm)
-        ]
+        """Name modules whose output for a sample depends on the rest of its micro-batch."""
+        modules = self.module.named_modules()
+        return [name for name, module in modules if isinstance(module, _BatchNorm)]
 
     def loss_of(
         self, forward: Callable[..., Any], batch: Batch, dtype: torch.dtype
     ) -> torch.Tensor:
-        """The scalar loss of one batch under `forward`, whose weights have `dtype`."""
-        output = _call(forward, _cast(self._inputs(batch), dtype))
+        """Compute the scalar loss of one batch under `forward`, whose weights have `dtype`."""
+        pair = self.loss is not None and isinstance(batch, (tuple, list)) and len(batch) == 2
+        output = _call(forward, _cast(batch[0] if pair else batch, dtype))
         if self.loss is None:
             return _scalar(output)
         wide = torch.promote_types(dtype, torch.float32)
@@ -119,18 +118,12 @@ class Workload:
             )
         return value
 
-    def _inputs(self, batch: Batch) -> Batch:
-        pair = self.loss is not None and isinstance(batch, (tuple, list)) and len(batch) == 2
-        return batch[0] if pair else batch
-
 
 def _cast(value: Batch, dtype: torch.dtype) -> Batch:
-    def cast(leaf: object) -> object:
-        return (
-            leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-        )
+    def cast(leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.to(dtype) if leaf.is_floating_point() else leaf
 
-    return tree_map(cast, value)
+    return tree_map_only(torch.Tensor, cast, value)
 
 
 def _call(forward: Callable[..., Output], inputs: Batch) -> Output:
@@ -156,11 +149,9 @@ def _scalar(output: Output) -> torch.Tensor:
 
 
 def _kind(value: object) -> str:
-    return (
-        f"a tensor of shape {tuple(value.shape)}"
-        if isinstance(value, torch.Tensor)
-        else f"a {type(value).__name__}"
-    )
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
 
 
 # Loading
@@ -178,53 +169,45 @@ def load_workload(model: str, data: str | None, seed: int, rows: int) -> Workloa
     else:
         made = _function("--model", model)()
     parts = list(made) if isinstance(made, (tuple, list)) else [made]
-    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
-        raise UsageError(
-            f"--model {model}: returned {_kind(made)}; return a torch.nn.Module, (module, batches) "
-            "or (module, batches, loss)"
-        )
     module, batches, loss = (*parts, None, None)[:3]
-    if loss is not None and not callable(loss):
-        raise UsageError(
-            f"--model {model}: loss is {_kind(loss)}; give a function loss(output, batch) or leave "
-            "it out"
-        )
     if data is not None:
         batches = _data(data)
-    if batches is None:
-        raise UsageError(
-            f"--model {model}: there are no batches; return (module, batches) or give --data"
+    wrong = ""
+    if not 1 <= len(parts) <= 3 or not isinstance(module, nn.Module):
+        wrong = (
+            f"returned {_kind(made)}; return a torch.nn.Module, (module, batches) or (module, "
+            "batches, loss)"
         )
-    if not any(param.requires_grad for param in module.parameters()):
-        raise UsageError(
-            f"--model {model}: no parameter of the module requires a gradient, so there is nothing "
-            "to check"
-        )
+    elif loss is not None and not callable(loss):
+        wrong = f"loss is {_kind(loss)}; give a function loss(output, batch) or leave it out"
+    elif batches is None:
+        wrong = "there are no batches; return (module, batches) or give --data"
+    elif not any(param.requires_grad for param in module.parameters()):
+        wrong = "no parameter of the module requires a gradient, so there is nothing to check"
+    if wrong:
+        raise UsageError(f"--model {model}: {wrong}")
     return Workload(module, batches, loss, without_randomness(module))
 
 
 def _function(argument: str, spec: str) -> Callable[..., Any]:
-    """The function that `module:function` or `file.py:function` names."""
-    place, colon, name = spec.rpartition(":")
-    if not colon or not place or not name:
+    """Find the function that `module:function` or `file.py:function` names."""
+    place, _, name = spec.rpartition(":")
+    if not place or not name:
         raise UsageError(f"{argument} {spec}: expected package.module:function or file.py:function")
+    folder = os.getcwd()
     if place.endswith(".py"):
         path = Path(place).resolve()
         if not path.is_file():
             raise UsageError(f"{argument} {spec}: there is no file {path}")
         # A script's folder is on the path when the script runs; its own imports count on that.
         folder, place = str(path.parent), path.stem
-    else:
-        folder = os.getcwd()
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
         module = importlib.import_module(place)
     except ModuleNotFoundError as error:
-        raise UsageError(
-            f"{argument} {spec}: {error}; give a module that Python finds from {os.getcwd()}, or "
-            "file.py"
-        ) from error
+        remedy = f"give a module that Python finds from {os.getcwd()}, or file.py"
+        raise UsageError(f"{argument} {spec}: {error}; {remedy}") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise UsageError(f"{argument} {spec}: {place} has no function {name!r}")
@@ -234,16 +217,12 @@ def _function(argument: str, spec: str) -> Callable[..., Any]:
 def _data(spec: str) -> Batches:
     if ":" in spec and not Path(spec).exists():
         made = _function("--data", spec)
-        # batches(step, micro_batch, rank) is used as it is; a function without arguments makes the
-        # batches.
+        # `batches(step, micro_batch, rank)` itself, or a function that makes the batches.
         return made if len(inspect.signature(made).parameters) == 3 else made()
     if not Path(spec).is_file():
         raise UsageError(f"--data {spec}: neither a file nor package.module:function")
-    loaded = torch.load(spec, weights_only=True)
-    leaves, structure = tree_flatten(loaded)
-    sizes = {
-        leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.dim() else -1 for leaf in leaves
-    }
+    leaves, structure = tree_flatten(torch.load(spec, weights_only=True))
+    sizes = {leaf.shape[0] if _has_rows(leaf) else -1 for leaf in leaves}
     if len(sizes) != 1 or min(sizes) < 1:
         raise UsageError(
             f"--data {spec}: expected a tensor, or a dict or tuple of tensors, with one number of "
@@ -283,16 +262,9 @@ def without_randomness(module: nn.Module) -> list[str]:
         if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
             part.p = 0.0
             changed.append(name or type(part).__name__)
-        for key, value in vars(part).items():
-            if isinstance(value, float) and value > 0 and key.endswith(RANDOM_ATTRIBUTES):
-                setattr(part, key, 0.0)
-                changed.append(f"{name}.{key}")
-    if not changed:
-        return []
-    return [
-        f"dropout is set to 0 for the check in {len(changed)} places "
-        f"({', '.join(changed[:3])}{', ...' * (len(changed) > 3)})"
-    ]
+        changed += [f"{name}.{key}" for key in turn_off(part, vars(part))]
+    many = f"{len(changed)} places ({', '.join(changed[:3])}{', ...' * (len(changed) > 3)})"
+    return [f"dropout is set to 0 for the check in {many}"] if changed else []
 
 
 # Batches
@@ -306,61 +278,57 @@ class GlobalBatches:
         # Why micro-batches cannot be joined to a whole batch; None if they can.
         self.whole_reason: str | None = None
         self._steps = _micro_batches(workload.batches, shape, steps)
+        self._all = [batch for step in self._steps for batch in step]
         self._whole: dict[int, Any] = {}
         self._check_sizes()
 
     def _check_sizes(self) -> None:
-        for number, batch in enumerate(batch for step in self._steps for batch in step):
+        rows = self.shape.rows
+        for number, batch in enumerate(self._all):
             sizes = {leaf.shape[0] for leaf in _tensors(batch) if leaf.dim()}
             if len(sizes) != 1:
                 self.whole_reason = (
                     "the tensors of a batch have no common number of samples in front "
                     f"({sorted(sizes)}); a loader gives micro-batches of "
-                    f"{self.shape.rows} samples, a Dataset single ones"
+                    f"{rows} samples, a Dataset single ones"
                 )
                 return
-            if sizes != {self.shape.rows}:
+            if sizes != {rows}:
                 raise UsageError(
                     f"batch {number} has {sizes.pop()} samples, but the configuration's "
-                    f"train_micro_batch_size_per_gpu is {self.shape.rows}; make them agree"
+                    f"train_micro_batch_size_per_gpu is {rows}; make them agree"
                 )
-        structures = [tree_flatten(batch)[1] for step in self._steps for batch in step]
-        shapes = [
-            [leaf.shape[1:] for leaf in _tensors(batch) if leaf.dim()]
-            for step in self._steps
-            for batch in step
+        kinds = [
+            (tree_flatten(batch)[1], [leaf.shape[1:] for leaf in _tensors(batch) if leaf.dim()])
+            for batch in self._all
         ]
-        if any(s != structures[0] for s in structures) or any(s != shapes[0] for s in shapes):
+        if any(kind != kinds[0] for kind in kinds):
             self.whole_reason = "batches differ in structure or shape"
 
     def micro_batches(self, step: int, shape: Shape | None = None) -> list[Batch]:
         """The micro-batches of a step in the order of `Shape.place`."""
         if shape is None or shape == self.shape:
             return self._steps[step]
-        whole = self.whole(step)
-        return [
-            _rows(whole, place * shape.rows, shape.rows) for place in range(shape.micro_batches)
-        ]
+        whole, rows = self.whole(step), shape.rows
+        return [_rows(whole, place * rows, rows) for place in range(shape.micro_batches)]
 
     def whole(self, step: int) -> Batch:
         """The global batch of a step as one batch; `whole_reason` must be None."""
         if step not in self._whole:
             flat = [tree_flatten(batch)[0] for batch in self._steps[step]]
             structure = tree_flatten(self._steps[step][0])[1]
-            self._whole[step] = tree_unflatten(
-                [_joined(leaves) for leaves in zip(*flat, strict=True)], structure
-            )
+            leaves = [_joined(parts) for parts in zip(*flat, strict=True)]
+            self._whole[step] = tree_unflatten(leaves, structure)
         return self._whole[step]
 
     def checksum(self) -> float:
-        """A number that differs when batches differ, for comparison between ranks."""
+        """Return a number that differs when batches differ, for comparison between ranks."""
         total = 0.0
-        for number, batch in enumerate(batch for step in self._steps for batch in step):
+        for number, batch in enumerate(self._all, start=1):
             for leaf in _tensors(batch):
                 flat = leaf.detach().double().reshape(-1)
-                total += (number + 1) * float(
-                    (flat * torch.linspace(1.0, 2.0, flat.numel(), dtype=torch.float64)).sum()
-                )
+                weights = torch.linspace(1.0, 2.0, flat.numel(), dtype=torch.float64)
+                total += number * float((flat * weights).sum())
         return total
 
 
@@ -368,29 +336,22 @@ def _tensors(batch: Batch) -> list[torch.Tensor]:
     return [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
 
 
+def _has_rows(leaf: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+
+
 def _joined(leaves: Sequence[object]) -> object:
-    first = leaves[0]
-    if isinstance(first, torch.Tensor) and first.dim():
-        return torch.cat([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-    return first
+    tensors = [leaf for leaf in leaves if _has_rows(leaf)]
+    return torch.cat(tensors) if tensors else leaves[0]
 
 
 def _rows(batch: Batch, start: int, count: int) -> Batch:
-    def cut(leaf: object) -> object:
-        return (
-            leaf[start : start + count] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
-        )
-
-    return tree_map(cut, batch)
+    return tree_map(lambda leaf: leaf[start : start + count] if _has_rows(leaf) else leaf, batch)
 
 
 def _micro_batches(batches: Batches, shape: Shape, steps: int) -> list[list[Any]]:
-    places = [
-        (step, micro, rank)
-        for step in range(steps)
-        for micro in range(shape.accumulation)
-        for rank in range(shape.world)
-    ]
+    sizes = (range(steps), range(shape.accumulation), range(shape.world))
+    places = list(product(*sizes))  # (step, micro, rank)
     if callable(batches) and not isinstance(batches, (Dataset, Iterable)):
         found = [batches(*place) for place in places]
     elif _is_map_style(batches):
@@ -411,11 +372,8 @@ def _micro_batches(batches: Batches, shape: Shape, steps: int) -> list[list[Any]
 
 
 def _is_map_style(batches: Batches) -> bool:
-    return (
-        isinstance(batches, Dataset)
-        and not isinstance(batches, IterableDataset)
-        and hasattr(batches, "__getitem__")
-    )
+    is_dataset = isinstance(batches, Dataset) and not isinstance(batches, IterableDataset)
+    return is_dataset and hasattr(batches, "__getitem__")
 
 
 def _collated(dataset: Batches, count: int, rows: int) -> Iterator[Any]:

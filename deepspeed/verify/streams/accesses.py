@@ -62,11 +62,9 @@ class AccessMap:
         return len(self._segments)
 
     def uses(self) -> list[Use]:
-        """Every access that is still remembered, once."""
-        found = {
-            id(use): use for segment in self._segments for use in segment.conflicts(writes=True)
-        }
-        return list(found.values())
+        """Return every access that is still remembered, once."""
+        kept = (use for segment in self._segments for use in segment.conflicts(writes=True))
+        return list({id(use): use for use in kept}.values())
 
     def unordered(self, access: Access, is_ordered: IsOrdered) -> list[Use]:
         """List remembered accesses that conflict with `access` and are not ordered before it."""
@@ -80,7 +78,7 @@ class AccessMap:
         return list(found.values())
 
     def _index(self, position: int) -> int:
-        """Index of the first segment that ends after `position`."""
+        """Find the index of the first segment that ends after `position`."""
         segments = self._segments
         if not segments or segments[0].end > position:
             return 0
@@ -90,11 +88,8 @@ class AccessMap:
         """Remember `use`; forget what it makes superfluous."""
         start, end = use.access.start, use.access.end
         index = self._index(start)
-        if (
-            index < len(self._segments)
-            and (same := self._segments[index]).start == start
-            and same.end == end
-        ):
+        same = self._segments[index] if index < len(self._segments) else None
+        if same is not None and (same.start, same.end) == (start, end):
             # Nearly always: the same tensor again.
             if use.access.writes:
                 same.write, same.reads = use, ()
@@ -120,11 +115,9 @@ class AccessMap:
         """Cut the segment that crosses `position` in two; return the first index at or after it."""
         index = self._index(position)
         if index < len(self._segments) and self._segments[index].start < position:
-            crossed = self._segments[index]
-            self._segments.insert(
-                index + 1, Segment(position, crossed.end, crossed.write, crossed.reads)
-            )
-            crossed.end = position
+            whole = self._segments[index]
+            self._segments.insert(index + 1, Segment(position, whole.end, whole.write, whole.reads))
+            whole.end = position
             return index + 1
         return index
 
@@ -132,9 +125,9 @@ class AccessMap:
         """Drop what is ordered before everything that is still to come."""
         kept: list[Segment] = []
         for segment in self._segments:
-            write = (
-                None if segment.write is None or is_ordered(segment.write.launch) else segment.write
-            )
+            write = segment.write
+            if write is not None and is_ordered(write.launch):
+                write = None
             reads = tuple(read for read in segment.reads if not is_ordered(read.launch))
             if write is not None or reads:
                 _append(kept, Segment(segment.start, segment.end, write, reads))
@@ -144,12 +137,9 @@ class AccessMap:
 def _append(segments: list[Segment], segment: Segment) -> None:
     """Append, joined with the last one where nothing tells them apart."""
     last = segments[-1] if segments else None
-    if (
-        last is not None
-        and last.end == segment.start
-        and last.write is segment.write
-        and last.reads == segment.reads
-    ):
+    if last is None or last.end != segment.start:
+        segments.append(segment)
+    elif last.write is segment.write and last.reads == segment.reads:
         last.end = segment.end
-        return
-    segments.append(segment)
+    else:
+        segments.append(segment)

@@ -20,7 +20,7 @@ _process_checker: StreamChecker | None = None
 
 @contextmanager
 def _traced() -> Iterator[StreamChecker]:
-    """A checker that hears of everything the accelerator does."""
+    """Make a checker that hears of everything the accelerator does."""
     checker = StreamChecker(memory_names.describe)
     with get_accelerator().trace_streams(checker) as tracing, telling(tracing):
         yield checker
@@ -28,14 +28,11 @@ def _traced() -> Iterator[StreamChecker]:
 
 @contextmanager
 def check_streams(raises: bool = True) -> Iterator[StreamChecker]:
-    """Within it, every access to memory on any stream is checked for an order.
+    """Check an order of every access to memory on any stream, within the block.
 
     Args:
         raises: Raise at the end if something was found; otherwise read `checker.findings` or
             `checker.report()`.
-
-    Yields:
-        The checker.
 
     Raises:
         StreamRaceError: Accesses were left unordered; not if the block itself raises.
@@ -50,10 +47,7 @@ def check_streams(raises: bool = True) -> Iterator[StreamChecker]:
 
 def enable_stream_checking() -> StreamChecker:
     """Check from now on, until `disable_stream_checking` or the end of the process. Does nothing
-    when it is on already.
-
-    Returns:
-        The checker; the engine raises its findings at every `step()` through `raise_findings`.
+    when it is on already. The engine raises findings at every `step()` through `raise_findings`.
 
     Raises:
         RuntimeError: The accelerator has no streams (set DS_ACCELERATOR=sim).
@@ -85,15 +79,11 @@ def raise_findings() -> None:
     """
     if _process_checker is None:
         return
-    races_elsewhere = _is_anywhere(bool(_process_checker.findings))
+    here = races = bool(_process_checker.findings)
+    if dist.is_initialized():
+        flag = torch.tensor([float(here)], device=get_accelerator().current_device_name())
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        races = bool(flag.item())
     _process_checker.raise_findings()
-    if races_elsewhere:
+    if races:
         raise StreamRaceError([], "another rank left accesses to memory unordered; see its report")
-
-
-def _is_anywhere(here: bool) -> bool:
-    if not dist.is_initialized():
-        return here
-    flag = torch.tensor([float(here)], device=get_accelerator().current_device_name())
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag.item())

@@ -22,12 +22,13 @@ everything freed for that stream that it may take. `record_stream` makes the all
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Concatenate, NamedTuple, ParamSpec
 
 from deepspeed.accelerator.call_stacks import Stack, capture
 from deepspeed.accelerator.stream_trace import Access
@@ -57,7 +58,7 @@ def join(clock: Clock, other: Clock) -> None:
 
 
 def ordered_before(clock: Clock) -> IsOrdered:
-    """Whether a launch is ordered before everything that `clock` stands for."""
+    """Make the test whether a launch is ordered before everything that `clock` stands for."""
     return lambda launch: launch.position <= clock.get(launch.stream, 0)
 
 
@@ -98,8 +99,26 @@ class _EventClocks:
             return self._strong.get(event)
 
 
+Arguments = ParamSpec("Arguments")
+
+
+def _told(
+    hear: Callable[Concatenate[StreamChecker, Arguments], None],
+) -> Callable[Concatenate[StreamChecker, Arguments], None]:
+    """Let a method of `StreamTracer` be run by one thread at a time, after the frees before it."""
+
+    @functools.wraps(hear)
+    def heard(self: StreamChecker, *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        with self._lock:
+            if self._dying:
+                self._settle_frees()
+            hear(self, *args, **kwargs)
+
+    return heard
+
+
 class StreamChecker:
-    """Finds unordered accesses in what a device reports; see the notes of this module.
+    """Finds unordered accesses in what a device reports to its `StreamTracer`; see the notes here.
 
     Args:
         name_of: Names the memory at an address, for reports; None if it has no name.
@@ -127,7 +146,7 @@ class StreamChecker:
     # What was found
 
     def report(self) -> str:
-        """All findings in words."""
+        """Tell all findings in words."""
         return report(self.findings)
 
     def raise_findings(self) -> None:
@@ -146,26 +165,21 @@ class StreamChecker:
 
     # What a tracer hears about accesses
 
+    @_told
     def launched(self, operator: str, stream: Hashable, accesses: Sequence[Access]) -> None:
-        """See `StreamTracer`."""
-        with self._lock:
-            if self._dying:
-                self._settle_frees()
-            launch = self._issue(operator, stream)
-            is_ordered = ordered_before(self._clocks[stream])
-            for access in accesses:
-                self._access(Use(launch, access), is_ordered)
-            self._launches += 1
-            if self._launches % SWEEP_INTERVAL == 0:
-                self._sweep()
+        launch = self._issue(operator, stream)
+        is_ordered = ordered_before(self._clocks[stream])
+        for access in accesses:
+            self._access(Use(launch, access), is_ordered)
+        self._launches += 1
+        if self._launches % SWEEP_INTERVAL == 0:
+            self._sweep()
 
+    @_told
     def host_accessed(self, operator: str, accesses: Sequence[Access]) -> None:
-        with self._lock:
-            if self._dying:
-                self._settle_frees()
-            launch = Launch(operator, HOST, 0, capture())
-            for access in accesses:
-                self._check(Use(launch, access), ordered_before(self._host))
+        launch = Launch(operator, HOST, 0, capture())
+        for access in accesses:
+            self._check(Use(launch, access), ordered_before(self._host))
 
     def _issue(self, operator: str, stream: Hashable) -> Launch:
         clock = self._clock_of(stream)
@@ -174,7 +188,7 @@ class StreamChecker:
         return Launch(operator, stream, position, capture())
 
     def _clock_of(self, stream: Hashable) -> Clock:
-        """The clock of what the stream gets now: after all that the host knows to be done."""
+        """Return the clock of what the stream gets now: after all that the host knows done."""
         clock = self._clocks.setdefault(stream, {})
         if stream not in self._caught_up:
             join(clock, self._host)
@@ -197,22 +211,15 @@ class StreamChecker:
 
     def _check(self, use: Use, is_ordered: IsOrdered) -> None:
         memory = self._memory.get(use.access.storage)
-        for earlier in (
-            memory.accesses.unordered(use.access, is_ordered) if memory is not None else ()
-        ):
-            start, end = (
-                max(earlier.access.start, use.access.start),
-                min(earlier.access.end, use.access.end),
-            )
-            name = (
-                self._name_of(use.access.address + start - use.access.start)
-                or f"storage {use.access.storage}"
-            )
-            self._found(
-                Finding(
-                    Kind.RACE, earlier, use, start, end, name, self._waits_for_older(use, earlier)
-                )
-            )
+        if memory is None:
+            return
+        for earlier in memory.accesses.unordered(use.access, is_ordered):
+            start = max(earlier.access.start, use.access.start)
+            end = min(earlier.access.end, use.access.end)
+            name = self._name_of(use.access.address + start - use.access.start)
+            name = name or f"storage {use.access.storage}"
+            older = self._waits_for_older(use, earlier)
+            self._found(Finding(Kind.RACE, earlier, use, start, end, name, older))
 
     def _waits_for_older(self, later: Use, earlier: Use) -> bool:
         stream = later.launch.stream
@@ -221,59 +228,42 @@ class StreamChecker:
 
     # What a tracer hears about order
 
+    @_told
     def event_recorded(self, event: Hashable, stream: Hashable) -> None:
-        """See `StreamTracer`."""
-        with self._lock:
-            if self._dying:
-                self._settle_frees()
-            self._events.set(event, dict(self._clock_of(stream)))
+        self._events.set(event, dict(self._clock_of(stream)))
 
+    @_told
     def event_waited(self, event: Hashable, stream: Hashable) -> None:
-        """See `StreamTracer`."""
-        with self._lock:
-            if self._dying:
-                self._settle_frees()
-            join(self._clock_of(stream), self._events.get(event) or {})
+        join(self._clock_of(stream), self._events.get(event) or {})
 
+    @_told
     def event_synchronized(self, event: Hashable) -> None:
-        """See `StreamTracer`."""
-        with self._lock:
-            if self._dying:
-                self._settle_frees()
-            self._host_waited(self._events.get(event) or {})
+        self._host_waited(self._events.get(event) or {})
 
+    @_told
     def stream_synchronized(self, stream: Hashable) -> None:
-        """See `StreamTracer`."""
-        with self._lock:
-            if self._dying:
-                self._settle_frees()
-            self._host_waited(self._clocks.get(stream, {}))
+        self._host_waited(self._clocks.get(stream, {}))
 
+    @_told
     def device_synchronized(self) -> None:
-        """See `StreamTracer`."""
-        with self._lock:
-            if self._dying:
-                self._settle_frees()
-            for clock in self._clocks.values():
-                self._host_waited(clock)
-            self._sweep()
+        for clock in self._clocks.values():
+            self._host_waited(clock)
+        self._sweep()
 
     # What a tracer hears about memory
 
+    @_told
     def allocated(self, storage: int, nbytes: int, stream: Hashable) -> None:
-        """See `StreamTracer`, and [Note: memory that is handed out again]."""
-        with self._lock:
-            if self._dying:
-                self._settle_frees()
-            launch = self._issue(ALLOCATION, stream)
-            use = Use(launch, Access(storage, 0, nbytes, True, 0))
-            is_ordered = ordered_before(self._clocks[stream])
-            for freed in self._freed.pop(stream, ()):
-                for last in freed.uses:
-                    if not is_ordered(last.launch):
-                        self._found_lifetime(last, use, freed.freed_at)
-            self._memory[storage] = _Memory(stream)
-            self._access(use, is_ordered)
+        """See [Note: memory that is handed out again]."""
+        launch = self._issue(ALLOCATION, stream)
+        use = Use(launch, Access(storage, 0, nbytes, True, 0))
+        is_ordered = ordered_before(self._clocks[stream])
+        for freed in self._freed.pop(stream, ()):
+            for last in freed.uses:
+                if not is_ordered(last.launch):
+                    self._found_lifetime(last, use, freed.freed_at)
+        self._memory[storage] = _Memory(stream)
+        self._access(use, is_ordered)
 
     def _found_lifetime(self, last: Use, allocation: Use, freed_at: Stack) -> None:
         older = self._waits_for_older(allocation, last)
@@ -282,17 +272,14 @@ class StreamChecker:
         self._found(Finding(Kind.LIFETIME, last, allocation, start, end, name, older, freed_at))
 
     def freed(self, storage: int) -> None:
-        """See `StreamTracer`. May be called at any time, by any thread."""
+        """Note that memory dies. May be called at any time, by any thread."""
         memory = self._memory.get(storage)
         # Nobody asks where memory was freed that only its own stream has used.
         self._dying.append((storage, capture() if memory is not None and memory.is_shared else ()))
 
+    @_told
     def stream_recorded(self, storage: int, stream: Hashable) -> None:
-        """See `StreamTracer`."""
-        with self._lock:
-            if self._dying:
-                self._settle_frees()
-            self._memory.setdefault(storage, _Memory()).recorded.add(stream)
+        self._memory.setdefault(storage, _Memory()).recorded.add(stream)
 
     def _settle_frees(self) -> None:
         while self._dying:
@@ -302,15 +289,10 @@ class StreamChecker:
                 continue
             # What the allocator waits for by itself: the allocation stream's order, and recorded
             # streams up to here.
-            excused = [
-                ordered_before(self._clock_of(stream))
-                for stream in (memory.stream, *memory.recorded)
-            ]
-            left = [
-                use
-                for use in memory.accesses.uses()
-                if not any(done(use.launch) for done in excused)
-            ]
+            streams = (memory.stream, *memory.recorded)
+            excused = [ordered_before(self._clock_of(stream)) for stream in streams]
+            uses = memory.accesses.uses()
+            left = [use for use in uses if not any(done(use.launch) for done in excused)]
             if left:
                 self._freed.setdefault(memory.stream, []).append(_Freed(left, freed_at))
 
@@ -319,8 +301,6 @@ class StreamChecker:
         is_done = ordered_before(self._host)
         for memory in self._memory.values():
             memory.accesses.forget(is_done)
-        for stream, pending in list(self._freed.items()):
-            kept = [
-                freed for freed in pending if not all(is_done(use.launch) for use in freed.uses)
-            ]
+        for stream, pending in self._freed.items():
+            kept = [one for one in pending if not all(is_done(use.launch) for use in one.uses)]
             self._freed[stream] = kept

@@ -39,7 +39,7 @@ class TracedWork:
         return result
 
     def is_completed(self) -> bool:
-        """Whether the host knows it to be done."""
+        """Tell whether the host knows it to be done."""
         is_done = bool(self._work.is_completed())
         if is_done:
             self._issued.host_waited()
@@ -68,13 +68,11 @@ class CollectiveTeller:
 
 
 def _communicator(call: CollectiveCall) -> str:
-    """One stream each: every group has its own, and every pair of ranks that exchange something."""
+    """Name a stream each: every group has its own, and every pair that exchanges something."""
     ranks = dist.get_all_ranks_from_group(call.group)
-    peer = (
-        call.argument("dst" if call.name in ("send", "isend") else "src")
-        if call.name in _PAIRWISE
-        else None
-    )
+    if call.name not in _PAIRWISE:
+        return f"group {list(ranks)}"
+    peer = call.argument("dst" if call.name in ("send", "isend") else "src")
     return f"group {list(ranks)}" + ("" if peer is None else f" with rank {peer}")
 
 

@@ -41,32 +41,19 @@ class Finding:
     @property
     def edge(self) -> str:
         """The missing edge: who does not wait for whom, and what that one did."""
-        waiting, waited = self.later.launch, self.earlier.launch
+        waiting, waited = self.later.launch.stream, self.earlier.launch.stream
         did = "wrote" if self.earlier.access.writes else "read"
-        older = (
-            f" (it waits for earlier work of {waited.stream!r} only)"
-            if self.waits_for_older
-            else ""
-        )
+        place = f"bytes {self.start}..{self.end} of {self.memory}"
+        what = f"which {did} {place}"
         if self.kind is Kind.LIFETIME:
-            return (
-                f"{waiting.stream!r} never waits for {waited.stream!r}, which {did} {self._bytes}, "
-                f"before that memory, freed in the meantime, is handed out again{older}"
+            what += ", before that memory, freed in the meantime, is handed out again"
+        elif self.earlier.launch.operator == ALLOCATION:
+            what = (
+                f"for which {place} was allocated: work of the memory's former owner may still be "
+                "under way there"
             )
-        if waited.operator == ALLOCATION:
-            return (
-                f"{waiting.stream!r} never waits for {waited.stream!r}, for which {self._bytes} "
-                "was allocated: work of the memory's former owner may still be under way "
-                f"there{older}"
-            )
-        return (
-            f"{waiting.stream!r} never waits for {waited.stream!r}, which {did} "
-            f"{self._bytes}{older}"
-        )
-
-    @property
-    def _bytes(self) -> str:
-        return f"bytes {self.start}..{self.end} of {self.memory}"
+        older = f" (it waits for earlier work of {waited!r} only)" if self.waits_for_older else ""
+        return f"{waiting!r} never waits for {waited!r}, {what}{older}"
 
     @property
     def places(self) -> Hashable:
@@ -74,14 +61,12 @@ class Finding:
         return (self.kind, *(place(use) for use in (self.earlier, self.later)))
 
     def describe(self) -> str:
-        """Several lines: the missing edge, then each side with its stack."""
+        """Tell the missing edge, then each side with its stack, in several lines."""
         again = f" (met {self.count} times)" if self.count > 1 else ""
         lines = [f"{self.kind.value}: {self.edge}{again}", *self._side(self.earlier)]
         if self.kind is Kind.LIFETIME:
-            lines += [
-                "  freed, when its last reference was dropped:",
-                *describe(self.freed_at, "    "),
-            ]
+            lines.append("  freed, when its last reference was dropped:")
+            lines += describe(self.freed_at, "    ")
         return "\n".join(lines + self._side(self.later))
 
     def __str__(self) -> str:
@@ -90,38 +75,26 @@ class Finding:
     def _side(self, use: Use) -> list[str]:
         launch, access = use
         verb = "writes" if access.writes else "reads"
-        what = (
-            "hands the memory out"
-            if launch.operator == ALLOCATION
-            else f"{verb} bytes {access.start}..{access.end}"
-        )
+        what = f"{verb} bytes {access.start}..{access.end}"
+        if launch.operator == ALLOCATION:
+            what = "hands the memory out"
         return [f"  {launch.operator} on {launch.stream!r} {what}", *describe(launch.stack, "    ")]
 
 
 def place(use: Use) -> Hashable:
-    """Where in the code, by what operator and on which stream."""
+    """Tell where in the code, by what operator and on which stream."""
     launch = use.launch
-    return (
-        launch.operator,
-        repr(launch.stream),
-        tuple((code.co_filename, code.co_name, line) for code, line in launch.stack),
-    )
+    lines = tuple((code.co_filename, code.co_name, line) for code, line in launch.stack)
+    return launch.operator, repr(launch.stream), lines
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """All findings, numbered; a sentence when there is none."""
+    """Tell all findings, numbered; a sentence when there is none."""
     if not findings:
         return "no stream races: every conflicting pair of accesses is ordered"
     head = f"{len(findings)} stream {'hazard' if len(findings) == 1 else 'hazards'}"
-    return "\n".join(
-        [
-            head,
-            *(
-                f"[{number}] {finding.describe()}"
-                for number, finding in enumerate(findings, start=1)
-            ),
-        ]
-    )
+    told = [f"[{number}] {one.describe()}" for number, one in enumerate(findings, start=1)]
+    return "\n".join([head, *told])
 
 
 class StreamRaceError(RuntimeError):

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from deepspeed import comm as dist
-from deepspeed.verify.oracle.plan import Plan, RunKind, make_plan, shape_of
+from deepspeed.verify.oracle.plan import Plan, RunKind, Settings, make_plan, shape_of
 from deepspeed.verify.oracle.ranks import Outcome, Session
 from deepspeed.verify.oracle.report import Report
 from deepspeed.verify.oracle.verdicts import make_report
@@ -46,21 +47,9 @@ def plan_of(
 ) -> Plan:
     """A plan for a function of `MODELS`, or for a model of transformers (`hf:...`)."""
     model = function if function.startswith("hf:") else f"{MODELS}:{function}"
-    shape = shape_of(config, 2)
-    plan = make_plan(
-        config,
-        model,
-        None,
-        shape,
-        numel=numel,
-        steps=steps,
-        schedules=schedules,
-        backend="aot_eager",
-        seed=0,
-    )
-    return Plan(
-        plan.model, None, 0, steps, plan.shape, [run for run in plan.runs if run.kind in kinds]
-    )
+    settings = Settings(config, model, steps=steps, schedules=schedules)
+    plan = make_plan(settings, config, shape_of(config, 2), numel)
+    return replace(plan, runs=[run for run in plan.runs if run.kind in kinds])
 
 
 def session_of(plan: Plan) -> Session:

@@ -6,17 +6,18 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 from deepspeed.verify.oracle import picture, ranks
 from deepspeed.verify.oracle.cli import main
 from deepspeed.verify.oracle.judge import Deviation
-from deepspeed.verify.oracle.plan import Plan, RunKind, make_plan
+from deepspeed.verify.oracle.plan import Plan, RunKind, Settings, make_plan
 from deepspeed.verify.oracle.ranks import Outcome, Session, run_plan
 from deepspeed.verify.oracle.reference import uncuttable
 from deepspeed.verify.oracle.report import Report, Row, Verdict, render
@@ -40,18 +41,8 @@ def test_the_planted_bug_fails_and_is_named(
     """
     pytest.importorskip("matplotlib")
     wanted = tmp_path / "r.json", tmp_path / "r.html"
-    arguments = [
-        "--config",
-        config,
-        "--model",
-        f"{MODELS}:forgetful",
-        "--steps",
-        "2",
-        "--schedules",
-        "1",
-        "--compile",
-        "none",
-    ]
+    few = "--steps 2 --schedules 1 --compile none".split()
+    arguments = ["--config", config, "--model", f"{MODELS}:forgetful", *few]
     assert main([*arguments, "--json", str(wanted[0]), "--report", str(wanted[1])]) == 1
     found = json.loads(wanted[0].read_text())
     assert found["passed"] is False and found["culprits"] == ["2.weight"]
@@ -155,10 +146,10 @@ def test_a_rank_that_does_not_go_on(
 # Pure parts
 
 
-def bare_plan(**more: Any) -> Plan:
+def bare_plan(backend: str = "none", **more: Any) -> Plan:
     """A plan of a model that nobody builds."""
-    sizes: dict[str, Any] = {"numel": 1, "steps": 1, "schedules": 0, "seed": 0}
-    return make_plan(config_of(1), "m", None, Shape(2, 2, 4), **sizes, **more)
+    settings = Settings(config_of(1), "m", steps=1, schedules=0, compile=backend)
+    return make_plan(settings, config_of(1), Shape(2, 2, 4), numel=1, **more)
 
 
 def test_what_becomes_of_the_compiled_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +228,7 @@ def test_nan_is_never_within_bounds() -> None:
 
 def test_a_plan_survives_its_journey() -> None:
     plan = plan_of(config_of(2), "right", tuple(RunKind), schedules=2)
-    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert TypeAdapter(Plan).validate_json(json.dumps(asdict(plan))) == plan
     simulated = [run for run in plan.runs if run.kind is RunKind.SIM]
     assert [run.piece_numel > 0 for run in simulated] == [True, True, False]
 

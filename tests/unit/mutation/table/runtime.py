@@ -170,7 +170,7 @@ FAULTS = (
     ),
     Fault(
         "kernels that hold no processors while they wait for other ranks",
-        "_begin: self.free -= self._budget.needs(entry) -> pass",
+        "_Device.begin: self.free -= self._budget.needs(entry) -> pass",
         "verify/test_budgets.py -k receives_ahead",
     ),
 )
