@@ -17,12 +17,7 @@ from deepspeed.launcher.constants import (
 from deepspeed.launcher.failures import Exit
 from deepspeed.launcher.logs import RankHistory, RankLogs
 from deepspeed.launcher.plan import Elastic, LaunchPlan, free_port, port_in_use
-from deepspeed.launcher.signals import (
-    AgentWatch,
-    Interrupted,
-    ending_signals,
-    raising_signals,
-)
+from deepspeed.launcher.signals import AgentWatch, Interrupted, ending_signals, raising_signals
 from deepspeed.utils.logging import logger
 
 PORT_ATTEMPTS = 5
@@ -47,10 +42,8 @@ def run_with_agent(plan: LaunchPlan, folder: Path, logs: RankLogs) -> dict[int, 
             _run_on_some_port(plan, folder, logs)
     except ChildFailedError as error:
         # The agent's own keys are global ranks.
-        return {
-            failure.local_rank: Exit(failure.pid, failure.exitcode)
-            for failure in error.failures.values()
-        }
+        failures = error.failures.values()
+        return {one.local_rank: Exit(one.pid, one.exitcode) for one in failures}
     except RendezvousClosedError as error:
         raise RuntimeError(
             f"--master_addr={plan.master_addr}: another node has ended the job: its processes "
@@ -68,24 +61,19 @@ def run_with_agent(plan: LaunchPlan, folder: Path, logs: RankLogs) -> dict[int, 
 
 def _run_on_some_port(plan: LaunchPlan, folder: Path, logs: RankLogs) -> None:
     """Run the agent on the plan's port, or on a free one where it names none."""
-    # In a larger job the agent's store is for this node alone, and the plan's port is rank 0's to
-    # open.
-    address, wanted = (
-        (plan.master_addr, plan.master_port) if plan.place is None else (LOCAL_MASTER_ADDR, 0)
-    )
+    # In a larger job the agent's store is for this node alone; the plan's port is rank 0's to open.
+    address = plan.master_addr if plan.place is None else LOCAL_MASTER_ADDR
+    wanted = plan.master_port if plan.place is None else 0
     port = TORCH_DISTRIBUTED_DEFAULT_PORT if wanted is None else wanted
     if port == 0:
-        # Every rank must be told the same number, so it is chosen here and not by the first who
-        # binds.
+        # Every rank must be told the same number, so it is not the first one's to bind.
         port = free_port()
     for attempts_left in reversed(range(PORT_ATTEMPTS)):
         try:
             _run(plan, f"{address}:{port}", folder, logs)
         except RuntimeError as error:
-            if (
-                "EADDRINUSE" not in str(error)
-                and "address already in use" not in str(error).lower()
-            ):
+            said = str(error).lower()
+            if "eaddrinuse" not in said and "address already in use" not in said:
                 raise
             if wanted:
                 raise RuntimeError(port_in_use(port)) from error
@@ -107,15 +95,13 @@ def _run(plan: LaunchPlan, endpoint: str, folder: Path, logs: RankLogs) -> None:
         """Sends each process's output into the pipes of `logs`."""
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            error_files = {
-                local_rank: str(folder / f"error{local_rank}.json") for local_rank in envs
-            }
+            files = {local_rank: str(folder / f"error{local_rank}.json") for local_rank in envs}
             for local_rank, environment in envs.items():
-                environment["TORCHELASTIC_ERROR_FILE"] = error_files[local_rank]
+                environment["TORCHELASTIC_ERROR_FILE"] = files[local_rank]
             return LogsDest(
                 stdouts={local_rank: str(logs.stdout_path(local_rank)) for local_rank in envs},
                 stderrs={local_rank: str(logs.stderr_path(local_rank)) for local_rank in envs},
-                error_files=error_files,
+                error_files=files,
             )
 
         @property
@@ -124,12 +110,10 @@ def _run(plan: LaunchPlan, endpoint: str, folder: Path, logs: RankLogs) -> None:
 
     plan_file = folder / "plan.json"
     plan.write_for_workers(plan_file, logs.control_path)
-    rendezvous = (
-        _rendezvous_of_nodes(plan, plan.elastic, folder, logs)
-        if plan.elastic
-        else _rendezvous_of_one(endpoint)
-    )
-    settings: dict[str, Any] = {**rendezvous}
+    if plan.elastic:
+        settings = _rendezvous_of_nodes(plan, plan.elastic, folder, logs)
+    else:
+        settings = _rendezvous_of_one(endpoint)
     if hasattr(LaunchConfig, "signals_to_handle"):
         # What `nohup` has told this process to ignore stays ignored; older torch takes no wishes.
         names = [*(number.name for number in ending_signals()), signal.SIGQUIT.name]
@@ -165,10 +149,8 @@ def _rendezvous_of_nodes(
 
     rendezvous.register()
     settings = rendezvous.rendezvous_settings(elastic, plan.master_addr, plan.master_port)
-    return {
-        **settings,
-        "rdzv_configs": {**settings["rdzv_configs"], rendezvous.ON_CUT: end_cut_off},
-    }
+    settings["rdzv_configs"][rendezvous.ON_CUT] = end_cut_off
+    return settings
 
 
 def _rendezvous_of_one(endpoint: str) -> dict[str, Any]:

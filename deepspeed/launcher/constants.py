@@ -3,11 +3,10 @@
 import os
 import tempfile
 
+# The file of KEY=VALUE lines that a launch over several nodes exports to all of them, and where it
+# is looked for.
 DEEPSPEED_ENVIRONMENT_NAME: str = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-"""File of KEY=VALUE lines that a launch over several nodes exports to all of them."""
-
 DEEPSPEED_ENVIRONMENT_PATHS: list[str] = [os.path.expanduser("~"), "."]
-"""Folders in which that file is looked for."""
 
 DLTS_HOSTFILE: str = "/job/hostfile"  # where the hostfile stands when --hostfile is not given
 
@@ -15,18 +14,12 @@ TORCH_DISTRIBUTED_DEFAULT_PORT: int = 29500
 LOCAL_MASTER_ADDR: str = "127.0.0.1"
 PID_FILE_BASEPATH: str = tempfile.gettempdir()
 
+# Seconds of silence after which a node counts as lost, or its job to the node.
 NODE_TIMEOUT_VARIABLE: str = "DS_LAUNCH_TIMEOUT"
-"""Seconds of silence after which a node counts as lost, and after which a node counts its job as
-lost.
-"""
-
+# Seconds in which all nodes of a job must have reported.
 START_TIMEOUT_VARIABLE: str = "DS_LAUNCH_START_TIMEOUT"
-"""Seconds in which all nodes of a job must have reported."""
-
+# Address, or several with commas between, at which the nodes reach the command's machine.
 ADDRESS_VARIABLE: str = "DS_LAUNCH_ADDRESS"
-"""Address, or several with commas between, at which the nodes reach the machine of the `deepspeed`
-command.
-"""
 
 SSH_LAUNCHER: str = "ssh"
 PDSH_LAUNCHER: str = "pdsh"

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from deepspeed.launcher.logs import RankHistory
 
 TRACEBACK_WINDOW_SECONDS = 10.0
+# How long a killed process may take to be gone: its connections close first, then its device's
+# memory is cleared away. Its peers may have raised and ended by then.
 DYING_SECONDS = 5.0
-"""How long a killed process may take to be gone: its connections close first, then its device's
-memory is cleared away. Its peers may have raised and ended by then.
-"""
+# In what a process says that aborts because a collective failed, as NCCL's watchdog does.
 LOST_PEER = (b"c10::Dist", b"gloo::")
-"""In what a process says that aborts because a collective failed, as NCCL's watchdog does."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +66,8 @@ def cause_of(ends: Sequence[End]) -> int:
 
     def precedence(end: End) -> int:
         killed = end.signal == signal.SIGKILL
-        if (
-            not end.signal
-            or end.moment > first.moment + TRACEBACK_WINDOW_SECONDS
-            or end.moment > first.ended + DYING_SECONDS * killed
-        ):
+        late = end.moment > first.moment + TRACEBACK_WINDOW_SECONDS
+        if not end.signal or late or end.moment > first.ended + DYING_SECONDS * killed:
             return 2
         return 0 if killed else 1
 
@@ -93,25 +89,21 @@ def make_failure(
         for rank, end in sorted(exits.items())
         if rank != first
     ]
+    how, exit_code = describe_exit(code), 128 - code if code < 0 else code
     if code == -signal.SIGTERM and not end.signal:
-        # It raised, its peers noticed and ended, and it was then ended while it was still cleaning
-        # up.
+        # It raised, its peers noticed and ended, and it was ended while it was still cleaning up.
         how, exit_code = "an exception", 1
-    else:
-        how, exit_code = describe_exit(code), 128 - code if code < 0 else code
+    name = f"rank {first_rank + first}"
+    wrote = f"what {name} last wrote to stderr:"
     return Failure(
-        subject=f"rank {first_rank + first} (process {exits[first].pid})",
+        subject=f"{name} (process {exits[first].pid})",
         how=how,
         code=exit_code,
         age=time.monotonic() - end.moment,
         lasted=end.ended - end.moment,
         signal=end.signal,
         others=others,
-        heading=(
-            f"what rank {first_rank + first} last wrote to stderr:"
-            if seen.stderr_tail
-            else f"rank {first_rank + first} wrote nothing to stderr"
-        ),
+        heading=wrote if seen.stderr_tail else f"{name} wrote nothing to stderr",
         last_words=[line.decode(errors="replace") for line in seen.last_traceback()],
     )
 
@@ -128,13 +120,11 @@ def failed_before(
     for rank, seen in enumerate(history):
         if seen.pid is None:
             continue
+        raised = seen.traceback_at
         if seen.exited_at is not None and seen.exited_at < moment and seen.code is not None:
             if seen.code:
                 exits[rank] = Exit(seen.pid, seen.code)
-        elif (
-            seen.traceback_at is not None
-            and moment - TRACEBACK_WINDOW_SECONDS < seen.traceback_at < moment
-        ):
+        elif raised is not None and moment - TRACEBACK_WINDOW_SECONDS < raised < moment:
             exits[rank] = Exit(seen.pid, -signal.SIGTERM)
     return make_failure(exits, history, first_rank, moment) if exits else None
 
@@ -146,16 +136,17 @@ def ends_of(
     times = {rank: history[rank].exited_at for rank in codes}
     # One that was gone before it had said its id ended first, unless a launcher ended it.
     early = [rank for rank in codes if times[rank] is None and codes[rank] != -signal.SIGTERM]
-    first_end = min([end for end in times.values() if end is not None], default=time.monotonic())
-    launcher_began = (
-        -math.inf if early else first_end if stopped_at is None else min(first_end, stopped_at)
-    )
+    ended = [end for end in times.values() if end is not None]
+    first_end = min(ended, default=time.monotonic())
+    launcher_began = first_end if stopped_at is None else min(first_end, stopped_at)
+    if early:
+        launcher_began = -math.inf
     ends: dict[int, End] = {}
     consequences: dict[int, End] = {}
     for rank, code in codes.items():
-        ended, seen = times[rank], history[rank]
-        by_launcher = code == -signal.SIGTERM and (ended is None or ended > launcher_began)
-        end = first_end if ended is None else ended
+        at, seen = times[rank], history[rank]
+        by_launcher = code == -signal.SIGTERM and (at is None or at > launcher_began)
+        end = first_end if at is None else at
         raised = seen.traceback_at
         # An old traceback was caught and logged; one from just before the first end is a cause.
         if raised is None or raised <= first_end - TRACEBACK_WINDOW_SECONDS:
@@ -167,9 +158,8 @@ def ends_of(
 
 
 def _speaks_of_a_lost_peer(code: int, seen: RankHistory) -> bool:
-    return code == -signal.SIGABRT and any(
-        word in line for line in seen.stderr_tail for word in LOST_PEER
-    )
+    said = b"\n".join(seen.stderr_tail)
+    return code == -signal.SIGABRT and any(word in said for word in LOST_PEER)
 
 
 def describe_exit(exit_code: int) -> str:
@@ -185,26 +175,19 @@ def describe_exit(exit_code: int) -> str:
 def write_failures(failures: Sequence[tuple[str, Failure]]) -> None:
     """Write what happened to stderr, the cause (given first) and its last words at the end."""
     (where, first), *later = failures
-    lines = [
-        sentence
-        for place, failure in later
-        for sentence in _sentences(place, failure, "then ended with")
-    ]
+    lines = []
+    for place, failure in later:
+        lines += _sentences(place, failure, "then ended with")
     lines += _sentences(where, first, "failed first, with")
     if first.heading:
         lines.append(first.heading)
     # What the ranks printed comes before: this process wrote it.
     sys.stdout.flush()
-    sys.stderr.write(
-        "".join(f"[deepspeed] {line}\n" for line in lines)
-        + "".join(f"{line}\n" for line in first.last_words)
-    )
+    marked = [f"[deepspeed] {line}" for line in lines]
+    sys.stderr.write("".join(f"{line}\n" for line in [*marked, *first.last_words]))
     sys.stderr.flush()
 
 
 def _sentences(where: str, failure: Failure, verb: str) -> list[str]:
     lead = f"{where}: " if where else ""
-    return [
-        *(lead + sentence for sentence in failure.others),
-        f"{lead}{failure.subject} {verb} {failure.how}",
-    ]
+    return [lead + one for one in (*failure.others, f"{failure.subject} {verb} {failure.how}")]

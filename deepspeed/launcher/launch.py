@@ -95,9 +95,10 @@ def run(
         ConnectionError: the job's other launchers cannot be reached.
     """
     with noting_signals(), pid_file(plan.save_pid), children_ended() as success:
-        code = (
-            _run_member(plan, plan.place, start, on_lost) if plan.place else _run_alone(plan, start)
-        )
+        if plan.place:
+            code = _run_member(plan, plan.place, start, on_lost)
+        else:
+            code = _run_alone(plan, start)
         success[0] = code == 0
         return code
 
@@ -138,10 +139,8 @@ def _run_member(
 ) -> int:
     """Run this launcher's processes once all launchers have come, and end them with the job."""
     port = usable_port(plan.master_port) if place.first_rank == 0 else 0
-    stopper = _Stopper()
-    client = CoordinatorClient(
-        CoordinatorAddress.decode(place.coordinator), place.member, port, stopper.stop
-    )
+    stopper, address = _Stopper(), CoordinatorAddress.decode(place.coordinator)
+    client = CoordinatorClient(address, place.member, port, stopper.stop)
     try:
         with contextlib.ExitStack() as stack:
             with raising_signals():
@@ -201,25 +200,19 @@ def _run_ranks(
     plan: LaunchPlan, start: Start | None, stopped_at: Callable[[], float | None] = lambda: None
 ) -> Outcome:
     """Run the processes, their output piped through this one, until `stopped_at`."""
-    start = start or run_with_agent
-    first = plan.first_rank
+    ranks = [plan.first_rank + index for index in range(plan.num_ranks)]
     folder = Path(tempfile.mkdtemp(prefix="deepspeed_"))
     try:
-        logs = RankLogs(
-            folder, [first + index for index in range(plan.num_ranks)], plan.log_dir, plan.log_start
-        )
+        logs = RankLogs(folder, ranks, plan.log_dir, plan.log_start)
         logs.start()
         try:
-            exits = start(plan, folder, logs)
+            exits = (start or run_with_agent)(plan, folder, logs)
         except Interrupted as error:
             logs.stop()
             moment = stopped_at()
-            return Outcome(
-                failed_before(moment, logs.history, logs.first_rank)
-                if moment is not None
-                else None,
-                error,
-            )
+            if moment is None:
+                return Outcome(None, error)
+            return Outcome(failed_before(moment, logs.history, logs.first_rank), error)
         finally:
             logs.stop()
     finally:
@@ -255,11 +248,7 @@ FLAGS: Flags = (
     ("--coordinator", None, "where the nodes of a job meet; the `deepspeed` command fills it in"),
     ("--module", False, "run the script as `python -m`"),
     ("--no_python", False, "run the script without `python` before it"),
-    (
-        "--enable_elastic_training",
-        False,
-        "restart the processes when one fails or a node comes",
-    ),
+    ("--enable_elastic_training", False, "restart the processes when one fails or a node comes"),
     ("--min_elastic_nodes", -1, "fewest nodes to run with"),
     ("--max_elastic_nodes", -1, "most nodes to run with"),
     ("--no_local_rank", False, "do not pass --local_rank to the script"),
@@ -273,9 +262,7 @@ FLAGS: Flags = (
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of one launcher's command line."""
     parser = argparse.ArgumentParser(
-        description=(
-            "Start the training processes of one node. `deepspeed` is the command for users."
-        ),
+        description="Start the training processes of one node. `deepspeed` is the users' command.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add_flags(parser, FLAGS)
@@ -286,9 +273,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def add_flags(
-    parser: argparse._ActionsContainer,
-    flags: Flags,
-    store: str | type[argparse.Action] = "store",
+    parser: argparse._ActionsContainer, flags: Flags, store: str | type[argparse.Action] = "store"
 ) -> None:
     """Add flags, whose values have the default's type; False is a switch, `int` none yet."""
     for names, default, text in flags:
@@ -312,22 +297,19 @@ def decode_world_info(world_info: str) -> dict[str, list[int]]:
     try:
         decoded = json.loads(base64.urlsafe_b64decode(world_info))
     except ValueError as error:
-        raise ValueError(
-            f"--world_info={world_info}: not the base64 of a JSON object {{host: slots}}"
-        ) from error
+        text = "not the base64 of a JSON object {host: slots}"
+        raise ValueError(f"--world_info={world_info}: {text}") from error
     if not isinstance(decoded, dict):
-        raise ValueError(
-            f"--world_info={world_info}: decodes to {decoded!r}, not to {{host: slots}}"
-        )
+        text = f"decodes to {decoded!r}, not to {{host: slots}}"
+        raise ValueError(f"--world_info={world_info}: {text}")
     return decoded
 
 
 def main() -> None:
     """Start this node's processes as the command line says, and exit with their code."""
     args = parse_args()
-    answer(
-        args, lambda: run_told(args.coordinator, args.node_rank, lambda: run(make_node_plan(args)))
-    )
+    where = (args.coordinator, args.node_rank)
+    answer(args, lambda: run_told(*where, lambda: run(make_node_plan(args))))
 
 
 def run_told(coordinator: str | None, member: int, launch: Callable[[], int]) -> int:
@@ -336,11 +318,8 @@ def run_told(coordinator: str | None, member: int, launch: Callable[[], int]) ->
         return launch()
     except (ValueError, RuntimeError) as error:
         if coordinator is not None:
-            _tell(
-                coordinator,
-                member,
-                Failure(f"the launcher on {socket.gethostname()}", f"an error: {error}", 2),
-            )
+            subject = f"the launcher on {socket.gethostname()}"
+            _tell(coordinator, member, Failure(subject, f"an error: {error}", 2))
         raise
 
 
@@ -358,37 +337,28 @@ def answer(args: argparse.Namespace, launch: Callable[[], int]) -> NoReturn:
 
 def _tell(coordinator: str, member: int, failure: Failure) -> None:
     # Without a coordinator that answers there is nobody to tell.
-    with (
-        contextlib.suppress(OSError, ValueError),
-        CoordinatorClient(
-            CoordinatorAddress.decode(coordinator), member, 0, lambda signum: None
-        ) as client,
-    ):
-        client.report_end(failure)
+    with contextlib.suppress(OSError, ValueError):
+        address = CoordinatorAddress.decode(coordinator)
+        with CoordinatorClient(address, member, 0, lambda signum: None) as client:
+            client.report_end(failure)
 
 
 def make_node_plan(args: argparse.Namespace) -> LaunchPlan:
     """Turn one node's parsed flags into a plan."""
-    world = decode_world_info(args.world_info)
-    elastic = None
+    world, place, elastic = decode_world_info(args.world_info), None, None
     if args.enable_elastic_training:
         elastic = elastic_of(args.min_elastic_nodes, args.max_elastic_nodes, len(world))
     if args.coordinator is not None and elastic:
-        raise ValueError(
-            "--enable_elastic_training: elastic nodes meet without --coordinator; leave one of "
-            "them out"
-        )
-    if args.coordinator is None and elastic is None and (len(world) != 1 or args.node_rank != 0):
+        text = "elastic nodes meet without --coordinator; leave one of them out"
+        raise ValueError(f"--enable_elastic_training: {text}")
+    if args.coordinator is not None:
+        place = place_of_node(world, args.node_rank, args.coordinator)
+    elif elastic is None and (len(world) != 1 or args.node_rank != 0):
         raise ValueError(
             f"--node_rank={args.node_rank} of the {len(world)} hosts in --world_info needs "
             "--coordinator, where the nodes of a job meet; start the job through the `deepspeed` "
             "command"
         )
-    place = (
-        place_of_node(world, args.node_rank, args.coordinator)
-        if args.coordinator is not None
-        else None
-    )
     slots = list(world.values())[args.node_rank]
     return replace(node_plan(args, len(slots), device_environment(slots), place), elastic=elastic)
 

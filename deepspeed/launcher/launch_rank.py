@@ -92,16 +92,11 @@ def end_daemon(name: str | None) -> None:
 def make_rank_plan(args: argparse.Namespace) -> LaunchPlan:
     """Turn one process's parsed flags and the engine's variables into a plan."""
     world = decode_world_info(args.world_info)
-    missing = [
-        name
-        for name in (args.rank_variable, args.local_rank_variable)
-        if not os.environ.get(name, "").isdigit()
-    ]
+    variables = (args.rank_variable, args.local_rank_variable)
+    missing = [name for name in variables if not os.environ.get(name, "").isdigit()]
     if missing:
-        raise ValueError(
-            f"the engine has not set {', '.join(missing)}; start the job through the `deepspeed` "
-            "command"
-        )
+        names, remedy = ", ".join(missing), "start the job through the `deepspeed` command"
+        raise ValueError(f"the engine has not set {names}; {remedy}")
     place = place_of_rank(world, int(os.environ[args.rank_variable]), args.coordinator)
     local_rank = int(os.environ[args.local_rank_variable])
     if local_rank != place.local_rank:
@@ -123,15 +118,10 @@ def make_rank_plan(args: argparse.Namespace) -> LaunchPlan:
 def main() -> None:
     """Start this process as the command line and the engine say, and exit with the job's code."""
     parser = make_parser()
-    parser.add_argument("--rank_variable", required=True, help="variable that holds the rank")
-    parser.add_argument(
-        "--local_rank_variable", required=True, help="variable that holds the local rank"
-    )
-    parser.add_argument(
-        "--daemon",
-        default=None,
-        help="name of the engine's daemon that has to be ended with a lost job",
-    )
+    add = parser.add_argument
+    add("--rank_variable", required=True, help="variable that holds the rank")
+    add("--local_rank_variable", required=True, help="variable that holds the local rank")
+    add("--daemon", help="name of the engine's daemon that has to be ended with a lost job")
     args = parser.parse_args()
     launch = partial(run, start=run_directly, on_lost=lambda: end_daemon(args.daemon))
     rank = int(os.environ.get(args.rank_variable, "0"))

@@ -18,10 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 TRACEBACK_START = b"Traceback (most recent call last):"
-CHAIN_LINKS = (
-    b"During handling of the above exception",
-    b"The above exception was the direct cause",
-)
+CHAIN_LINKS = (b"During handling of the above", b"The above exception was the direct cause")
 IDLE_FLUSH_SECONDS = 0.1
 MEMORY_LINES = 400
 
@@ -45,8 +42,7 @@ class RankHistory:
 
     pid: int | None = None  # its process id; None until it has started
     exited_at: float | None = None  # monotonic seconds of its end; None while it runs
-    # Its exit code, negative for a signal; None while it runs, and where its parent took the code
-    # first.
+    # Negative for a signal; None while it runs, and where its parent took the code first.
     code: int | None = None
     traceback_at: float | None = None  # monotonic seconds of the last traceback on its stderr
     # Its last lines on stderr, without prefix.
@@ -64,9 +60,10 @@ class RankHistory:
         if not starts:
             return lines[-20:]
         first = starts.pop()
-        while starts and any(
-            link in line for line in lines[max(first - 3, 0) : first] for link in CHAIN_LINKS
-        ):
+        while starts:
+            between = b"\n".join(lines[max(first - 3, 0) : first])
+            if not any(link in between for link in CHAIN_LINKS):
+                break
             first = starts.pop()
         return lines[first:]
 
@@ -116,10 +113,8 @@ class RankLogs:
                 file = open(Path(log_dir) / f"{stamp}_rank{rank}.log", "wb")  # noqa: SIM115 closed in stop()
                 self._files.append(file)
                 sinks, prefix = (file, file), b""
-            for path, sink in zip(
-                (self.stdout_path(local_rank), self.stderr_path(local_rank)), sinks, strict=True
-            ):
-                is_stderr = path == self.stderr_path(local_rank)
+            paths = (self.stdout_path(local_rank), self.stderr_path(local_rank))
+            for path, sink, is_stderr in zip(paths, sinks, (False, True), strict=True):
                 stream = _Stream(local_rank, self._make_pipe(path), sink, prefix, is_stderr)
                 self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
 
@@ -151,8 +146,7 @@ class RankLogs:
     def _make_pipe(path: Path) -> int:
         os.mkfifo(path, 0o600)
         # The reader must come first: a writer's open blocks until there is one. Being a writer too
-        # keeps the pipe from reporting an end of file, over and over, whenever no process has it
-        # open.
+        # keeps the pipe from reporting an end of file again and again when no process has it open.
         return os.open(path, os.O_RDWR | os.O_NONBLOCK)
 
     def _pump(self) -> None:
@@ -225,8 +219,7 @@ class RankLogs:
         seen, moment = self.history[local_rank], time.monotonic()
         descriptor = self._pidfds.pop(local_rank)
         with contextlib.suppress(ChildProcessError):
-            # The agent takes the code from the kernel; it may ask later than this thread, or not
-            # at all.
+            # The agent takes the code from the kernel; it may ask later than this thread, or never.
             ended = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT | os.WNOHANG)
             if ended is not None:
                 exited = ended.si_code == os.CLD_EXITED
@@ -277,8 +270,7 @@ class RankLogs:
 
     @staticmethod
     def _mark(stream: _Stream, line: bytes) -> bytes:
-        # torch prefixes tracebacks itself once a process group exists; an empty line has nothing to
-        # mark.
+        # torch prefixes tracebacks itself in a process group; an empty line has nothing to mark.
         if line.startswith(stream.prefix) or not line.strip(b"\r\n"):
             return line
         return stream.prefix + line
@@ -295,7 +287,6 @@ class RankLogs:
             stream.sink.write(data)
             stream.sink.flush()
         except BrokenPipeError:
-            # Our reader is gone (`deepspeed ... | head`): hand the broken pipe on to the process
-            # that writes.
+            # Our reader is gone (`deepspeed ... | head`): hand the broken pipe on to the writer.
             self._selector.unregister(stream.descriptor)
             os.close(stream.descriptor)

@@ -24,10 +24,8 @@ from deepspeed.launcher.constants import (
 )
 
 PDSH_MAX_FAN_OUT = 1024
+# ssh and Open MPI's daemons ask an idle peer this often, three times, before they count it as gone.
 KEEPALIVE_SECONDS = 10
-"""ssh and Open MPI's daemons ask an idle peer this often, three times, before they count it as
-gone.
-"""
 SSH_OPTIONS = (
     # A question for a password would wait for ever: the command has no terminal.
     *("-o", "BatchMode=yes"),
@@ -36,26 +34,21 @@ SSH_OPTIONS = (
 )
 Slots = Mapping[str, Sequence[int]]
 """Slots by host."""
+Pool = Mapping[str, int | Sequence[int]]
 
 
 class MultiNodeRunner(abc.ABC):
     """Builds the command that starts a job's launchers over one engine."""
 
-    name: str
-    """The engine's name, as --launcher takes it."""
-
+    name: str  # the engine's name, as --launcher takes it
     programs: tuple[str, ...]
     version_word = ""
-
+    # Variables in which the engine tells a process its rank and local rank; None where it starts
+    # one launcher per node.
     rank_variables: tuple[str, str] | None = None
-    """Variables in which the engine tells a process its rank and local rank; None where it starts
-    one launcher per node.
-    """
-
+    # Name of the engine's process on a node that a launcher has to end when its job is lost; None
+    # ends by itself.
     daemon: str | None = None
-    """Name of the engine's process on a node that a launcher has to end when its job is lost; None
-    ends by itself.
-    """
 
     def __init__(self, args: argparse.Namespace, world_info_base64: str) -> None:
         self.args = args
@@ -93,9 +86,8 @@ class MultiNodeRunner(abc.ABC):
         try:
             self.launcher_args()
         except ValueError as error:
-            raise ValueError(
-                f"--launcher_args={self.args.launcher_args}: {error}; quote it as for a shell"
-            ) from error
+            text = f"--launcher_args={self.args.launcher_args}: {error}; quote it as for a shell"
+            raise ValueError(text) from error
 
     def launcher_command(self, node_rank: str | None) -> list[str]:
         """Return the command of the launcher of node `node_rank`, or of one process for None."""
@@ -112,15 +104,11 @@ class MultiNodeRunner(abc.ABC):
             command.append(f"--daemon={self.daemon}")
         if args.master_port_given:
             command.append(f"--master_port={args.master_port}")
-        command += [
-            f"--{flag}"
-            for flag in ("module", "no_python", "no_local_rank", "bind_cores_to_rank")
-            if getattr(args, flag)
-        ]
-        if args.bind_core_list:
-            command.append(f"--bind_core_list={args.bind_core_list}")
-        if args.enable_each_rank_log:
-            command.append(f"--enable_each_rank_log={args.enable_each_rank_log}")
+        flags = ("module", "no_python", "no_local_rank", "bind_cores_to_rank")
+        command += [f"--{flag}" for flag in flags if getattr(args, flag)]
+        for flag in ("bind_core_list", "enable_each_rank_log"):
+            if getattr(args, flag):
+                command.append(f"--{flag}={getattr(args, flag)}")
         command.append(f"--log_level={'error' if args.quiet else args.log_level}")
         return [*command, self.user_script, *self.user_arguments]
 
@@ -149,13 +137,9 @@ class PDSHRunner(MultiNodeRunner):
         # pdsh replaces %h, %u and %n in the command: the last is the host's position in the list,
         # the others are the user's.
         node, mark = "%n", "\0"
-        remote = (
-            shell_line(self.launcher_command(mark), self.exports)
-            .replace("%", "%%")
-            .replace(mark, node)
-        )
-        # -N: no host before each line, which names its rank; -S: the highest exit code of all
-        # hosts.
+        remote = shell_line(self.launcher_command(mark), self.exports)
+        remote = remote.replace("%", "%%").replace(mark, node)
+        # -N: no host before each line, which names its rank; -S: the highest exit code of all.
         hosts = ",".join(active_resources)
         pdsh = f"pdsh -S -N -f {PDSH_MAX_FAN_OUT}".split()
         return [*pdsh, *self.launcher_args(), "-w", hosts, remote]
@@ -169,16 +153,13 @@ class SSHRunner(MultiNodeRunner):
 
     def get_cmd(self, environment: dict[str, str], active_resources: Slots) -> list[str]:
         if len(active_resources) != 1:
-            raise ValueError(
-                f"--launcher={self.name}: one command starts one host, not "
-                f"{len(active_resources)}; use get_cmds"
-            )
-        return self._host_command(next(iter(active_resources)), 0)
+            text = f"one command starts one host, not {len(active_resources)}; use get_cmds"
+            raise ValueError(f"--launcher={self.name}: {text}")
+        return self.get_cmds(environment, active_resources)[0]
 
     def get_cmds(self, environment: dict[str, str], active_resources: Slots) -> list[list[str]]:
-        return [
-            self._host_command(host, node_rank) for node_rank, host in enumerate(active_resources)
-        ]
+        hosts = enumerate(active_resources)
+        return [self._host_command(host, node_rank) for node_rank, host in hosts]
 
     def _host_command(self, host: str, node_rank: int) -> list[str]:
         remote = shell_line(self.launcher_command(str(node_rank)), self.exports)
@@ -192,7 +173,7 @@ class _RankRunner(MultiNodeRunner):
         self,
         args: argparse.Namespace,
         world_info_base64: str,
-        resource_pool: Mapping[str, int | Sequence[int]] | None = None,
+        resource_pool: Pool | None = None,
     ) -> None:
         super().__init__(args, world_info_base64)
         self.resource_pool = resource_pool
@@ -210,7 +191,6 @@ class OpenMPIRunner(_RankRunner):
 
     def get_cmd(self, environment: dict[str, str], active_resources: Slots) -> list[str]:
         program = self.find_program() or "mpirun"
-        hosts = ",".join(f"{host}:{len(slots)}" for host, slots in active_resources.items())
         agent = shlex.join(["ssh", *ssh_command(self.args.ssh_port)[1:]])
         settings = {
             "plm_rsh_agent": agent,
@@ -221,6 +201,7 @@ class OpenMPIRunner(_RankRunner):
             # Its words about the first failure would stand behind this project's.
             "orte_abort_print_stack": "0",
         }
+        hosts = spread(active_resources)
         command = [program, "-n", str(total(active_resources)), "--host", hosts]
         command += "--map-by slot --bind-to none --quiet".split()
         for key, value in settings.items():
@@ -234,20 +215,19 @@ class OpenMPIRunner(_RankRunner):
 class MPICHRunner(_RankRunner):
     """MPICH's hydra."""
 
+    name = MPICH_LAUNCHER
     rank_variables = ("PMI_RANK", "MPI_LOCALRANKID")
     programs: tuple[str, ...] = ("mpirun.mpich", "mpiexec.hydra", "mpirun", "mpiexec")
     version_word = "HYDRA"
 
-    name = MPICH_LAUNCHER
-
     def get_cmd(self, environment: dict[str, str], active_resources: Slots) -> list[str]:
         program = self.find_program() or "mpiexec"
-        hosts = ",".join(f"{host}:{len(slots)}" for host, slots in active_resources.items())
         # hydra hands on the environment of its own process, whatever the values hold.
         environment.update(self.exports)
         given = environment.get("HYDRA_LAUNCHER_EXTRA_ARGS", "")
         extra = [given, *ssh_command(self.args.ssh_port)[1:]]
         environment["HYDRA_LAUNCHER_EXTRA_ARGS"] = " ".join(extra).strip()
+        hosts = spread(active_resources)
         command = [program, "-n", str(total(active_resources)), "-hosts", hosts]
         return [*command, *self.launcher_args(), *self.launcher_command(None)]
 
@@ -255,18 +235,16 @@ class MPICHRunner(_RankRunner):
 class IMPIRunner(MPICHRunner):
     """Intel MPI, whose starter is a hydra too."""
 
+    name = IMPI_LAUNCHER
     programs = ("mpiexec.hydra", "mpirun", "mpiexec")
     version_word = "Intel(R) MPI"
-
-    name = IMPI_LAUNCHER
 
 
 class MVAPICHRunner(MPICHRunner):
     """MVAPICH's hydra, told from MPICH's by the program `mpiname` beside it."""
 
-    programs = ("mpiexec.hydra", "mpirun", "mpiexec")
-
     name = MVAPICH_LAUNCHER
+    programs = ("mpiexec.hydra", "mpirun", "mpiexec")
 
     def backend_exists(self) -> bool:
         return find_program(("mpiname",), "MVAPICH") is not None and super().backend_exists()
@@ -275,18 +253,15 @@ class MVAPICHRunner(MPICHRunner):
 class SlurmRunner(_RankRunner):
     """Slurm's srun, inside an allocation or making one."""
 
-    rank_variables = ("SLURM_PROCID", "SLURM_LOCALID")
-
     name = SLURM_LAUNCHER
+    rank_variables = ("SLURM_PROCID", "SLURM_LOCALID")
     programs = ("srun",)
 
     def validate_args(self) -> None:
         super().validate_args()
         if self.args.ssh_port is not None:
-            raise ValueError(
-                f"--ssh_port={self.args.ssh_port}: Slurm starts processes without ssh; leave the "
-                "flag out"
-            )
+            text = "Slurm starts processes without ssh; leave the flag out"
+            raise ValueError(f"--ssh_port={self.args.ssh_port}: {text}")
 
     def get_cmd(self, environment: dict[str, str], active_resources: Slots) -> list[str]:
         slots = {tuple(host_slots) for host_slots in active_resources.values()}
@@ -303,12 +278,8 @@ class SlurmRunner(_RankRunner):
         tasks.append(f"--ntasks-per-node={len(slots.pop())}")
         # Blocks: ranks fill a node before the next one. No kill by srun: the launchers stop
         # together, by themselves.
-        layout = [
-            "--distribution=block:block",
-            "--kill-on-bad-exit=0",
-            "--export=ALL",
-            f"--nodelist={','.join(active_resources)}",
-        ]
+        layout = "--distribution=block:block --kill-on-bad-exit=0 --export=ALL".split()
+        layout.append(f"--nodelist={','.join(active_resources)}")
         return ["srun", *tasks, *layout, *self.launcher_args(), *self.launcher_command(None)]
 
 
@@ -320,33 +291,30 @@ RUNNERS: dict[str, type[MultiNodeRunner]] = {kind.name: kind for kind in _KINDS}
 
 
 def make_runner(
-    args: argparse.Namespace,
-    world_info_base64: str,
-    resource_pool: Mapping[str, int | Sequence[int]],
+    args: argparse.Namespace, world_info_base64: str, resource_pool: Pool
 ) -> MultiNodeRunner:
     """Return the runner of --launcher."""
     kind = RUNNERS.get(args.launcher.lower())
     if kind is None:
-        raise ValueError(
-            f"--launcher={args.launcher}: there is no such engine; use one of {', '.join(RUNNERS)}"
-        )
-    runner = (
-        kind(args, world_info_base64, resource_pool)
-        if issubclass(kind, _RankRunner)
-        else kind(args, world_info_base64)
-    )
+        names = ", ".join(RUNNERS)
+        raise ValueError(f"--launcher={args.launcher}: there is no such engine; use one of {names}")
+    pool = (resource_pool,) if issubclass(kind, _RankRunner) else ()
+    runner = kind(args, world_info_base64, *pool)
     runner.validate_args()
     if not runner.backend_exists():
-        raise ValueError(
-            f"--launcher={args.launcher}: its program is not installed here; install it or use "
-            "another --launcher"
-        )
+        text = "its program is not installed here; install it or use another --launcher"
+        raise ValueError(f"--launcher={args.launcher}: {text}")
     return runner
 
 
 def total(active_resources: Slots) -> int:
     """Return the number of processes of the job."""
     return sum(len(slots) for slots in active_resources.values())
+
+
+def spread(active_resources: Slots) -> str:
+    """Return the hosts with their numbers of processes, as MPI's starters read them."""
+    return ",".join(f"{host}:{len(slots)}" for host, slots in active_resources.items())
 
 
 def ssh_command(port: int | None) -> list[str]:

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -49,23 +49,15 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def run_nodes(
-    args: argparse.Namespace,
-    active: dict[str, list[int]],
-    world_info: str,
-    export_envs: list[str],
+    args: argparse.Namespace, active: dict[str, list[int]], world_info: str, export_envs: list[str]
 ) -> int:
     """Start the job over the engine that the flags name; return its exit code, as `launch.run`."""
     args.coordinator = ""  # known once there is a coordinator; the engine is refused before
-    runner = make_runner(args, world_info, active)
+    runner, hosts = make_runner(args, world_info, active), list(active)
     if runner.name in (PDSH_LAUNCHER, SSH_LAUNCHER) and not args.no_ssh_check:
-        check_ssh(
-            list(active),
-            args.ssh_port,
-            runner.launcher_args() if runner.name == SSH_LAUNCHER else [],
-        )
-    coordinator = Coordinator(
-        _labels(runner, active), own_addresses(list(active)), args.master_addr
-    )
+        extra = runner.launcher_args() if runner.name == SSH_LAUNCHER else []
+        check_ssh(hosts, args.ssh_port, extra)
+    coordinator = Coordinator(_labels(runner, active), own_addresses(hosts), args.master_addr)
     args.coordinator = coordinator.address.encode()
     environment = dict(os.environ)
     # startup: importing this package must not look for devices
@@ -75,11 +67,8 @@ def run_nodes(
     for key, value in forwarded_environment(environment, prefixes).items():
         runner.add_export(key, value)
     commands = runner.get_cmds(environment, active)
-    logger.info(
-        "starting over %s: %s",
-        runner.name,
-        ", ".join(f"{host} ({len(slots)})" for host, slots in active.items()),
-    )
+    counts = ", ".join(f"{host} ({len(slots)})" for host, slots in active.items())
+    logger.info("starting over %s: %s", runner.name, counts)
     coordinator.start()
     with (
         noting_signals(),
@@ -87,7 +76,7 @@ def run_nodes(
         children_ended() as success,
         contextlib.closing(coordinator),
     ):
-        verdict = _run_engine(coordinator, commands, environment, list(active))
+        verdict = _run_engine(coordinator, commands, environment, hosts)
         success[0] = verdict.code == 0
     write_verdict(verdict)
     return verdict.code
@@ -96,46 +85,45 @@ def run_nodes(
 def _labels(runner: MultiNodeRunner, active: dict[str, list[int]]) -> list[str]:
     """Return one name per launcher."""
     if runner.rank_variables is None:
-        return [f"node {node_rank} ({host})" for node_rank, host in enumerate(active)]
+        return node_labels(active)
     hosts = [host for host, slots in active.items() for _ in slots]
     return [f"the launcher of rank {rank} ({host})" for rank, host in enumerate(hosts)]
 
 
+def node_labels(hosts: Iterable[str]) -> list[str]:
+    """Return each node's name in messages."""
+    return [f"node {node_rank} ({host})" for node_rank, host in enumerate(hosts)]
+
+
 def _run_engine(
-    coordinator: Coordinator,
-    commands: list[list[str]],
-    environment: dict[str, str],
-    hosts: list[str],
+    coordinator: Coordinator, commands: list[list[str]], env: dict[str, str], hosts: list[str]
 ) -> Verdict:
     """Start the engine's commands, wait for the job's verdict, and see the engine's end."""
     processes: list[subprocess.Popen[bytes]] = []
+    watchers = []
     with _signals_stop(coordinator):
-        for command in commands:
+        for index, command in enumerate(commands):
             # Values of variables stand in it, which may be secret: for debugging only.
             logger.debug("starting: %s", " ".join(command))
-            # A session of its own: the terminal's Ctrl-C is for this process, which passes it on in
-            # order.
-            processes.append(
-                subprocess.Popen(
-                    command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
-                )
+            # A session of its own: the terminal's Ctrl-C is for this process, which passes it on.
+            process = subprocess.Popen(
+                command, env=env, stdin=subprocess.DEVNULL, start_new_session=True
             )
-        watchers = [
-            threading.Thread(
-                target=_watch,
-                args=(coordinator, index, len(commands), process, hosts),
-                name="deepspeed-engine",
-                daemon=True,
-            )
-            for index, process in enumerate(processes)
-        ]
+            processes.append(process)
+            label = node_labels(hosts)[index] if len(commands) > 1 else ""
+            watched = (coordinator, index, label, process)
+            name = "deepspeed-engine"
+            watchers.append(threading.Thread(target=_watch, args=watched, name=name, daemon=True))
         for watcher in watchers:
             watcher.start()
         verdict = coordinator.wait()
         deadline = time.monotonic() + ENGINE_END_SECONDS
         for watcher in watchers:
             watcher.join(max(0.0, deadline - time.monotonic()))
-        _kill_left(processes)
+        for process in processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
         for watcher in watchers:
             watcher.join()
     if verdict is None:
@@ -144,31 +132,17 @@ def _run_engine(
 
 
 def _watch(
-    coordinator: Coordinator,
-    index: int,
-    count: int,
-    process: "subprocess.Popen[bytes]",
-    hosts: list[str],
+    coordinator: Coordinator, index: int, label: str, process: "subprocess.Popen[bytes]"
 ) -> None:
-    """Wait for one of the engine's commands; who has not reported by its end never will."""
+    """Wait for one of the engine's commands; who has not reported by its end never will. `label`
+    names the node that it was for, and is empty for a command for all.
+    """
     code = process.wait()
-    program = (
-        os.path.basename(str(process.args[0])) if isinstance(process.args, list) else "the engine"
-    )
-    subject = f"node {index} ({hosts[index]})" if count > 1 else program
-    how = (
-        f"{describe_exit(code)} of {program} before all nodes had reported; what it wrote is above"
-    )
-    coordinator.fail(
-        index if count > 1 else None, subject, how, 128 - code if code < 0 else code or 1
-    )
-
-
-def _kill_left(processes: "list[subprocess.Popen[bytes]]") -> None:
-    for process in processes:
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+    program = os.path.basename(process.args[0]) if isinstance(process.args, list) else "the engine"
+    why = f"{describe_exit(code)} of {program} before all nodes had reported"
+    member = index if label else None
+    exit_code = 128 - code if code < 0 else code or 1
+    coordinator.fail(member, label or program, f"{why}; what it wrote is above", exit_code)
 
 
 @contextlib.contextmanager
@@ -196,16 +170,12 @@ def _signals_stop(coordinator: Coordinator) -> Iterator[None]:
 def run_by_hand(
     args: argparse.Namespace, plan: LaunchPlan, active: dict[str, list[int]], world_info: str
 ) -> int:
-    """Run this node's part of a job whose nodes the user starts one by one (--no_ssh).
-
-    Node 0 is where the launchers meet: at the port above the master's, which each node knows
-    without being told.
+    """Run this node's part of a job whose nodes the user starts one by one (--no_ssh), and which
+    meet at node 0, at the port above the master's: each node knows it without being told.
     """
     if args.node_rank < 0:
-        raise ValueError(
-            f"--node_rank={args.node_rank}: --no_ssh needs each node's position in the hostfile, "
-            "from 0"
-        )
+        text = "--no_ssh needs each node's position in the hostfile, from 0"
+        raise ValueError(f"--node_rank={args.node_rank}: {text}")
     if not args.master_addr:
         raise ValueError("--master_addr is missing: --no_ssh needs the address of node 0")
     master_port = args.master_port if args.master_port_given else TORCH_DISTRIBUTED_DEFAULT_PORT
@@ -218,8 +188,7 @@ def run_by_hand(
     if args.node_rank != 0:
         return run(plan)
     try:
-        labels = [f"node {node_rank} ({host})" for node_rank, host in enumerate(active)]
-        coordinator = Coordinator(labels, [], args.master_addr, port, token)
+        coordinator = Coordinator(node_labels(active), [], args.master_addr, port, token)
     except OSError as error:
         raise ValueError(
             f"--master_port={master_port}: the port above it, {port}, at which the nodes report, "
@@ -234,29 +203,17 @@ def check_ssh(hosts: list[str], port: int | None, extra: list[str]) -> None:
     """Try to run a command on each host."""
 
     def attempt(host: str) -> str | None:
-        command = [
-            *ssh_command(port),
-            *extra,
-            "-o",
-            f"ConnectTimeout={int(SSH_CHECK_SECONDS)}",
-            host,
-            "true",
-        ]
+        patience = f"ConnectTimeout={int(SSH_CHECK_SECONDS)}"
+        command = [*ssh_command(port), *extra, "-o", patience, host, "true"]
+        most = 2 * SSH_CHECK_SECONDS
         try:
             done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=2 * SSH_CHECK_SECONDS,
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=most
             )
         except subprocess.TimeoutExpired:
-            return f"{host}: no answer within {2 * SSH_CHECK_SECONDS:g} seconds"
-        return (
-            f"{host}: {done.stderr.strip() or describe_exit(done.returncode)}"
-            if done.returncode
-            else None
-        )
+            return f"{host}: no answer within {most:g} seconds"
+        said = done.stderr.strip() or describe_exit(done.returncode)
+        return f"{host}: {said}" if done.returncode else None
 
     with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as pool:
         problems = [problem for problem in pool.map(attempt, hosts) if problem]
@@ -268,10 +225,8 @@ def check_ssh(hosts: list[str], port: int | None, extra: list[str]) -> None:
 
 
 def own_addresses(hosts: list[str]) -> list[str]:
-    """Return this machine's addresses in the order in which the nodes shall try them.
-
-    First come those by which this machine itself would go to a host, then all others, the loopback
-    last: it is right for launchers on this machine, and refused elsewhere.
+    """Return this machine's addresses in the order in which the nodes shall try them: those by
+    which it goes to a host itself, all others, and the loopback, right on this machine alone.
     """
     if os.environ.get(ADDRESS_VARIABLE):
         return [address.strip() for address in os.environ[ADDRESS_VARIABLE].split(",")]
@@ -279,15 +234,11 @@ def own_addresses(hosts: list[str]) -> list[str]:
 
     routed = [address for host in hosts if (address := address_towards(host)) is not None]
     families = (socket.AF_INET, socket.AF_INET6)
-    others = [
-        entry.address
-        for entries in psutil.net_if_addrs().values()
-        for entry in entries
-        if entry.family in families
-    ]
-    found = dict.fromkeys(
-        address for address in [*routed, *others] if not address.startswith(("127.", "::1", "fe80"))
-    )
+    found = [entry for entries in psutil.net_if_addrs().values() for entry in entries]
+    others = [entry.address for entry in found if entry.family in families]
+    near = ("127.", "::1", "fe80")
+    far = [address for address in [*routed, *others] if not address.startswith(near)]
+    return [*dict.fromkeys(far), LOCAL_MASTER_ADDR]
     return [*found, LOCAL_MASTER_ADDR]
 
 
@@ -296,15 +247,12 @@ def own_addresses(hosts: list[str]) -> list[str]:
 
 def forwarded_environment(environment: Mapping[str, str], prefixes: list[str]) -> dict[str, str]:
     """Return the variables that all nodes get; those of settings files win."""
-    chosen = {
-        key: value
-        for key, value in environment.items()
-        if key.startswith(tuple(prefixes)) and _NAME.fullmatch(key)
-    }
+    begins = tuple(prefixes)
+    known = environment.items()
+    chosen = {key: text for key, text in known if key.startswith(begins) and _NAME.fullmatch(key)}
     # `python -m` on a node finds what it finds here: the current folder too.
-    chosen["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [os.getcwd(), environment.get("PYTHONPATH", "")])
-    )
+    folders = [os.getcwd(), environment.get("PYTHONPATH", "")]
+    chosen["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     for folder in DEEPSPEED_ENVIRONMENT_PATHS:
         path = Path(folder) / DEEPSPEED_ENVIRONMENT_NAME
         if path.is_file():

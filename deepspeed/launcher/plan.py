@@ -23,12 +23,10 @@ class Place:
     # Where the launchers of the job meet, as `coordinator.CoordinatorAddress.encode` wrote it.
     coordinator: str
     member: int  # this launcher's number there
-    # Local rank of this launcher's first process; above 0 where each process has a launcher of its
-    # own.
+    # Of this launcher's first process; above 0 where each process has a launcher of its own.
     local_rank: int
     local_size: int  # number of the job's processes on this node
-    # Whether this launcher writes the job's failures itself; otherwise the command that started it
-    # does.
+    # Whether this launcher writes the job's failures, instead of the command that started it.
     reports: bool = False
 
 
@@ -36,40 +34,20 @@ def place_of_node(world: dict[str, list[int]], node_rank: int, coordinator: str)
     """Return the place of the launcher that starts all processes of one node."""
     sizes = [len(slots) for slots in world.values()]
     if not 0 <= node_rank < len(sizes):
-        raise ValueError(
-            f"--node_rank={node_rank}: the job has {len(sizes)} nodes, {', '.join(world)}; give "
-            "their position, from 0"
-        )
-    before = sum(sizes[:node_rank])
-    return Place(
-        node_rank,
-        len(sizes),
-        before,
-        sum(sizes),
-        coordinator,
-        node_rank,
-        local_rank=0,
-        local_size=sizes[node_rank],
-    )
+        text = f"the job has {len(sizes)} nodes, {', '.join(world)}; give their position, from 0"
+        raise ValueError(f"--node_rank={node_rank}: {text}")
+    before, count = sum(sizes[:node_rank]), len(sizes)
+    return Place(node_rank, count, before, sum(sizes), coordinator, node_rank, 0, sizes[node_rank])
 
 
 def place_of_rank(world: dict[str, list[int]], rank: int, coordinator: str) -> Place:
     """Return the place of a launcher of one process; ranks fill one node after the other."""
-    before = 0
-    for node_rank, slots in enumerate(world.values()):
-        if 0 <= rank - before < len(slots):
-            world_size = sum(map(len, world.values()))
-            return Place(
-                node_rank,
-                len(world),
-                rank,
-                world_size,
-                coordinator,
-                rank,
-                local_rank=rank - before,
-                local_size=len(slots),
-            )
-        before += len(slots)
+    sizes, before = [len(slots) for slots in world.values()], 0
+    for node, size in enumerate(sizes):
+        if 0 <= rank - before < size:
+            count = len(sizes)
+            return Place(node, count, rank, sum(sizes), coordinator, rank, rank - before, size)
+        before += size
     raise ValueError(f"rank {rank} is not in 0..{before - 1}, the slots of {', '.join(world)}")
 
 
@@ -89,10 +67,8 @@ def elastic_of(min_nodes: int, max_nodes: int, known_nodes: int) -> Elastic:
     least = 1 if min_nodes == -1 else min_nodes
     most = max(known_nodes, least) if max_nodes == -1 else max_nodes
     if least > most:
-        raise ValueError(
-            f"--min_elastic_nodes={least} is above --max_elastic_nodes={most}; exchange them or "
-            "raise the latter"
-        )
+        text = f"is above --max_elastic_nodes={most}; exchange them or raise the latter"
+        raise ValueError(f"--min_elastic_nodes={least} {text}")
     return Elastic(least, most)
 
 
@@ -126,7 +102,6 @@ class LaunchPlan:
         return self.place.first_rank if self.place else 0
 
     def log_start(self, rank: int, pid: int) -> None:
-        """Log that one process has started, with its global rank."""
         where = f" on {socket.gethostname()}" if self.place else ""
         logger.info("rank %d is process %d%s", rank, pid, where)
 
@@ -142,20 +117,16 @@ class LaunchPlan:
         bound = self.cores[local_rank] if self.cores else None
         local_size = self.place.local_size if self.place else self.num_ranks
         threads = len(bound) if bound else max(1, num_available_cores() // local_size)
-        return {
+        found = {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
             "LOCAL_SIZE": str(local_size),
-            **({} if self.elastic else self._cross_environment()),
-            **(self._job_environment(self.place, local_rank) if self.place else {}),
-            **self.environment,
         }
-
-    def _cross_environment(self) -> dict[str, str]:
-        """Return this node's place; in an elastic job `worker_exec` sets it."""
-        return {
-            "CROSS_RANK": str(self.place.node_rank if self.place else 0),
-            "CROSS_SIZE": str(self.place.num_nodes if self.place else 1),
-        }
+        if not self.elastic:  # else `worker_exec` sets it
+            found["CROSS_RANK"] = str(self.place.node_rank if self.place else 0)
+            found["CROSS_SIZE"] = str(self.place.num_nodes if self.place else 1)
+        if self.place:
+            found |= self._job_environment(self.place, local_rank)
+        return found | self.environment
 
     def write_for_workers(self, path: Path, control: Path) -> None:
         """Write what `worker_exec` reads, with where it says its id."""
@@ -201,12 +172,9 @@ def build_command(
         raise ValueError(
             "Don't use both the '--no_python' flag and the '--module' flag at the same time."
         )
-    if no_python:
-        head = [script]
-    else:
-        # Unbuffered, so that a line is shown when it is printed and not lost when the process is
-        # killed.
-        head = [sys.executable, "-u", *(["-m"] if module else []), script]
+    # Unbuffered: a line is shown when it is printed, and not lost when the process is killed.
+    python = [] if no_python else [sys.executable, "-u", *(["-m"] if module else [])]
+    head = [*python, script]
     return [*head, *script_args], len(head)
 
 
@@ -216,22 +184,18 @@ def bound_cores(
     """Return each rank's cores, or an empty list when no binding was asked for."""
     if not bind_cores_to_rank:
         if bind_core_list:
-            raise ValueError(
-                f"--bind_core_list={bind_core_list} has no effect alone; add --bind_cores_to_rank"
-            )
+            text = "has no effect alone; add --bind_cores_to_rank"
+            raise ValueError(f"--bind_core_list={bind_core_list} {text}")
         return []
     if not hasattr(os, "sched_setaffinity"):
-        raise ValueError(
-            "--bind_cores_to_rank is not supported on this operating system; leave it out"
-        )
+        text = "is not supported on this operating system; leave it out"
+        raise ValueError(f"--bind_cores_to_rank {text}")
     allowed = sorted(os.sched_getaffinity(0))
     cores = parse_core_list(bind_core_list) if bind_core_list else allowed
     foreign = sorted(set(cores) - set(allowed))
     if foreign:
-        raise ValueError(
-            f"--bind_core_list={bind_core_list}: cores {foreign} are not among this machine's "
-            f"{allowed}"
-        )
+        text = f"cores {foreign} are not among this machine's {allowed}"
+        raise ValueError(f"--bind_core_list={bind_core_list}: {text}")
     return split_cores(cores, num_ranks)
 
 
@@ -260,10 +224,8 @@ def usable_port(port: int | None) -> int:
 
 def port_in_use(port: int) -> str:
     """Return what is said of a named port that another program has."""
-    return (
-        f"--master_port={port}: the port is in use; name another one, or leave the flag out to "
-        "have a free one chosen"
-    )
+    remedy = "name another one, or leave the flag out to have a free one chosen"
+    return f"--master_port={port}: the port is in use; {remedy}"
 
 
 def address_towards(host: str, port: int = 9) -> str | None:
@@ -271,9 +233,8 @@ def address_towards(host: str, port: int = 9) -> str | None:
     name is ssh's own or has no route.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[
-            0
-        ]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = found[0]
         with socket.socket(family, kind, protocol) as probe:
             # A datagram socket sends nothing here; connecting only chooses a route.
             probe.connect(address)

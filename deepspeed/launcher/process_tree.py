@@ -51,9 +51,8 @@ def children_ended() -> Iterator[list[bool]]:
             if not success[0]:
                 _kill_descendants(os.getpid(), reaper.pid)
         finally:
-            if before is None:
-                del os.environ[VARIABLE]
-            else:
+            os.environ.pop(VARIABLE)
+            if before is not None:
                 os.environ[VARIABLE] = before
             reaper.communicate(b"ok\n" if success[0] else b"")
 
@@ -81,9 +80,8 @@ def _kill_descendants(pid: int, spared: int | None) -> None:
 
     deadline = time.monotonic() + KILL_WAIT_SECONDS
     while time.monotonic() < deadline:
-        children = [
-            child for child in psutil.Process(pid).children(recursive=True) if child.pid != spared
-        ]
+        found = psutil.Process(pid).children(recursive=True)
+        children = [child for child in found if child.pid != spared]
         if not children:
             return
         for child in children:
@@ -98,17 +96,14 @@ def terminate_process_tree(pid: int) -> None:
 
     try:
         process = psutil.Process(pid)
-        tree = [*process.children(recursive=True), process]
+        alive = [*process.children(recursive=True), process]
     except psutil.NoSuchProcess:
         return
-    for member in tree:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.terminate()
-    _, alive = psutil.wait_procs(tree, timeout=KILL_WAIT_SECONDS)
-    for member in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
-    psutil.wait_procs(alive, timeout=KILL_WAIT_SECONDS)
+    for end in (psutil.Process.terminate, psutil.Process.kill):
+        for member in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                end(member)
+        _, alive = psutil.wait_procs(alive, timeout=KILL_WAIT_SECONDS)
 
 
 # The reaper, a process that outlives its launcher
@@ -132,10 +127,8 @@ def kill_marked(mark: bytes) -> None:
         if not marked:
             return
         for pid in marked:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         time.sleep(PAUSE_SECONDS)
 
 

@@ -33,19 +33,15 @@ def _parse_hostfile(hostfile_lines: list[str], path: str = "(lines)") -> dict[st
             continue
         entry = _HOSTFILE_ENTRY.fullmatch(line)
         if entry is None:
-            raise ValueError(
-                f"Hostfile {path} contains a bad entry: {line!r}; write `<host> slots=<number>`"
-            )
+            remedy = "write `<host> slots=<number>`"
+            raise ValueError(f"Hostfile {path} contains a bad entry: {line!r}; {remedy}")
         if entry["host"] in pool:
-            raise ValueError(
-                f"Hostfile {path} contains multiple entries for {entry['host']}; keep one of them"
-            )
+            text = f"multiple entries for {entry['host']}; keep one of them"
+            raise ValueError(f"Hostfile {path} contains {text}")
         pool[entry["host"]] = int(entry["slots"])
     if not pool:
-        raise ValueError(
-            f"Hostfile {path} is empty or not formatted correctly; write `<host> slots=<number>` "
-            "lines"
-        )
+        text = "is empty or not formatted correctly; write `<host> slots=<number>` lines"
+        raise ValueError(f"Hostfile {path} {text}")
     return pool
 
 
@@ -56,10 +52,8 @@ def parse_node_config(node_config: str) -> tuple[str, list[int]]:
         return host, []
     numbers = slots.split(",")
     if not host or not all(number.strip().isdigit() for number in numbers):
-        raise ValueError(
-            f"bad node specification {node_config!r}; write NAME or NAME:SLOT[,SLOT ...], e.g. "
-            "localhost:0,2"
-        )
+        remedy = "write NAME or NAME:SLOT[,SLOT ...], e.g. localhost:0,2"
+        raise ValueError(f"bad node specification {node_config!r}; {remedy}")
     return host, [int(number) for number in numbers]
 
 
@@ -89,23 +83,19 @@ def parse_resource_filter(
         ValueError: both filters are given, or one names a host or slot that `host_info` lacks.
     """
     if include_str and exclude_str:
-        raise ValueError(
-            "include_str and exclude_str are mutually exclusive; give --include or --exclude, not "
-            "both"
-        )
+        remedy = "give --include or --exclude, not both"
+        raise ValueError(f"include_str and exclude_str are mutually exclusive; {remedy}")
     if not include_str and not exclude_str:
         return host_info
     named = parse_node_config_list(include_str or exclude_str)
     for host, slots in named.items():
         if host not in host_info:
-            raise ValueError(
-                f"Hostname '{host}' not found in hostfile; known are {', '.join(host_info)}"
-            )
+            known = ", ".join(host_info)
+            raise ValueError(f"Hostname '{host}' not found in hostfile; known are {known}")
         for slot in slots:
             if slot not in host_info[host]:
-                raise ValueError(
-                    f"No slot '{slot}' specified on host '{host}'; it has {host_info[host]}"
-                )
+                text = f"specified on host '{host}'; it has {host_info[host]}"
+                raise ValueError(f"No slot '{slot}' {text}")
     kept: dict[str, list[int]] = {}
     for host, available in host_info.items():
         chosen = set(named.get(host) or available) if host in named else set()
@@ -119,9 +109,8 @@ def parse_inclusion_exclusion(
     resource_pool: dict[str, int], inclusion: str, exclusion: str
 ) -> dict[str, list[int]]:
     """Filter slot counts by host as `parse_resource_filter` does; return slots by host."""
-    return parse_resource_filter(
-        {host: list(range(count)) for host, count in resource_pool.items()}, inclusion, exclusion
-    )
+    slots = {host: list(range(count)) for host, count in resource_pool.items()}
+    return parse_resource_filter(slots, inclusion, exclusion)
 
 
 def parse_num_nodes(str_num_nodes: str, elastic_training: bool) -> tuple[int, int]:
@@ -146,9 +135,8 @@ def parse_core_list(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise ValueError(
-                f"--bind_core_list={text}: bad part {part!r}; write cores and ranges as in 1,3-5,7"
-            )
+            remedy = "write cores and ranges as in 1,3-5,7"
+            raise ValueError(f"--bind_core_list={text}: bad part {part!r}; {remedy}")
         cores.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
     if len(set(cores)) != len(cores):
         raise ValueError(f"--bind_core_list={text}: a core occurs twice")

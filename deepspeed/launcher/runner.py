@@ -79,11 +79,6 @@ __all__ = [
     "parse_resource_filter",
 ]
 
-_REFUSED: tuple[tuple[str, Any, str], ...] = (
-    ("autotuning", "", "autotuning is not part of this project; leave the flag out"),
-)
-"""Flags that this release refuses: name, the value that asks for nothing, what to do instead."""
-
 _ENGINE_FLAGS: tuple[tuple[str, Any], ...] = (
     ("launcher", PDSH_LAUNCHER),
     ("launcher_args", ""),
@@ -91,8 +86,10 @@ _ENGINE_FLAGS: tuple[tuple[str, Any], ...] = (
     ("venv_script", None),
 )
 """Flags that only an engine for several nodes honours, with the values that ask for nothing."""
-_ENGINES = f"{PDSH_LAUNCHER}, {SSH_LAUNCHER}, {OPENMPI_LAUNCHER}, {MPICH_LAUNCHER}, "
-_ENGINES += f"{IMPI_LAUNCHER}, {MVAPICH_LAUNCHER}, {SLURM_LAUNCHER}"
+_ENGINES = ", ".join(
+    (PDSH_LAUNCHER, SSH_LAUNCHER, OPENMPI_LAUNCHER, MPICH_LAUNCHER, IMPI_LAUNCHER)
+    + (MVAPICH_LAUNCHER, SLURM_LAUNCHER)
+)
 _RESOURCE_FLAGS: Flags = (
     ("-H --hostfile", DLTS_HOSTFILE, "MPI-style file of `<host> slots=<n>` lines"),
     (
@@ -179,18 +176,10 @@ def parse_args(args: list[str] | None = None) -> argparse.Namespace:
     add_flags(parser.add_argument_group("nodes"), _NODE_FLAGS, _StoreGiven)
     group = parser.add_argument_group("how the script is run")
     add_flags(group, _PROCESS_FLAGS)
-    add = group.add_argument
-    add(
-        "--enable_each_rank_log",
-        metavar="DIR",
-        help="write each rank's output to a file in this folder",
-    )
-    add(
-        "--autotuning",
-        default="",
-        choices=["tune", "run"],
-        help="refused: not part of this project",
-    )
+    text = "write each rank's output to a file in this folder"
+    group.add_argument("--enable_each_rank_log", metavar="DIR", help=text)
+    text = "refused: not part of this project"
+    group.add_argument("--autotuning", default="", choices=["tune", "run"], help=text)
     add_log_flags(group, "level of the launcher's own log")
     parser.add_argument("user_script", help="script to launch, followed by its arguments")
     parser.add_argument("user_args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -202,19 +191,11 @@ def encode_world_info(world_info: dict[str, list[int]]) -> str:
     return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
 
 
-def refuse_unsupported(args: argparse.Namespace) -> None:
-    """Refuse what this release cannot do."""
-    for name, neutral, remedy in _REFUSED:
-        if getattr(args, name) != neutral:
-            raise ValueError(f"--{name}={getattr(args, name)}: {remedy}")
-
-
 def choose_resources(args: argparse.Namespace) -> dict[str, list[int]]:
-    """Return the slots to start one process each for, by host.
+    """Return the slots to start one process each for, by host: without a hostfile this machine's.
 
-    Without a hostfile they are this machine's devices; on the CPU, --include and --num_gpus are
-    taken at their word, and without them there is one process, as for a plain `python` run.
-    --no_ssh --num_nodes N without a hostfile means N nodes like this one.
+    On the CPU, --include and --num_gpus are taken at their word, and without them there is one
+    process. --no_ssh --num_nodes N without a hostfile means N nodes like this one.
     """
     limited = args.num_gpus != -1 or args.num_nodes != "-1"
     if limited and (args.include or args.exclude):
@@ -222,16 +203,14 @@ def choose_resources(args: argparse.Namespace) -> dict[str, list[int]]:
             "Cannot specify num_nodes/gpus with include/exclude; --include already says which and "
             "how many"
         )
-    if args.num_gpus == 0 or args.num_gpus < -1:
-        raise ValueError(
-            f"--num_gpus={args.num_gpus}: give a positive number, or -1 for all devices"
-        )
     num_nodes = parse_num_nodes(args.num_nodes, False)[0]
-    if num_nodes == 0 or num_nodes < -1:
-        raise ValueError(
-            f"--num_nodes={args.num_nodes}: give a positive number, or -1 for all hosts of the "
-            "hostfile"
-        )
+    for name, number, what in (
+        ("num_gpus", args.num_gpus, "devices"),
+        ("num_nodes", num_nodes, "hosts of the hostfile"),
+    ):
+        if number == 0 or number < -1:
+            remedy = f"give a positive number, or -1 for all {what}"
+            raise ValueError(f"--{name}={getattr(args, name)}: {remedy}")
     chosen = parse_resource_filter(_available(args, num_nodes), args.include, args.exclude)
     if num_nodes > len(chosen):
         raise ValueError(
@@ -243,14 +222,10 @@ def choose_resources(args: argparse.Namespace) -> dict[str, list[int]]:
         raise ValueError(f"--exclude={args.exclude}: no slot is left; exclude fewer")
     for host, slots in chosen.items():
         if args.num_gpus > len(slots):
-            raise ValueError(
-                f"--num_gpus={args.num_gpus}: only {len(slots)} slots are there on {host}; ask for "
-                "at most as many"
-            )
-    return {
-        host: slots[: args.num_gpus] if args.num_gpus != -1 else slots
-        for host, slots in chosen.items()
-    }
+            text = f"only {len(slots)} slots are there on {host}; ask for at most as many"
+            raise ValueError(f"--num_gpus={args.num_gpus}: {text}")
+    end = args.num_gpus if args.num_gpus != -1 else None
+    return {host: slots[:end] for host, slots in chosen.items()}
 
 
 def _available(args: argparse.Namespace, num_nodes: int) -> dict[str, list[int]]:
@@ -258,10 +233,8 @@ def _available(args: argparse.Namespace, num_nodes: int) -> dict[str, list[int]]
     if pool is not None:
         return {host: list(range(count)) for host, count in pool.items()}
     if args.hostfile_given:
-        raise ValueError(
-            f"--hostfile={args.hostfile}: there is no such file; correct the path or leave the "
-            "flag out"
-        )
+        remedy = "correct the path or leave the flag out"
+        raise ValueError(f"--hostfile={args.hostfile}: there is no such file; {remedy}")
     if args.no_ssh and num_nodes > 1:
         return {f"node-{node_rank}": _local_slots(args) for node_rank in range(num_nodes)}
     return {"localhost": _local_slots(args)}
@@ -282,9 +255,8 @@ def is_local(host: str) -> bool:
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the `deepspeed` command; exits with the code of the first rank that failed, or 0.
-
-    User mistakes end with one line on stderr and exit code 2, not with this program's traceback.
+    """Run the `deepspeed` command; exits with the code of the first rank that failed, 2 for a
+    mistake of the user's, or 0.
     """
     parsed = parse_args(args)
     answer(parsed, lambda: launch(parsed))
@@ -292,49 +264,50 @@ def main(args: list[str] | None = None) -> None:
 
 def launch(args: argparse.Namespace) -> int:
     """Launch as the flags say, here, over an engine, or by hand; return the exit code."""
-    refuse_unsupported(args)
+    if args.autotuning:
+        remedy = "autotuning is not part of this project; leave the flag out"
+        raise ValueError(f"--autotuning={args.autotuning}: {remedy}")
     elastic = read_elastic(args)
     active = choose_resources(args)
     if elastic is not None:
         return _launch_elastic(args, active, elastic)
-    several = len(active) > 1 or args.force_multi or not is_local(next(iter(active)))
-    if not several:
-        return _launch_here(args, next(iter(active.values())))
+    hosts = list(active)
+    if len(hosts) == 1 and not args.force_multi and is_local(hosts[0]):
+        plan = make_plan(args, active[hosts[0]])
+        logger.info("starting %d processes: %s", plan.num_ranks, " ".join(plan.command))
+        return run(plan)
     # startup: needed for several nodes only
     from deepspeed.launcher.nodes import run_by_hand, run_nodes
 
     world_info = encode_world_info(active)
+    number = args.node_rank
     if args.no_ssh:
         _refuse_engine_flags(args, "--no_ssh uses no engine; leave the flag out")
-        if not 0 <= args.node_rank < len(active):
-            raise ValueError(
-                f"--node_rank={args.node_rank}: --no_ssh needs this node's position among "
-                f"{', '.join(active)}, from 0"
-            )
-        plan = make_plan(args, list(active.values())[args.node_rank])
-        return run_by_hand(args, plan, active, world_info)
-    if args.node_rank != -1:
-        raise ValueError(
-            f"--node_rank={args.node_rank}: the engine numbers the nodes; leave the flag out, or "
-            "add --no_ssh"
-        )
+        if not 0 <= number < len(hosts):
+            text = f"--no_ssh needs this node's position among {', '.join(hosts)}, from 0"
+            raise ValueError(f"--node_rank={number}: {text}")
+        return run_by_hand(args, make_plan(args, active[hosts[number]]), active, world_info)
+    if number != -1:
+        remedy = "leave the flag out, or add --no_ssh"
+        raise ValueError(f"--node_rank={number}: the engine numbers the nodes; {remedy}")
     return run_nodes(args, active, world_info, EXPORT_ENVS)
 
 
 def read_elastic(args: argparse.Namespace) -> Elastic | None:
     """Return the limits of an elastic job, None where none is asked for; spends `MIN:MAX` nodes."""
+    limits = (args.min_elastic_nodes, args.max_elastic_nodes)
     if not args.elastic_training:
-        for name in ("min_elastic_nodes", "max_elastic_nodes"):
-            if getattr(args, name) != -1:
-                raise ValueError(
-                    f"--{name}={getattr(args, name)} has no effect alone; add --elastic_training"
-                )
+        for name, value in zip(("min_elastic_nodes", "max_elastic_nodes"), limits, strict=True):
+            if value != -1:
+                remedy = "has no effect alone; add --elastic_training"
+                raise ValueError(f"--{name}={value} {remedy}")
         return None
     fewest, most = parse_num_nodes(args.num_nodes, True)
     args.num_nodes = "-1"
-    fewest = args.min_elastic_nodes if args.min_elastic_nodes != -1 else fewest
-    most = args.max_elastic_nodes if args.max_elastic_nodes != -1 else most
-    return elastic_of(fewest, most, 1)
+    chosen = [
+        flag if flag != -1 else other for flag, other in zip(limits, (fewest, most), strict=True)
+    ]
+    return elastic_of(chosen[0], chosen[1], 1)
 
 
 def _launch_elastic(
@@ -347,21 +320,12 @@ def _launch_elastic(
             "and go; run this command on each of them, without a hostfile, and with --master_addr"
         )
     if elastic.max_nodes > 1 and not args.master_addr:
-        raise ValueError(
-            f"--max_elastic_nodes={elastic.max_nodes} needs --master_addr, the address of a node "
-            "that stays"
-        )
+        text = "needs --master_addr, the address of a node that stays"
+        raise ValueError(f"--max_elastic_nodes={elastic.max_nodes} {text}")
     (slots,) = active.values()
     plan = replace(make_plan(args, slots), elastic=elastic)
-    logger.info(
-        "joining an elastic job with %d processes: %s", plan.num_ranks, " ".join(plan.command)
-    )
-    return run(plan)
-
-
-def _launch_here(args: argparse.Namespace, slots: list[int]) -> int:
-    plan = make_plan(args, slots)
-    logger.info("starting %d processes: %s", plan.num_ranks, " ".join(plan.command))
+    words = " ".join(plan.command)
+    logger.info("joining an elastic job with %d processes: %s", plan.num_ranks, words)
     return run(plan)
 
 
@@ -374,15 +338,11 @@ def _refuse_engine_flags(args: argparse.Namespace, remedy: str) -> None:
 def make_plan(args: argparse.Namespace, slots: list[int]) -> LaunchPlan:
     """Turn parsed flags into what `launch.run` starts on this machine."""
     if not args.no_ssh:
-        _refuse_engine_flags(
-            args,
-            "a launch on this machine alone uses no engine; leave the flag out, or add "
-            "--force_multi",
-        )
+        remedy = "leave the flag out, or add --force_multi"
+        _refuse_engine_flags(args, f"a launch on this machine alone uses no engine; {remedy}")
         if args.node_rank > 0:
-            raise ValueError(
-                f"--node_rank={args.node_rank}: this machine is the only node; leave the flag out"
-            )
+            text = "this machine is the only node; leave the flag out"
+            raise ValueError(f"--node_rank={args.node_rank}: {text}")
     command, local_rank_index = build_command(
         args.user_script, args.user_args, args.module, args.no_python
     )

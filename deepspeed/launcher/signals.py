@@ -1,9 +1,8 @@
 """Signals that ask a launcher to end: none is lost, whatever the launcher is doing.
 
-Owns: what such a signal does at each moment, and noticing the user's second Ctrl-C. Does not own:
-what is done about the first one while processes run, which torch's agent turns into a signal to all
-of them and up to half a minute of patience; asked again it would start that half minute anew.
-Called by: the launcher's entry points, `agent`, `launch`, `launch_rank`, `nodes`.
+Owns what such a signal does at each moment, and noticing the user's second Ctrl-C; not what is done
+about the first one while processes run, which torch's agent turns into a signal to all of them and
+up to half a minute of patience; asked again it would start that half minute anew.
 
 An exception that a handler raises is lost where Python runs code that nobody called: callbacks of
 weak references (the import system has one per module), `__del__`, native parts of modules that
@@ -27,25 +26,24 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+# Signals closer together are one: `timeout` and some terminals deliver theirs twice.
 MIN_APART_SECONDS = 0.3
-"""Signals closer together are one: `timeout` and some terminals deliver theirs twice."""
 REPEAT_SECONDS = 0.5  # how long the agent may go on after a signal before it is sent again
 
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# The function of torch's agent that starts processes and waits for them; an interruption leaves it
+# at once, and the graceful end is outside it.
 _AGENT_LOOP = "_invoke_run"
-"""The function of torch's agent that starts processes and waits for them; an interruption leaves it
-at once, and the graceful end is outside it."""
 
+# Signals that came while they were noted, and that nothing has raised yet; one list, as a process
+# has one set of handlers.
 _noted: list[int] = []
-"""Signals that came while they were noted, and that nothing has raised yet; one list, as a process
-has one set of handlers."""
 
 
 class Interrupted(BaseException):
     """This process got a signal that asks it to end; `at` is when, in monotonic seconds.
 
-    No `Exception`, like KeyboardInterrupt: code that goes on after any error must not go on after
-    this.
+    No `Exception`: code that goes on after any error must not go on after this.
     """
 
     def __init__(self, signum: int, at: float | None = None) -> None:
@@ -64,10 +62,8 @@ def ending_signals() -> list[signal.Signals]:
 
 
 def die_at_once() -> None:
-    """Let Ctrl-C kill this process without a word, as SIGTERM and SIGHUP do.
-
-    The first thing a program of the launcher does: while modules load, Python's own handler may
-    raise where nobody hears.
+    """Let Ctrl-C kill this process without a word, as SIGTERM and SIGHUP do. The launcher begins
+    so: while modules load, Python's own handler may raise where nobody hears.
     """
     if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -75,7 +71,7 @@ def die_at_once() -> None:
 
 @contextlib.contextmanager
 def dying_at_once() -> Iterator[None]:
-    """`die_at_once` for the block."""
+    """Let `die_at_once` hold for the block."""
     before = signal.getsignal(signal.SIGINT)
     die_at_once()
     try:
@@ -145,9 +141,8 @@ class AgentWatch:
         self.first_at: float | None = None
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        self._thread = threading.Thread(
-            target=self._watch, name="deepspeed-agent-watch", daemon=True
-        )
+        name = "deepspeed-agent-watch"
+        self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
         self._previous = -1
 
     def __enter__(self) -> "AgentWatch":
@@ -166,9 +161,8 @@ class AgentWatch:
         first: tuple[int, float] | None = None
         repeated = 0
         while True:
-            ready, _, _ = select.select(
-                [self._reader], [], [], None if first is None else REPEAT_SECONDS
-            )
+            patience = None if first is None else REPEAT_SECONDS
+            ready, _, _ = select.select([self._reader], [], [], patience)
             if not ready:
                 if first is not None and _is_in_agent_loop():
                     repeated += 1
@@ -179,16 +173,12 @@ class AgentWatch:
                 return
             now = time.monotonic()
             for number in numbers:
-                if first is None and number in _ENDING_SIGNALS:
-                    first = (number, now)
-                    self.first_at = now
-                elif first is not None and repeated and number == first[0]:
+                if first is None:
+                    if number in _ENDING_SIGNALS:
+                        first, self.first_at = (number, now), now
+                elif repeated and number == first[0]:
                     repeated -= 1
-                elif (
-                    first is not None
-                    and number == signal.SIGINT
-                    and now - first[1] >= MIN_APART_SECONDS
-                ):
+                elif number == signal.SIGINT and now - first[1] >= MIN_APART_SECONDS:
                     self._on_second()
 
 

@@ -17,6 +17,7 @@ from deepspeed.launcher.job.coordinator import CoordinatorAddress, Verdict, beat
 
 CONNECT_SECONDS = 5.0
 RETRY_SECONDS = 0.2
+Heed = Callable[[int | None], None]
 
 
 class CoordinatorClient:
@@ -31,11 +32,7 @@ class CoordinatorClient:
     """
 
     def __init__(
-        self,
-        coordinator: CoordinatorAddress,
-        member: int,
-        port: int,
-        on_stop: Callable[[int | None], None],
+        self, coordinator: CoordinatorAddress, member: int, port: int, on_stop: Heed
     ) -> None:
         self._coordinator, self._member, self._port = coordinator, member, port
         self._timeout, self._start_timeout = node_timeout(), start_timeout()
@@ -46,20 +43,13 @@ class CoordinatorClient:
         self._why_lost: str | None = None
         self.stopped_at: float | None = None
         self._sending = threading.Lock()
-        self._thread = threading.Thread(
-            target=self._pump, name="deepspeed-coordinator-client", daemon=True
-        )
+        name = "deepspeed-coordinator-client"
+        self._thread = threading.Thread(target=self._pump, name=name, daemon=True)
 
     def __enter__(self) -> "CoordinatorClient":
         self._socket = self._connect()
-        self._send(
-            {
-                "type": "hello",
-                "token": self._coordinator.token,
-                "member": self._member,
-                "port": self._port,
-            }
-        )
+        hello = {"token": self._coordinator.token, "member": self._member, "port": self._port}
+        self._send({"type": "hello", **hello})
         self._thread.start()
         return self
 
@@ -78,12 +68,10 @@ class CoordinatorClient:
 
     def report_end(self, failure: Failure | None) -> None:
         """Say that this launcher's processes have ended, with a failure or without."""
-        message: dict[str, Any] = {"failure": asdict(failure) if failure else None}
+        kind = "failed" if failure else "done"
         if self.stopped_at is not None:
-            message["type"] = "stopped"
-        else:
-            message["type"] = "failed" if failure else "done"
-        self._send(message)
+            kind = "stopped"
+        self._send({"failure": asdict(failure) if failure else None, "type": kind})
 
     def wait(self) -> Verdict:
         """Wait for the end of the job; the loss of the coordinator is one too."""
@@ -91,9 +79,7 @@ class CoordinatorClient:
             self._changed.wait_for(lambda: self._end is not None or self._why_lost is not None)
             if self._end is not None:
                 return self._end
-            return Verdict(
-                1, [("", Failure("the command that started the job", str(self._why_lost), 1))]
-            )
+        return _own_verdict("the command that started the job", str(self._why_lost))
 
     @property
     def lost(self) -> bool:
@@ -101,50 +87,43 @@ class CoordinatorClient:
         return self._end is None and self._why_lost is not None
 
     def interface_environment(self) -> dict[str, str]:
-        """Return gloo's interface where gloo would take the loopback, which leads to no other node.
-
-        gloo looks its own host's name up, and many systems map that to 127.0.1.1. The interface
-        that leads to the coordinator is a better guess; a setting of the user stays.
+        """Return gloo's interface where gloo would take the loopback, which leads to no other node:
+        it looks its own host's name up, and many systems map that to 127.0.1.1. The interface that
+        leads to the coordinator is a better guess; a setting of the user stays.
         """
         address = self._socket.getsockname()[0].removeprefix("::ffff:")
-        if (
-            "GLOO_SOCKET_IFNAME" in os.environ
-            or _is_loopback(address)
-            or not _is_loopback(_own_name_address())
-        ):
+        is_set = "GLOO_SOCKET_IFNAME" in os.environ
+        if is_set or _is_loopback(address) or not _is_loopback(_own_name_address()):
             return {}
         import psutil  # startup: needed only in a job over several nodes
 
-        names = [
-            name
-            for name, entries in psutil.net_if_addrs().items()
-            if any(entry.address == address for entry in entries)
-        ]
-        return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}
+        for name, entries in psutil.net_if_addrs().items():
+            if any(entry.address == address for entry in entries):
+                return {"GLOO_SOCKET_IFNAME": name}
+        return {}
+        address = self._socket.getsockname()[0].removeprefix("::ffff:")
 
     def _over(self) -> bool:
         return self._end is not None or self._why_lost is not None or self.stopped_at is not None
 
     def _connect(self) -> socket.socket:
-        deadline = time.monotonic() + self._start_timeout
+        deadline, port = time.monotonic() + self._start_timeout, self._coordinator.port
         problems: dict[str, str] = {}
         while True:
             for address in self._coordinator.addresses:
                 try:
-                    connection = socket.create_connection(
-                        (address, self._coordinator.port), timeout=CONNECT_SECONDS
-                    )
+                    made = socket.create_connection((address, port), timeout=CONNECT_SECONDS)
                 except OSError as error:
                     problems[address] = str(error)
                 else:
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    return connection
+                    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    return made
             if time.monotonic() > deadline:
                 tried = "; ".join(f"{address}: {problem}" for address, problem in problems.items())
                 raise ConnectionError(
-                    f"{socket.gethostname()} cannot reach the launching command at port "
-                    f"{self._coordinator.port} ({tried}); let the nodes connect to it, or name its "
-                    "address in DS_LAUNCH_ADDRESS"
+                    f"{socket.gethostname()} cannot reach the launching command at port {port} "
+                    f"({tried}); let the nodes connect to it, or name its address in "
+                    "DS_LAUNCH_ADDRESS"
                 )
             time.sleep(RETRY_SECONDS)
 
@@ -188,9 +167,7 @@ class CoordinatorClient:
                 told = [(label, Failure(**failure)) for label, failure in message["failures"]]
                 self._end = Verdict(int(message["code"]), told)
             elif kind == "refused":
-                self._end = Verdict(
-                    1, [("", Failure("this launcher", f"a refusal: {message['why']}", 1))]
-                )
+                self._end = _own_verdict("this launcher", f"a refusal: {message['why']}")
             elif kind == "stop":
                 self.stopped_at = self.stopped_at or time.monotonic()
             self._changed.notify_all()
@@ -205,6 +182,10 @@ class CoordinatorClient:
             self._changed.notify_all()
         if first:
             self._on_stop(None)
+
+
+def _own_verdict(subject: str, how: str) -> Verdict:
+    return Verdict(1, [("", Failure(subject, how, 1))])
 
 
 def _own_name_address() -> str:

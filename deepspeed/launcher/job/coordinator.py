@@ -35,15 +35,13 @@ from deepspeed.launcher.failures import End, Failure, cause_of
 
 LOST_CODE = 1
 LINE_LIMIT = 1 << 22
+# For the answers to `stop`: half a minute of patience with the processes, and their cleaning up.
 STOP_PATIENCE_SECONDS = 45.0
-"""For the answers to `stop`: half a minute of patience with the processes, and their cleaning up.
-"""
 MAX_BEAT_SECONDS = 2.0
+# How long a closed connection may be noticed late. The ranks of a killed launcher die with it, and
+# their peers' errors would else look older than the loss, which is their cause: a launcher never
+# ends by itself before it is told the job's end.
 NOTICE_SECONDS = 2.0
-"""How long a closed connection may be noticed late. The ranks of a killed launcher die with it, and
-their peers' errors would else look older than the loss, which is their cause: a launcher never ends
-by itself before it is told the job's end.
-"""
 
 
 def beat_interval(timeout: float) -> float:
@@ -69,9 +67,9 @@ class CoordinatorAddress:
         try:
             return cls(**json.loads(base64.urlsafe_b64decode(text)))
         except (ValueError, TypeError) as error:
+            remedy = "start this through the `deepspeed` command"
             raise ValueError(
-                f"--coordinator={text}: not the address of a launch; start this through the "
-                "`deepspeed` command"
+                f"--coordinator={text}: not the address of a launch; {remedy}"
             ) from error
 
 
@@ -134,11 +132,8 @@ class Coordinator:
         self._state = _State([_Member(label) for label in labels])
         self._timeout, self._start_timeout = node_timeout(), start_timeout()
         self._master_addr = master_addr
-        self.address = CoordinatorAddress(
-            addresses,
-            self._listener.getsockname()[1],
-            token if token is not None else secrets.token_hex(8),
-        )
+        port, word = self._listener.getsockname()[1], secrets.token_hex(8)
+        self.address = CoordinatorAddress(addresses, port, word if token is None else token)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="deepspeed-coordinator", daemon=True)
         self._finished = threading.Event()
@@ -203,27 +198,21 @@ class Coordinator:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Talk with one launcher until it or the job is gone."""
         member: _Member | None = None
-        why, age = (
-            "a lost connection: its launcher was killed, or its machine went down",
-            NOTICE_SECONDS,
-        )
+        why, age = "a lost connection: its launcher was killed, or its machine went down", None
         try:
             member = self._welcome(await self._read(reader), writer)
             while member is not None:
                 self._take(member, await self._read(reader))
         except asyncio.TimeoutError:
-            why = (
-                f"no sign of life for {self._timeout:g} seconds: its network is cut, or its "
-                "machine is down or stopped"
-            )
-            age = self._timeout
+            cut = "its network is cut, or its machine is down or stopped"
+            why, age = f"no sign of life for {self._timeout:g} seconds: {cut}", self._timeout
         except (OSError, ValueError, TypeError, EOFError):
             # The connection broke, or a stranger speaks another protocol; `why` says it.
             pass
         finally:
             writer.close()
         if member is not None and not member.settled:
-            self._lose(member, why, age)
+            self._lose(member, why, NOTICE_SECONDS if age is None else age)
 
     async def _read(self, reader: asyncio.StreamReader) -> dict[str, Any]:
         line = await asyncio.wait_for(reader.readline(), self._timeout)
@@ -242,9 +231,8 @@ class Coordinator:
         elif not isinstance(number, int) or not 0 <= number < len(members):
             why = f"number {number} is not in 0..{len(members) - 1}"
         elif members[number].writer is not None:
-            why = (
-                f"{members[number].label} has come already; give each node a --node_rank of its own"
-            )
+            label = members[number].label
+            why = f"{label} has come already; give each node a --node_rank of its own"
         elif self._state.stopping:
             why = "it comes too late: the job has failed or was stopped"
         if why is not None or not isinstance(number, int):
@@ -253,32 +241,25 @@ class Coordinator:
         member = members[number]
         member.writer, member.port = writer, int(hello.get("port") or 0)
         if all(other.writer is not None for other in members):
-            self._broadcast(
-                {"type": "go", "master_addr": self._find_master(), "master_port": members[0].port}
-            )
+            port = members[0].port
+            go = {"type": "go", "master_addr": self._find_master(), "master_port": port}
+            self._broadcast(go)
         return member
 
     def _find_master(self) -> str:
-        """Return the address at which the other nodes reach rank 0.
-
-        Each connection has shown an address that works. Where rank 0 came over the loopback, it
-        runs on this machine, and the others know this machine by the address that they came to.
+        """Return the address at which the other nodes reach rank 0: each connection has shown one
+        that works. Where rank 0 came over the loopback, it runs on this machine, which the others
+        know by the address that they came to.
         """
         if self._master_addr:
             return self._master_addr
         writers = [member.writer for member in self._state.members if member.writer is not None]
         peer, own = (_host(writers[0].get_extra_info(side)) for side in ("peername", "sockname"))
         # An address of this machine that it reaches itself at need not lead here from elsewhere.
-        candidates = (
-            [_host(writer.get_extra_info("sockname")) for writer in writers[1:]]
-            if peer == own
-            else []
-        )
-        candidates.append(peer)
-        return next(
-            (host for host in candidates if not ipaddress.ip_address(host).is_loopback),
-            LOCAL_MASTER_ADDR,
-        )
+        others = writers[1:] if peer == own else []
+        candidates = [*(_host(writer.get_extra_info("sockname")) for writer in others), peer]
+        far = (host for host in candidates if not ipaddress.ip_address(host).is_loopback)
+        return next(far, LOCAL_MASTER_ADDR)
 
     def _take(self, member: _Member, message: dict[str, Any]) -> None:
         kind = message.get("type")
@@ -301,14 +282,9 @@ class Coordinator:
 
     def _fail_from_outside(self, number: int | None, failure: Failure) -> None:
         members = self._state.members
-        gone = (
-            [members[number]]
-            if number is not None
-            else [member for member in members if member.writer is None]
-        )
-        if self._verdict is not None or not any(
-            member.writer is None and not member.settled for member in gone
-        ):
+        gone = [members[number]] if number is not None else self._absent()
+        waiting = [member for member in gone if member.writer is None and not member.settled]
+        if self._verdict is not None or not waiting:
             return
         for member in gone:
             member.settled = True
@@ -319,15 +295,13 @@ class Coordinator:
         self._stop_all()
         self._end_if_settled()
 
+    def _absent(self) -> list[_Member]:
+        return [member for member in self._state.members if member.writer is None]
+
     def _miss_late_ones(self) -> None:
-        missing = [
-            member for member in self._state.members if member.writer is None and not member.settled
-        ]
-        for member in missing:
-            self._lose(
-                member,
-                f"no word from its launcher within {self._start_timeout:g} seconds of the start",
-            )
+        why = f"no word from its launcher within {self._start_timeout:g} seconds of the start"
+        for member in [member for member in self._absent() if not member.settled]:
+            self._lose(member, why)
 
     def _interrupt(self, signum: int) -> None:
         if self._state.stopping:
@@ -356,31 +330,25 @@ class Coordinator:
             _send(member.writer, {"type": "stop", "signal": int(signum)})
 
     def _give_up(self) -> None:
+        why = f"processes that did not stop within {STOP_PATIENCE_SECONDS:g} seconds"
         for member in self._state.members:
             if not member.settled:
-                self._lose(
-                    member, f"processes that did not stop within {STOP_PATIENCE_SECONDS:g} seconds"
-                )
+                self._lose(member, why)
 
     def _end_if_settled(self) -> None:
         if self._verdict is not None or not all(member.settled for member in self._state.members):
             return
         ordered = sorted(self._state.failures, key=lambda entry: entry[0])
         if ordered:
-            cause = cause_of(
-                [
-                    End(moment, moment + failure.lasted, failure.signal)
-                    for moment, _, failure in ordered
-                ]
-            )
-            ordered.insert(0, ordered.pop(cause))
+            ends = [End(moment, moment + one.lasted, one.signal) for moment, _, one in ordered]
+            ordered.insert(0, ordered.pop(cause_of(ends)))
         failures = [(label, failure) for _, label, failure in ordered]
+        code = failures[0][1].code if failures else 0
         if self._state.interrupted_by is not None:
-            self._verdict = Verdict(128 + self._state.interrupted_by, failures)
-        else:
-            self._verdict = Verdict(failures[0][1].code if failures else 0, failures)
+            code = 128 + self._state.interrupted_by
+        self._verdict = Verdict(code, failures)
         told = [(label, asdict(failure)) for label, failure in failures]
-        self._broadcast({"type": "end", "code": self._verdict.code, "failures": told})
+        self._broadcast({"type": "end", "code": code, "failures": told})
         self._finished.set()
 
     def _broadcast(self, message: dict[str, Any]) -> None:

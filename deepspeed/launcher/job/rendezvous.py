@@ -36,10 +36,9 @@ from deepspeed.launcher.job.coordinator import beat_interval
 from deepspeed.launcher.plan import Elastic, address_towards
 from deepspeed.utils.logging import logger
 
-MAX_RESTARTS = 100
-"""Failures that one node may restart from, as upstream has it; nodes that come do not count."""
+MAX_RESTARTS = 100  # failures that one node may restart from, as upstream; new nodes do not count
+# So many in a row, each soon after its start, and a node gives up: the next would be the same.
 QUICK_FAILURES = 3
-"""So many in a row, each soon after its start, and a node gives up: the next would be the same."""
 QUICK_FAILURE_SECONDS = 30.0  # what is soon after a start
 RENDEZVOUS_BACKEND = "deepspeed-c10d"  # the name under which torch finds `rendezvous`
 LAST_CALL_SECONDS = 5  # how long a round that has enough nodes waits for more before it begins
@@ -76,11 +75,8 @@ class Round:
                 logger.warning("%s has given up: its output says why", name)
         elif now - self.heard[other] > timeout and not self.lost:
             self.lost = True
-            logger.warning(
-                "%s has given no sign of life for %g seconds: starting again without it",
-                name,
-                timeout,
-            )
+            text = "%s has given no sign of life for %g seconds: starting again without it"
+            logger.warning(text, name, timeout)
 
 
 class NodeWatch:
@@ -124,8 +120,7 @@ class NodeWatch:
         host, _, port = self._endpoint.rpartition(":")
         beat = 0
         try:
-            # A connection of its own: the agent's is busy while the agent waits for something
-            # there.
+            # A connection of its own: the agent's is busy while the agent waits there.
             store = create_c10d_store(
                 False, host.strip("[]"), int(port), timeout=self._timeout, wait_for_workers=False
             )
@@ -135,13 +130,9 @@ class NodeWatch:
                 word = _GAVE_UP if seen.gave_up else beat
                 store.set(seen.key(seen.rank), f"{socket.gethostname()} {word}")
                 for other in set(range(seen.nodes)) - {seen.rank}:
-                    seen.listen(
-                        other,
-                        store.get(seen.key(other)).decode()
-                        if store.check([seen.key(other)])
-                        else "",
-                        self._timeout,
-                    )
+                    key = seen.key(other)
+                    word = store.get(key).decode() if store.check([key]) else ""
+                    seen.listen(other, word, self._timeout)
                 # A question, for the answer: setting waits for none.
                 store.check([seen.key(seen.rank)])
                 self._answers += 1
@@ -154,12 +145,10 @@ class NodeWatch:
         interval = beat_interval(self._timeout)
         answers, silence = -1, 0.0
         while not self._ended.wait(interval):
-            # Waits are counted, not the clock read: a node that was suspended has heard nothing
-            # either, and may go on.
-            answers, silence = (
-                self._answers,
-                silence + interval if answers == self._answers else 0.0,
-            )
+            # Waits are counted, not the clock read: a suspended node has heard nothing either, and
+            # may go on.
+            silence = silence + interval if answers == self._answers else 0.0
+            answers = self._answers
             if silence > self._timeout:
                 self._on_cut()
                 return
@@ -180,13 +169,12 @@ class WatchedRendezvous(RendezvousHandler):
         # has the same.
         place = info.bootstrap_store_info
         if place is None:
+            remedy = "use torch's own agent (torchrun)"
             raise RuntimeError(
-                "torch's rendezvous names no place where the processes meet; use torch's own agent "
-                "(torchrun)"
+                f"torch's rendezvous names no place where the processes meet; {remedy}"
             )
-        self._watch.round = Round(
-            f"{place.master_addr}:{place.master_port}", info.rank, info.world_size
-        )
+        word = f"{place.master_addr}:{place.master_port}"
+        self._watch.round = Round(word, info.rank, info.world_size)
         return info
 
     def give_up(self) -> None:
@@ -234,21 +222,17 @@ def register() -> None:
 def _create(params: RendezvousParameters) -> RendezvousHandler:
     limits = (params.min_nodes, params.max_nodes, params.local_addr)
     inner = RendezvousParameters("c10d", params.endpoint, params.run_id, *limits, **params.config)
-    # The node that serves does so once its rendezvous is there; before, there would be nobody to
-    # ask.
+    # The node that serves does so once its rendezvous is there; before, nobody could be asked.
     rendezvous = rendezvous_handler_registry.create_handler(inner)
-    return WatchedRendezvous(
-        rendezvous, NodeWatch(params.endpoint, node_timeout(), params.config[ON_CUT])
-    )
+    watch = NodeWatch(params.endpoint, node_timeout(), params.config[ON_CUT])
+    return WatchedRendezvous(rendezvous, watch)
 
 
 def rendezvous_settings(
     elastic: Elastic, master_addr: str, master_port: int | None
 ) -> dict[str, Any]:
-    """Return the part of torch's `LaunchConfig` that says where nodes meet.
-
-    One of the agents serves the rendezvous: the first that can listen on it, so the address must
-    be one node's own.
+    """Return the part of torch's `LaunchConfig` that says where nodes meet. One of the agents
+    serves it, the first that can listen there, so the address must be one node's own.
     """
     port = TORCH_DISTRIBUTED_DEFAULT_PORT if master_port is None else master_port
     # Every round of processes needs a store of its own: in the agents' store, which outlives them,
@@ -287,19 +271,16 @@ class PatientAgent(LocalElasticAgent):
         return result
 
     def _count_failure(self, rendezvous: WatchedRendezvous) -> None:
-        if time.monotonic() - self._started_at >= QUICK_FAILURE_SECONDS:
+        soon, many = QUICK_FAILURE_SECONDS, QUICK_FAILURES
+        if time.monotonic() - self._started_at >= soon:
             self._quick_failures = 0
             return
         if rendezvous.num_nodes_waiting():
             # A node has come, and these are its peers' ends; or another failed before, and counts.
             return
         self._quick_failures += 1
-        if self._quick_failures == QUICK_FAILURES:
-            logger.error(
-                "the processes have failed within %g seconds of their start %d times in a row: "
-                "not starting them again",
-                QUICK_FAILURE_SECONDS,
-                QUICK_FAILURES,
-            )
+        if self._quick_failures == many:
+            text = "the processes have failed within %g seconds of their start %d times in a row: "
+            logger.error(text + "not starting them again", soon, many)
             self._remaining_restarts = 0
             rendezvous.give_up()
