@@ -1,8 +1,6 @@
 """The `ds_report` command: what is installed, and which native ops this machine can use.
 
-Owns: collecting and printing those facts. Does not own: the ops' own checks
-(`deepspeed.ops.op_builder`). Everything is looked up when the report is made; importing this module
-costs nothing.
+Everything is looked up when the report is made; importing this module costs nothing.
 """
 
 import argparse
@@ -18,15 +16,8 @@ SHM_PATH = "/dev/shm"
 SHM_WARNING_BYTES = 512 * 2**20
 # What optional features need: clients, monitors, and ways to start processes on other hosts.
 PACKAGES = (
-    "numpy",
-    "pydantic",
-    "psutil",
-    "safetensors",
-    "accelerate",
-    "transformers",
-    "tensorboard",
-    "wandb",
-    "comet-ml",
+    *("numpy", "pydantic", "psutil", "safetensors", "accelerate", "transformers"),
+    *("tensorboard", "wandb", "comet-ml"),
 )
 LAUNCHERS = ("ssh", "pdsh", "mpirun", "srun")
 
@@ -53,7 +44,8 @@ def debug_report() -> None:
     for label, value in environment_facts():
         print(f"{label} {_dots(label)} {value}")
     size, warnings = get_shm_size()
-    print(f"shared memory ({SHM_PATH}) size {_dots(f'shared memory ({SHM_PATH}) size')} {size}")
+    label = f"shared memory ({SHM_PATH}) size"
+    print(f"{label} {_dots(label)} {size}")
     for warning in warnings:
         print(f"  [WARNING] {warning}")
 
@@ -83,19 +75,12 @@ def environment_facts() -> list[tuple[str, str]]:
     ]
     if torch.version.cuda:
         facts.append(("nvcc version", nvcc_version()))
-    facts.append(
-        (
-            "cpu",
-            f"{os.cpu_count()} cores, vector instructions "
-            f"{torch.backends.cpu.get_cpu_capability()}",
-        )
-    )
+    vectors = torch.backends.cpu.get_cpu_capability()
+    facts.append(("cpu", f"{os.cpu_count()} cores, vector instructions {vectors}"))
     facts.append(("host memory", _host_memory()))
-    facts.extend((f"{name} version", _distribution_version(name)) for name in PACKAGES)
-    facts.append(
-        ("launchers found", ", ".join(name for name in LAUNCHERS if shutil.which(name)) or "none")
-    )
-    return facts
+    facts += ((f"{name} version", _distribution_version(name)) for name in PACKAGES)
+    found = ", ".join(name for name in LAUNCHERS if shutil.which(name))
+    return [*facts, ("launchers found", found or "none")]
 
 
 def _host_memory() -> str:
@@ -124,12 +109,8 @@ def installed_cann_path() -> str | None:
 
 def installed_cann_version() -> str | None:
     """Return the version of the Ascend toolkit (CANN), or None when it does not say."""
-    home = installed_cann_path()
-    info = (
-        os.path.join(home, f"{platform.machine()}-linux", "ascend_toolkit_install.info")
-        if home
-        else ""
-    )
+    home = installed_cann_path() or ""
+    info = os.path.join(home, f"{platform.machine()}-linux", "ascend_toolkit_install.info")
     if not os.path.isfile(info):
         return None
     with open(info, encoding="utf-8") as stream:
@@ -139,12 +120,11 @@ def installed_cann_version() -> str | None:
 
 def human_readable_size(size: float) -> str:
     """Return a number of bytes with a unit, e.g. "117.74 MB" (units of 1024)."""
-    units = ("B", "KB", "MB", "GB", "TB")
-    index = 0
-    while size >= 1024 and index < len(units) - 1:
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1024:
+            return f"{size:.2f} {unit}"
         size /= 1024
-        index += 1
-    return f"{size:.2f} {units[index]}"
+    return f"{size:.2f} TB"
 
 
 def get_shm_size() -> tuple[str, list[str]]:
@@ -153,11 +133,12 @@ def get_shm_size() -> tuple[str, list[str]]:
         stats = os.statvfs(SHM_PATH)
     except OSError as error:
         return "UNKNOWN", [f"{SHM_PATH} cannot be read: {error.strerror}"]
-    size = stats.f_frsize * stats.f_blocks
-    if size >= SHM_WARNING_BYTES:
-        return human_readable_size(size), []
+    total = stats.f_frsize * stats.f_blocks
+    size = human_readable_size(total)
+    if total >= SHM_WARNING_BYTES:
+        return size, []
     remedy = "data loaders and NCCL may fail; in a container start it with --shm-size='1gb' or more"
-    return human_readable_size(size), [f"{SHM_PATH} is small: {remedy}"]
+    return size, [f"{SHM_PATH} is small: {remedy}"]
 
 
 def _distribution_version(name: str) -> str:
@@ -181,15 +162,13 @@ def _yes_no(value: bool) -> str:
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line of `ds_report`."""
-    parser = argparse.ArgumentParser(
-        prog="ds_report", description="Describe this deepspeed installation."
-    )
-    parser.add_argument(
-        "--hide_operator_status", action="store_true", help="leave out the table of native ops"
-    )
-    parser.add_argument(
-        "--hide_errors_and_warnings", action="store_true", help="leave out why an op cannot be used"
-    )
+    description = "Describe this deepspeed installation."
+    parser = argparse.ArgumentParser(prog="ds_report", description=description)
+    for flag, what in (
+        ("--hide_operator_status", "the table of native ops"),
+        ("--hide_errors_and_warnings", "why an op cannot be used"),
+    ):
+        parser.add_argument(flag, action="store_true", help=f"leave out {what}")
     return parser.parse_args()
 
 
@@ -202,11 +181,7 @@ def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = Fa
 
 def cli_main() -> None:
     """Run the `ds_report` command."""
-    args = parse_arguments()
-    main(
-        hide_operator_status=args.hide_operator_status,
-        hide_errors_and_warnings=args.hide_errors_and_warnings,
-    )
+    main(**vars(parse_arguments()))
 
 
 if __name__ == "__main__":

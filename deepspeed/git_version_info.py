@@ -1,9 +1,7 @@
 """Which version of the package this is, and which native ops it carries.
 
-Owns: the version string, the git revision it was built from, and the lists of native ops.
-Does not own: the number itself; it stands in ``version.txt``, which ``setup.py`` copies into a
-built package as ``git_version_info_installed.py``.
-Called by: ``deepspeed/__init__.py``, ``deepspeed.env_report`` and client code.
+The number stands in ``version.txt``, which ``setup.py`` copies into a built package as
+``git_version_info_installed.py``.
 """
 
 import importlib

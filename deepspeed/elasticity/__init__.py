@@ -1,12 +1,6 @@
-"""Elastic training: batch sizes that fit many world sizes, and an agent that restarts processes
-when nodes come or go.
-
-Owns: the arithmetic (`elasticity`), its configuration block (`config`), the agent
-(`elastic_agent`), the `ds_elastic` command (`cli`). Does not own: the number of processes, which is
-the launcher's. Upstream's names, loaded on first use.
-
-`batch` resolves the batch of the ranks that are there; `constants` and `utils` are upstream's small
-files.
+"""Elastic training: batch sizes that fit many world sizes (`elasticity`), its block (`config`), the
+agent that restarts processes when nodes come or go (`elastic_agent`), the `ds_elastic` command
+(`cli`). `constants` and `utils` are upstream's small files; names load on first use.
 """
 
 from __future__ import annotations

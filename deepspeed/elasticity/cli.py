@@ -18,13 +18,11 @@ RULE = "-" * 42
 
 def main(args: list[str] | None = None) -> int:
     """Run the command; return 2, with one line on stderr, if there is no answer."""
-    parser = argparse.ArgumentParser(
-        prog="ds_elastic", description="Show the batch and world sizes of elastic training."
-    )
+    description = "Show the batch and world sizes of elastic training."
+    parser = argparse.ArgumentParser(prog="ds_elastic", description=description)
     parser.add_argument("-c", "--config", required=True, help="DeepSpeed config json")
-    parser.add_argument(
-        "-w", "--world-size", type=int, default=0, help="Intended/current world size"
-    )
+    text = "Intended/current world size"
+    parser.add_argument("-w", "--world-size", type=int, default=0, help=text)
     parsed = parser.parse_args(args)
     try:
         with open(parsed.config, encoding="utf-8") as stream:
@@ -34,25 +32,9 @@ def main(args: list[str] | None = None) -> int:
         sys.stderr.write(f"ds_elastic: error: {error}\n")
         return 2
     shown = json.dumps(config[ELASTICITY], sort_keys=True, indent=4)
-    heading = (
-        f"Calculated results for world size {parsed.world_size}:"
-        if parsed.world_size
-        else "Calculated results:"
-    )
-    values = zip(
-        ("final_batch_size ....", "valid_gpus ..........", "micro_batch_size ...."),
-        result,
-        strict=False,
-    )
-    lines = [
-        RULE,
-        "Elasticity config:",
-        RULE,
-        shown,
-        RULE,
-        heading,
-        RULE,
-        *(f"{name} {value}" for name, value in values),
-    ]
-    sys.stdout.write("\n".join(lines) + "\n")
+    names = ("final_batch_size ....", "valid_gpus ..........", "micro_batch_size ....")
+    values = [f"{name} {value}" for name, value in zip(names, result, strict=False)]
+    where = f" for world size {parsed.world_size}" if parsed.world_size else ""
+    heads = [RULE, "Elasticity config:", RULE, shown, RULE, f"Calculated results{where}:", RULE]
+    sys.stdout.write("\n".join([*heads, *values]) + "\n")
     return 0

@@ -1,8 +1,4 @@
-"""The `elasticity` block as an object, checked, and the errors of elastic training under upstream's
-names.
-
-Owns: what a block must contain. Does not own: what follows from it (`elasticity`).
-"""
+"""The `elasticity` block as an object, checked, and the errors of elastic training."""
 
 from __future__ import annotations
 
@@ -51,54 +47,41 @@ class ElasticityConfig:
         if param_dict.get("enabled"):
             for required in (constants.MAX_ACCEPTABLE_BATCH_SIZE, constants.MICRO_BATCHES):
                 if required not in param_dict:
-                    raise ElasticityConfigError(
-                        f"Elasticity config missing {required}; an enabled block must give it"
-                    )
+                    text = f"missing {required}; an enabled block must give it"
+                    raise ElasticityConfigError(f"Elasticity config {text}")
         for attribute in ElasticityConfig.__annotations__:
             name = _CONSTANTS.get(attribute, attribute.upper())
             key, default = getattr(constants, name), getattr(constants, f"{name}_DEFAULT")
             setattr(self, attribute, param_dict.get(key, default))
-        self._check_micro_batches()
-        self._check_sizes()
+        wrong = self._wrong()
+        if wrong:
+            raise ElasticityConfigError(wrong)
 
-    def _check_micro_batches(self) -> None:
-        sizes = self.micro_batches
+    def _wrong(self) -> str:
+        sizes, least, most = self.micro_batches, self.min_gpus, self.max_gpus
+        key, given = constants.MICRO_BATCHES, f"given min_gpus: {least}, max_gpus: {most}"
         if not isinstance(sizes, list):
-            raise ElasticityConfigError(
-                f"Elasticity expected value of {constants.MICRO_BATCHES} to be a list of micro "
-                f"batches, instead is: {type(sizes)}, containing: {sizes}"
+            return (
+                f"Elasticity expected value of {key} to be a list of micro batches, instead is: "
+                f"{type(sizes)}, containing: {sizes}"
             )
         if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-            raise ElasticityConfigError(
-                f"Elasticity expected {constants.MICRO_BATCHES} to only contain positive integers, "
-                f"at least one, instead contains: {sizes}"
-            )
-
-    def _check_sizes(self) -> None:
-        if self.min_gpus < 1 or self.max_gpus < 1:
-            raise ElasticityConfigError(
-                f"Elasticity min/max gpus must be > 0, given min_gpus: {self.min_gpus}, max_gpus: "
-                f"{self.max_gpus}"
-            )
-        if self.min_gpus > self.max_gpus:
-            raise ElasticityConfigError(
-                "Elasticity min_gpus cannot be greater than max_gpus, given min_gpus: "
-                f"{self.min_gpus}, max_gpus: {self.max_gpus}"
-            )
-        if self.model_parallel_size < 1:
-            raise ElasticityConfigError(
-                "Model-Parallel size cannot be less than 1, given model-parallel size: "
-                f"{self.model_parallel_size}"
-            )
-        if self.num_gpus_per_node < 1:
-            raise ElasticityConfigError(
-                "Number of GPUs per node cannot be less than 1, given number of GPUs per node: "
-                f"{self.num_gpus_per_node}"
-            )
+            text = f"to only contain positive integers, at least one, instead contains: {sizes}"
+            return f"Elasticity expected {key} {text}"
+        if least < 1 or most < 1:
+            return f"Elasticity min/max gpus must be > 0, {given}"
+        if least > most:
+            return f"Elasticity min_gpus cannot be greater than max_gpus, {given}"
+        for name, value in (
+            ("Model-Parallel size", self.model_parallel_size),
+            ("Number of GPUs per node", self.num_gpus_per_node),
+        ):
+            if value < 1:
+                said = name.replace("Model-P", "model-p").replace("Number", "number")
+                return f"{name} cannot be less than 1, given {said}: {value}"
         if self.min_time < 0:
-            raise ElasticityConfigError(
-                f"Elasticity min time needs to be >= 0: given {self.min_time}"
-            )
+            return f"Elasticity min time needs to be >= 0: given {self.min_time}"
+        return ""
 
     def repr(self) -> dict[str, Any]:
         """Return the attributes as a dict."""

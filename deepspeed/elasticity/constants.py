@@ -1,15 +1,10 @@
-"""Constants of the ``elasticity`` block, as upstream has them. Owns no logic.
-
-Those of its keys (``MIN_GPUS``, ``MIN_GPUS_DEFAULT``, ...) are derived from its model.
-"""
+"""Constants of the ``elasticity`` block, as upstream has them; its keys' are its model's."""
 
 from deepspeed._lazy import lazy_attributes
 
 ELASTICITY = "elasticity"
+# Environment variable in which a resource scheduler says, as JSON, with which block it planned.
 DEEPSPEED_ELASTICITY_CONFIG = "DEEPSPEED_ELASTICITY_CONFIG"
-"""Environment variable in which a resource scheduler says, as JSON, which elasticity block it
-planned with.
-"""
 LATEST_ELASTICITY_VERSION = 0.2
 MINIMUM_DEEPSPEED_VERSION = "0.3.8"
 

@@ -1,8 +1,7 @@
 """torch's elastic agent under upstream's name, for programs that run one themselves.
 
-Owns: giving the processes variables beside this process's own. Does not own: rendezvous, restarts
-and signals, which are torch's. The `deepspeed` command reaches the same agent through
-`deepspeed.launcher.agent`.
+It gives the processes variables beside this process's own; rendezvous, restarts and signals are
+torch's. The `deepspeed` command reaches the same agent through `deepspeed.launcher.agent`.
 """
 
 from __future__ import annotations

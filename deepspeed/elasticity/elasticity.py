@@ -1,9 +1,5 @@
-"""Batch sizes that many world sizes can share: upstream's arithmetic, versions 0.1 and 0.2.
-
-Owns: which global batch is taken, which numbers of ranks fit it, and the micro-batch of one of
-them. Pure but for two environment variables (`WORLD_SIZE` and what a scheduler leaves in
-`DEEPSPEED_ELASTICITY_CONFIG`). Does not own: the configuration that is filled in with the result
-(`deepspeed.runtime.config`). Light: it imports neither torch nor numpy.
+"""Batch sizes that many world sizes can share: upstream's arithmetic (versions 0.1 and 0.2), and
+what it comes to for the ranks that are there. Light: it imports neither torch nor numpy.
 
 A batch fits `n` ranks when some micro-batch size divides it into `n` equal parts. Numbers with many
 divisors fit many world sizes, so candidates are the micro-batch sizes (and their least common
@@ -32,6 +28,7 @@ from deepspeed.elasticity.constants import (
     LATEST_ELASTICITY_VERSION,
     MINIMUM_DEEPSPEED_VERSION,
 )
+from deepspeed.git_version_info import version as own_version
 from deepspeed.utils.logging import logger
 
 HCN_LIST: list[int] = [
@@ -39,7 +36,8 @@ HCN_LIST: list[int] = [
     10080, 15120, 20160, 25200, 27720, 45360, 50400, 55440, 83160, 110880, 166320, 221760, 277200,
     332640, 498960, 554400, 665280, 720720,
 ]  # fmt: skip
-"""Highly composite numbers: each has more divisors than any smaller number."""
+# Highly composite numbers: each has more divisors than any smaller number.
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 class _Choice(NamedTuple):
@@ -65,18 +63,15 @@ def get_valid_gpus(
     batch_size: int, micro_batches: list[int], min_valid_gpus: int, max_valid_gpus: int
 ) -> list[int]:
     """Return the numbers of ranks within the limits that `batch_size` divides among, sorted."""
-    fitting: set[int] = set()
-    for micro in micro_batches:
-        if batch_size % micro == 0:
-            fitting.update(_divisors(batch_size // micro))
+    shares = (batch_size // micro for micro in micro_batches if batch_size % micro == 0)
+    fitting = {count for share in shares for count in _divisors(share)}
     return sorted(count for count in fitting if min_valid_gpus <= count <= max_valid_gpus)
 
 
 def _divisors(number: int) -> Iterable[int]:
     for low in range(1, math.isqrt(number) + 1):
         if number % low == 0:
-            yield low
-            yield number // low
+            yield from (low, number // low)
 
 
 def get_best_candidates(
@@ -97,9 +92,8 @@ def get_best_candidates(
     for batch in candidate_batch_sizes:
         valid = get_valid_gpus(batch, micro_batches, min_gpus, max_gpus)
         lead = len(valid) - len(best_valid or ())
-        if lead > 0 or (
-            lead == 0 and (batch > best_batch if prefer_larger else batch < best_batch)
-        ):
+        is_preferred = batch > best_batch if prefer_larger else batch < best_batch
+        if lead > 0 or (lead == 0 and is_preferred):
             best_batch, best_valid = batch, valid
     return best_batch, best_valid
 
@@ -109,9 +103,9 @@ def _compatible_batch(
 ) -> tuple[int, list[int]]:
     """Choose a batch for counts (of ranks, or of nodes) between two limits."""
     if max(config.micro_batches) > max_batch:
+        text = f"{max_batch}, given micro_batch_sizes: {config.micro_batches}"
         raise ValueError(
-            "All micro batches must be less than or equal to max_acceptable_batch_size: "
-            f"{max_batch}, given micro_batch_sizes: {config.micro_batches}"
+            f"All micro batches must be less than or equal to max_acceptable_batch_size: {text}"
         )
     bases = [*config.micro_batches, math.lcm(*config.micro_batches)]
     candidates = get_candidate_batch_sizes(bases, max_batch)
@@ -135,16 +129,18 @@ def _choose_v01(config: ElasticityConfig, world_size: int, return_microbatch: bo
     if world_size == 0:
         return _Choice(batch, valid)
     if world_size not in valid:
-        raise _incompatible(world_size, valid)
+        raise ElasticityIncompatibleWorldSize(
+            f"World size ({world_size}) is not valid with the current list of valid GPU counts: "
+            f"{valid}"
+        )
     return _Choice(batch, valid, _largest_dividing(config.micro_batches, batch // world_size))
 
 
 def _choose_v02(config: ElasticityConfig, world_size: int) -> _Choice:
-    """Choose by version 0.2, which counts in nodes, in which model-parallel groups have a place.
+    """Choose by version 0.2, which counts in nodes; valid numbers are data-parallel sizes.
 
-    Valid numbers are data-parallel sizes. A world that is none of them (half a node is away) gets a
-    batch of its own: the multiple of a micro-batch times its data-parallel size that comes closest
-    to the largest batch.
+    A world that is none of them (half a node is away) gets a batch of its own: the multiple of a
+    micro-batch times its data-parallel size that comes closest to the largest batch.
     """
     parallel = config.model_parallel_size
     if config.num_gpus_per_node % parallel:
@@ -153,13 +149,11 @@ def _choose_v02(config: ElasticityConfig, world_size: int) -> _Choice:
             f"divisible by model parallel size {parallel}; change num_gpus_per_node or "
             "model_parallel_size"
         )
-    replicas = config.num_gpus_per_node // parallel
-    batch, valid_nodes = _compatible_batch(
-        config,
-        config.max_acceptable_batch_size // replicas,
-        config.min_gpus // config.num_gpus_per_node,
-        config.max_gpus // config.num_gpus_per_node,
-    )
+    each = config.num_gpus_per_node
+    replicas = each // parallel
+    most = config.max_acceptable_batch_size // replicas
+    limits = (config.min_gpus // each, config.max_gpus // each)
+    batch, valid_nodes = _compatible_batch(config, most, *limits)
     valid = [nodes * replicas for nodes in valid_nodes]
     if world_size % parallel:
         raise ElasticityIncompatibleWorldSize(
@@ -168,43 +162,27 @@ def _choose_v02(config: ElasticityConfig, world_size: int) -> _Choice:
         )
     size = world_size // parallel
     if size in valid:
-        return _Choice(
-            batch * replicas,
-            valid,
-            _largest_dividing(config.micro_batches, batch * replicas // size),
-        )
+        batch *= replicas
+        return _Choice(batch, valid, _largest_dividing(config.micro_batches, batch // size))
     if not config.min_gpus <= world_size <= config.max_gpus:
         # As upstream, which starts nodes by the limits and trains with what came.
-        logger.warning(
-            "elasticity: %d ranks are outside min_gpus..max_gpus (%d..%d); they get a batch of "
-            "their own",
-            world_size,
-            config.min_gpus,
-            config.max_gpus,
-        )
+        text = "elasticity: %d ranks are outside min_gpus..max_gpus (%d..%d); they get a batch of "
+        logger.warning(text + "their own", world_size, config.min_gpus, config.max_gpus)
     return _own_batch(config, world_size, size)
 
 
 def _own_batch(config: ElasticityConfig, world_size: int, size: int) -> _Choice:
-    """The batch of a world that the common one does not fit; `size` is its data-parallel size."""
-    limit = config.max_acceptable_batch_size
-    batches = [
-        step * (limit // step) for micro in config.micro_batches if (step := micro * size) <= limit
-    ]
+    """Choose for a world that the common batch does not fit; `size` is its data-parallel size."""
+    limit, micros = config.max_acceptable_batch_size, config.micro_batches
+    batches = [step * (limit // step) for micro in micros if (step := micro * size) <= limit]
     if not batches:
         raise ElasticityIncompatibleWorldSize(
-            f"World size ({world_size}) is not valid: one micro-batch of "
-            f"{min(config.micro_batches)} on each of {size} data-parallel ranks exceeds "
-            f"max_train_batch_size ({limit}); raise it or start fewer ranks"
+            f"World size ({world_size}) is not valid: one micro-batch of {min(micros)} on each of "
+            f"{size} data-parallel ranks exceeds max_train_batch_size ({limit}); raise it or start "
+            "fewer ranks"
         )
     batch = max(batches) if config.prefer_larger_batch_size else min(batches)
     return _Choice(batch, [size], _largest_dividing(config.micro_batches, batch // size))
-
-
-def _incompatible(world_size: int, valid: list[int]) -> ElasticityIncompatibleWorldSize:
-    return ElasticityIncompatibleWorldSize(
-        f"World size ({world_size}) is not valid with the current list of valid GPU counts: {valid}"
-    )
 
 
 def _world_size_from_environment(version: str, purpose: str) -> int:
@@ -238,7 +216,6 @@ def compute_elastic_config(
         (batch in samples, valid sizes in rising order) and, for a known world size, the largest
         micro-batch size that divides its share. Sizes are numbers of ranks in version 0.1, of
         data-parallel ranks in version 0.2.
-
     Raises:
         ElasticityConfigError: the block is missing, disabled or wrong, or the world size is needed
             and unknown.
@@ -255,9 +232,8 @@ def compute_elastic_config(
         ranks = world_size or _world_size_from_environment("0.2", "valid batch size")
         choice = _choose_v02(config, ranks)
     else:
-        raise NotImplementedError(
-            f"Unable to find elastic logic for version: {config.version}; use 0.1 or 0.2"
-        )
+        text = f"Unable to find elastic logic for version: {config.version}; use 0.1 or 0.2"
+        raise NotImplementedError(text)
     if world_size > 0 or return_microbatch:
         return choice.batch, choice.valid, choice.micro
     return choice.batch, choice.valid
@@ -265,21 +241,16 @@ def compute_elastic_config(
 
 def _config_of(ds_config: dict[str, Any], target_deepspeed_version: str) -> ElasticityConfig:
     if not isinstance(ds_config, dict):
-        raise ValueError(
-            f"Expected ds_config to be a dictionary but received a {type(ds_config)}, containing: "
-            f"{ds_config}"
-        )
+        text = f"but received a {type(ds_config)}, containing: {ds_config}"
+        raise ValueError(f"Expected ds_config to be a dictionary {text}")
+    remedy = "if running an elastic training job."
     if ELASTICITY not in ds_config:
-        raise ElasticityConfigError(
-            f"'{ELASTICITY}' is missing from config json, please add it if running an elastic "
-            "training job."
-        )
+        text = f"'{ELASTICITY}' is missing from config json, please add it {remedy}"
+        raise ElasticityConfigError(text)
     block = ds_config[ELASTICITY]
     if not block.get("enabled"):
-        raise ElasticityConfigError(
-            "Elasticity is disabled, please enable it ('enabled':true) if running an elastic "
-            "training job."
-        )
+        text = "Elasticity is disabled, please enable it ('enabled':true)"
+        raise ElasticityConfigError(f"{text} {remedy}")
     config = ElasticityConfig(block)
     if config.model_parallel_size > 1 and float(config.version) != 0.2:
         raise ElasticityConfigError(
@@ -287,14 +258,12 @@ def _config_of(ds_config: dict[str, Any], target_deepspeed_version: str) -> Elas
             f"model-parallel size: {config.model_parallel_size}; use version 0.2"
         )
     if float(config.version) > LATEST_ELASTICITY_VERSION:
-        raise ElasticityConfigError(
-            f"Attempting to run elasticity version {config.version} but runtime only supports up "
-            f"to {LATEST_ELASTICITY_VERSION}"
-        )
+        text = f"but runtime only supports up to {LATEST_ELASTICITY_VERSION}"
+        raise ElasticityConfigError(f"Attempting to run elasticity version {config.version} {text}")
     if parse(target_deepspeed_version) < parse(MINIMUM_DEEPSPEED_VERSION):
+        text = f"minimum version {MINIMUM_DEEPSPEED_VERSION} supporting elasticity."
         raise ElasticityError(
-            f"Target deepspeed version of {target_deepspeed_version} is not compatible with "
-            f"minimum version {MINIMUM_DEEPSPEED_VERSION} supporting elasticity."
+            f"Target deepspeed version of {target_deepspeed_version} is not compatible with {text}"
         )
     return config
 
@@ -308,16 +277,11 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: dict[str, Any])
     """Refuse an `elasticity` block that is not the one a resource scheduler planned with."""
     text = os.environ.get(DEEPSPEED_ELASTICITY_CONFIG)
     if text is None:
-        logger.warning(
-            "%s is not set: cannot tell whether a resource scheduler scales this job with the same "
-            "elasticity block",
-            DEEPSPEED_ELASTICITY_CONFIG,
-        )
+        said = "%s is not set: cannot tell whether a resource scheduler scales this job with the "
+        logger.warning(said + "same elasticity block", DEEPSPEED_ELASTICITY_CONFIG)
         return
-    scheduler, runtime = (
-        ElasticityConfig(json.loads(text)),
-        ElasticityConfig(runtime_elastic_config_dict),
-    )
+    scheduler = ElasticityConfig(json.loads(text))
+    runtime = ElasticityConfig(runtime_elastic_config_dict)
     for name in ("max_acceptable_batch_size", "micro_batches", "version"):
         planned, present = getattr(scheduler, name), getattr(runtime, name)
         if planned != present:
@@ -325,3 +289,32 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: dict[str, Any])
                 f"Elastic config '{name}={planned}' seen by resource scheduler does not match "
                 f"config passed to runtime {name}={present}"
             )
+
+
+def elastic_batch_sizes(
+    param_dict: dict[str, Any], data_parallel_size: int, world_size: int
+) -> tuple[int, int, int]:
+    """Return train batch, micro-batch and accumulation steps of an enabled `elasticity` block."""
+    block = param_dict[ELASTICITY]
+    config = ElasticityConfig(block)
+    if world_size != data_parallel_size * config.model_parallel_size:
+        raise ElasticityConfigError(
+            f"elasticity.model_parallel_size: {config.model_parallel_size}, but {world_size} ranks "
+            f"share the data in {data_parallel_size} parts; set it to the ranks that hold one copy "
+            "of the model"
+        )
+    ensure_immutable_elastic_config(block)
+    batch, _, micro = compute_elastic_config(param_dict, own_version, world_size=world_size)  # type: ignore[misc]
+    chosen = (batch, micro, batch // (micro * data_parallel_size))
+    # A configuration that was filled in before says what is chosen now, and is no contradiction.
+    pairs = zip(BATCH_KEYS, chosen, strict=True)
+    changed = [key for key, value in pairs if param_dict.get(key) not in (None, value)]
+    given = ", ".join(f"{key}: {param_dict[key]}" for key in changed)
+    if given and not config.ignore_non_elastic_batch_info:
+        raise ElasticityConfigError(
+            f"{given}: elasticity.enabled chooses the batch sizes; remove these keys, "
+            "or set elasticity.ignore_non_elastic_batch_info to true to have them overridden"
+        )
+    if given:
+        logger.warning("elasticity overrides %s", given)
+    return chosen

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from deepspeed.monitor.base import Event, Monitor, require
+from deepspeed.monitor.monitor import Event, Monitor, require
 
 # Arguments of comet_ml.start that are keys of the block; those left at null are Comet's own to
 # decide.

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from deepspeed.monitor.base import Event, Monitor
+from deepspeed.monitor.monitor import Event, Monitor
 
 
 class csvMonitor(Monitor):  # noqa: N801  # upstream's name

@@ -1,22 +1,49 @@
-"""`MonitorMaster`, which writes events to all monitors that are enabled.
+"""Monitors, which events `(name, value, step)` are written to.
 
-The engine's own events (`runtime.step_observers.training_events`) and a script's go the same way:
+`MonitorMaster` writes to all that are enabled, the engine's events and a script's:
 `engine.monitor.write_events([("Train/accuracy", 0.5, engine.global_samples)])`.
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deepspeed import comm as dist
-from deepspeed.monitor.base import Event, Monitor, require
 from deepspeed.utils.logging import logger
 
 if TYPE_CHECKING:
     from deepspeed.monitor.watch.monitor import WatchMonitor
+
+
+Event = tuple[str, Any, int]
+
+
+class Monitor(ABC):
+    """One place to write events to."""
+
+    def __init__(self, monitor_config: Any) -> None:
+        self.monitor_config = monitor_config
+        self.enabled: bool = monitor_config.enabled  # if not, it opens and writes nothing
+
+    @abstractmethod
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        """Write events."""
+
+    def close(self) -> None:  # noqa: B027  # most monitors have nothing to let go of
+        """Write what is buffered and let go of files and connections; no event may follow."""
+
+
+def require(module: str, package: str, block: str) -> None:
+    """Raise ImportError unless `module` can be imported, which `block` needs."""
+    if importlib.util.find_spec(module) is None:
+        raise ImportError(
+            f'{block}.enabled: true needs the package {package}, which is not installed: run "pip '
+            f'install {package}", or set "{block}": {{"enabled": false}}'
+        )
 
 
 class Kind(NamedTuple):

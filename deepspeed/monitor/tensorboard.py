@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from deepspeed.monitor.base import Event, Monitor, require
+from deepspeed.monitor.monitor import Event, Monitor, require
 
 
 class TensorBoardMonitor(Monitor):

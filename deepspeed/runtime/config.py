@@ -17,7 +17,7 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed._lazy import lazy_attributes
-from deepspeed.elasticity.batch import elastic_batch_sizes
+from deepspeed.elasticity.elasticity import elastic_batch_sizes
 from deepspeed.runtime.config_models.enums import ZeroStageEnum
 from deepspeed.runtime.config_models.sizes import (
     BatchSizes,

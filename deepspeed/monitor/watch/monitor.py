@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from deepspeed.monitor.base import Event, Monitor
+from deepspeed.monitor.monitor import Event, Monitor
 from deepspeed.monitor.watch.page import PAGE_NAME, render
 from deepspeed.monitor.watch.record import encoded, new_record, run_before
 from deepspeed.monitor.watch.run import Run

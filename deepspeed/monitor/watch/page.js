@@ -4,7 +4,7 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const SVG = "http://www.w3.org/2000/svg";
 const HEIGHT = 210, LEFT = 58, RIGHT = 10, TOP = 8, BOTTOM = 22;
 
-// Numbers, as numbers.py writes them.
+// Numbers, as page.py writes them.
 
 function number(v) {
   if (v === null || v === undefined) return "–";

@@ -1,20 +1,20 @@
 """The page of a run: figures and tables as plain HTML, curves drawn by its own script.
 
-Everything is in the one file, which loads nothing. Numbers are written by `numbers`, and `page.js`
-writes those that the reader points at in the same way.
+Everything is in the one file, which loads nothing. `page.js` writes the numbers that the reader
+points at as they are written here.
 """
 
 from __future__ import annotations
 
 import html
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from importlib.resources import files
 from typing import NamedTuple
 
 from deepspeed.monitor.watch.charts import charts_of
-from deepspeed.monitor.watch.numbers import change, milliseconds, number, number_of_bytes
 from deepspeed.monitor.watch.run import PHASES, Point, Run, same_steps
 from deepspeed.utils import html_page
 
@@ -37,6 +37,8 @@ SETTINGS = {
     "torch": "torch",
 }
 SKIPS_SHOWN = 8
+NONE = "–"
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class Figure(NamedTuple):
@@ -200,8 +202,9 @@ def _compared(
     theirs: float | None,
     where: str,
     more_is_better: bool | None,
-    write: Callable[[float | None], str] = number,
+    write: Callable[[float | None], str] | None = None,
 ) -> Figure:
+    write = write or number
     if mine is None or theirs is None:
         return Figure(title, write(mine), "" if theirs is None else write(theirs) + where)
     said = change(mine, theirs)
@@ -335,3 +338,51 @@ def _foot(run: Run, unreadable: int) -> str:
     if unreadable:
         notes.append(f"{unreadable:,} lines of the record are not readable and were left out.")
     return f'<footer class="quiet">{" ".join(html.escape(note) for note in notes)}</footer>'
+
+
+# Numbers
+
+
+def number(value: float | None) -> str:
+    """Four significant digits: 0.1235, 12,346, 3.2e-4; a dash for None."""
+    if value is None:
+        return NONE
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if value == 0:
+        return "0"
+    if size >= 999.95:
+        return f"{value:,.0f}"
+    if size < 1e-3:
+        digits, exponent = f"{value:.3e}".split("e")
+        return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
+    return f"{value:.4g}"
+
+
+def milliseconds(value: float | None) -> str:
+    """Write a time with the unit that fits."""
+    if value is None:
+        return NONE
+    return f"{number(value)} ms" if value < 1e4 else f"{number(value / 1e3)} s"
+
+
+def number_of_bytes(value: float | None) -> str:
+    """Write a size with the unit that fits."""
+    if value is None:
+        return NONE
+    power = 0
+    while value >= 1024 and power < len(_UNITS) - 1:
+        value /= 1024
+        power += 1
+    return f"{number(value)} {_UNITS[power]}"
+
+
+def change(now: float, before: float) -> str:
+    """Say how `now` differs, as +1.2%; nothing where it cannot be said or rounds to nothing."""
+    if not (math.isfinite(now) and math.isfinite(before)) or before == 0:
+        return ""
+    percent = 100 * (now - before) / abs(before)
+    if abs(percent) < 0.05:
+        return ""
+    return f"{percent:+,.0f}%" if abs(percent) >= 99.95 else f"{percent:+.1f}%"

@@ -18,22 +18,20 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deepspeed._lazy import lazy_attributes
 from deepspeed.profiling.flops_profiler import report
-from deepspeed.profiling.flops_profiler.module_profile import (
+from deepspeed.profiling.flops_profiler.report import (
     ModuleProfile,
+    bytes_to_string,
+    duration_to_string,
+    flops_to_string,
     get_module_duration,
     get_module_flops,
     get_module_macs,
     get_module_params,
-    profile_of,
-    set_profile,
-)
-from deepspeed.profiling.flops_profiler.units import (
-    bytes_to_string,
-    duration_to_string,
-    flops_to_string,
     macs_to_string,
     number_to_string,
     params_to_string,
+    profile_of,
+    set_profile,
 )
 from deepspeed.utils.timer import begin_span, end_span
 
@@ -106,11 +104,9 @@ class FlopsProfiler:
         self.reset_profile()
         ignored = tuple(ignore_list or ())
         for module in self.model.modules():
-            enter, leave = (
-                (self._enter_ignored, self._leave_ignored)
-                if isinstance(module, ignored)
-                else (self._enter, self._leave)
-            )
+            enter, leave = self._enter, self._leave
+            if isinstance(module, ignored):
+                enter, leave = self._enter_ignored, self._leave_ignored
             self._handles.append(module.register_forward_pre_hook(enter))
             # Called for a forward that raised too: what is open must be closed again.
             self._handles.append(module.register_forward_hook(leave, always_call=True))
@@ -253,7 +249,7 @@ def get_model_profile(
     ignore_modules: Sequence[type[nn.Module]] | None = None,
     mode: str = "forward",
 ) -> tuple[int, int, int] | tuple[str, str, str]:
-    """Profile one forward.
+    """Profile one forward: operations, multiply-accumulate operations, parameters.
 
     Args:
         model: The model, as it is: its training mode and device stay.
@@ -270,9 +266,6 @@ def get_model_profile(
         output_file: See `FlopsProfiler.print_model_profile`.
         ignore_modules: Types of modules that do not count.
         mode: "forward" calls the model, "generate" its method `generate`.
-
-    Returns:
-        Operations, multiply-accumulate operations, parameters.
 
     Raises:
         ValueError: For another mode, or without any input.
@@ -297,11 +290,8 @@ def get_model_profile(
     try:
         if print_profile:
             profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
-        flops, macs, params = (
-            get_module_flops(model),
-            get_module_macs(model),
-            get_module_params(model),
-        )
+        flops, macs = get_module_flops(model), get_module_macs(model)
+        params = get_module_params(model)
     finally:
         profiler.end_profile()
     if as_string:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deepspeed.monitor.base import Event
+from deepspeed.monitor.monitor import Event
 from deepspeed.runtime.step_observers.mean_loss import MeanLoss
 from deepspeed.runtime.step_observers.step_observer import StepObserver
 from deepspeed.utils.timer import (

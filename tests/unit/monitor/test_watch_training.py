@@ -15,7 +15,7 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.monitor.watch.numbers import number
+from deepspeed.monitor.watch.page import number
 from deepspeed.monitor.watch.record import Line, RecordReader, records_in
 from deepspeed.monitor.watch.run import PHASES
 from deepspeed.pipe import PipelineModule

@@ -14,15 +14,15 @@ import deepspeed
 from deepspeed.pipe import PipelineModule
 from deepspeed.profiling import config as profiling_config
 from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
-from deepspeed.profiling.flops_profiler.module_profile import (
-    get_module_duration,
-    get_module_flops,
-    profile_of,
-)
 from deepspeed.profiling.flops_profiler.profiler import (
     duration_to_string,
     number_to_string,
     params_to_string,
+)
+from deepspeed.profiling.flops_profiler.report import (
+    get_module_duration,
+    get_module_flops,
+    profile_of,
 )
 from unit.common import DistributedTest
 

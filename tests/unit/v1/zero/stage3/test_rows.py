@@ -44,7 +44,7 @@ from torch import nn
 from deepspeed import comm as dist
 from deepspeed.comm.watch import intent
 from deepspeed.comm.watch.observation import add_observer, remove_observer
-from deepspeed.profiling.flops_profiler.module_profile import get_module_params
+from deepspeed.profiling.flops_profiler.report import get_module_params
 from deepspeed.runtime.zero import GatheredParameters
 from unit.common import DistributedTest
 from unit.models import drawn, seeded
