@@ -57,12 +57,7 @@ class Node:
             "link",
             "add",
             self.cable,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "eth0",
-            "netns",
+            *"type veth peer name eth0 netns".split(),
             self.namespace,
         )
         run("ip", "-n", self._cluster.switch, "link", "set", self.cable, "master", "bridge", "up")
@@ -83,15 +78,9 @@ class Node:
         log = open(folder / f"{self.name}.log", "wb")  # noqa: SIM115 the server writes on
         self.server = subprocess.Popen(
             [
-                "ip",
-                "netns",
-                "exec",
+                *"ip netns exec".split(),
                 self.namespace,
-                "unshare",
-                "--uts",
-                "--mount",
-                "bash",
-                "-c",
+                *"unshare --uts --mount bash -c".split(),
                 textwrap.dedent(script),
             ],
             stdin=subprocess.DEVNULL,

@@ -37,9 +37,7 @@ class Slurm:
             # munge refuses a socket's folder that others can write to; /run is the host's own.
             self._daemon(
                 node,
-                "munged",
-                "bash",
-                "-c",
+                *"munged bash -c".split(),
                 f"mkdir -p /run/munge && exec {' '.join(self._munged(node))}",
             )
         first = self._cluster.nodes[0]
@@ -58,9 +56,7 @@ class Slurm:
         options = {"key-file": self.folder / "munge.key", "pid-file": "/run/munge/munged.pid"}
         options |= {"seed-file": own / "seed", "log-file": own / "munged.log"}
         return [
-            "/usr/sbin/munged",
-            "--foreground",
-            "--force",
+            *"/usr/sbin/munged --foreground --force".split(),
             *(f"--{key}={value}" for key, value in options.items()),
         ]
 

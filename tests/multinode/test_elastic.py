@@ -43,9 +43,7 @@ class ElasticJob:
         script = [str(SCRIPT), "--checkpoints", str(self.checkpoints)]
         return Job(
             self.cluster,
-            "--num_gpus",
-            "2",
-            "--elastic_training",
+            *"--num_gpus 2 --elastic_training".split(),
             *limits,
             *rendezvous,
             *script,
@@ -81,9 +79,7 @@ def replay(job: ElasticJob, *worlds: tuple[int, int]) -> None:
     for ranks, last in worlds:
         command = [
             sys.executable,
-            "-m",
-            "deepspeed.launcher.runner",
-            "--num_gpus",
+            *"-m deepspeed.launcher.runner --num_gpus".split(),
             str(ranks),
             str(SCRIPT),
         ]

@@ -114,13 +114,7 @@ def test_three_nodes_train_as_one_process(
 def test_nodes_started_by_hand_train_as_one_process(two: hosts.Cluster, tmp_path: Path) -> None:
     weights = tmp_path / "weights.pt"
     flags = [
-        "-q",
-        "--no_ssh",
-        "--num_nodes",
-        "2",
-        "--num_gpus",
-        "2",
-        "--master_addr",
+        *"-q --no_ssh --num_nodes 2 --num_gpus 2 --master_addr".split(),
         two.nodes[0].address,
     ]
     script = [str(SCRIPT), "--save", str(weights), "--", *ARGUMENTS]
@@ -136,13 +130,7 @@ def test_nodes_started_by_hand_train_as_one_process(two: hosts.Cluster, tmp_path
 def test_nodes_started_by_hand_fail_together(two: hosts.Cluster, tmp_path: Path) -> None:
     # Kills: a node that waits for ranks of another one, which has failed.
     flags = [
-        "-q",
-        "--no_ssh",
-        "--num_nodes",
-        "2",
-        "--num_gpus",
-        "2",
-        "--master_addr",
+        *"-q --no_ssh --num_nodes 2 --num_gpus 2 --master_addr".split(),
         two.nodes[0].address,
     ]
     script = [str(SCRIPT), "--save", str(tmp_path / "none"), "--stay", "--fail_rank", "3"]

@@ -153,13 +153,7 @@ def test_ssh_starts_ranks_of_one_job_on_all_nodes(nodes: Nodes) -> None:
     # Kills: environment lost or expanded on the way, ranks counted per node, cores dealt without
     # their binding.
     flags = [
-        "--launcher",
-        "ssh",
-        "--hostfile",
-        "hostfile",
-        "--bind_cores_to_rank",
-        "--bind_core_list",
-        "0-1",
+        *"--launcher ssh --hostfile hostfile --bind_cores_to_rank --bind_core_list 0-1".split(),
     ]
     if len(os.sched_getaffinity(0)) < 2:
         flags = flags[:4]

@@ -199,9 +199,7 @@ def test_a_second_interrupt_does_not_wait(launcher: Launcher) -> None:
 
 def test_killing_the_launcher_ends_the_ranks(launcher: Launcher) -> None:
     process = launcher.start(
-        "-q",
-        "--num_gpus",
-        "2",
+        *"-q --num_gpus 2".split(),
         launcher.script("""
         import os, time
         print("pids", os.getpid(), flush=True)

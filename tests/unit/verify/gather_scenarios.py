@@ -11,6 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from unit.verify.guards import watched
+
 WIDTH = 16
 LAYERS = 4
 ROWS = 2
@@ -39,16 +44,12 @@ def make_model() -> nn.Sequential:
 
 def make_engine(dtype: str | None = None, offload: bool = False, **zero: Any) -> Any:
     """One layer per bucket."""
-    import deepspeed
-
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": ROWS,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
-            "stage": 2,
-            "reduce_bucket_size": WIDTH * WIDTH,
-            "overlap_param_gather": True,
+            **{"stage": 2, "reduce_bucket_size": WIDTH * WIDTH, "overlap_param_gather": True},
             **zero,
         },
     }
@@ -63,8 +64,6 @@ def make_engine(dtype: str | None = None, offload: bool = False, **zero: Any) ->
 
 
 def train(engine: Any, steps: int = STEPS) -> None:
-    from deepspeed import comm as dist
-
     for number in range(steps):
         seed = 10 * number + dist.get_rank()
         x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
@@ -84,8 +83,6 @@ def kept(engine: Any) -> None:
 
 def on_two_streams(engine: Any) -> None:
     """By the current stream, and then by another that has not waited."""
-    from deepspeed.accelerator import get_accelerator
-
     accelerator = get_accelerator()
     current, side = accelerator.current_stream(), accelerator.Stream()
     engine.kept.mul(2)
@@ -98,12 +95,7 @@ def checker(read: Callable[[Any], None], **settings: Any) -> list[str]:
     """What the stream checker finds on the simulated device when parameters are read right after
     each step.
     """
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.accelerator.sim_accelerator import simulate
-    from deepspeed.verify import check_streams
-
-    with simulate(seed=0, backward_streams=2), check_streams(raises=False) as found:
+    with watched(in_pieces=False) as found:
         deepspeed.init_distributed(dist_backend="gloo")
         engine = make_engine(**settings)
         engine.kept = list(engine.module.parameters())[-1]
@@ -113,7 +105,7 @@ def checker(read: Callable[[Any], None], **settings: Any) -> list[str]:
                 read(engine)
         get_accelerator().synchronize()
         engine.destroy()
-    return [str(finding) for finding in found.findings]
+    return found
 
 
 SCENARIOS: dict[str, Callable[[], list[str]]] = {

@@ -3,7 +3,7 @@ lists them with its own.
 
 The guards: the ledger, the intent check, the stream checker, the comparison with one process
 ("oracle"), the schedules' simulator, and what the pipeline engine itself refuses ("engine"). The
-trainings are those of the contract suites.
+trainings are those of the contract suites; what they need is imported by those who run them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,13 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import deepspeed
 from unit.v1.contract.matrix import Case
 from unit.v1.pipe.contract.cases import PipeCase
+from unit.verify.guards import raised, simulated, watched
 
 INTENT = {"collectives": True, "collectives_timeout": 3}
 LEDGER = {"ledger": True}
-ERRORS = {
-    "ledger": "GradientLedgerError",
-    "intent": "CollectiveMismatchError",
-    "engine": "PipeBufferError",
-    "device": "HostWaitError",
-}
 
 
 def case_of(
@@ -36,12 +32,8 @@ def case_of(
     **more: Any,
 ) -> PipeCase:
     """A case with four micro-batches and small buckets."""
-    values = vars(Case(stage, precision, 4, False, False, True, False, "tiny", world)) | {
-        "pipe": pipe,
-        "schedule": schedule,
-        "tied": tied,
-    }
-    return PipeCase(**{**values, **more})
+    values = vars(Case(stage, precision, 4, False, False, True, False, "tiny", world))
+    return PipeCase(**{**values, "pipe": pipe, "schedule": schedule, "tied": tied, **more})
 
 
 # Every schedule, ZeRO stage, precision and grid that guards must be silent about; the mutations use
@@ -65,68 +57,36 @@ CASES = (
 def train(
     case: PipeCase, verify: dict[str, Any] | None = None, one_group_on_first: bool = False
 ) -> list[str]:
-    """Train and compare with one process; returns what deviates.
-
-    Args:
-        case: The configuration.
-        verify: Its block "verify".
-        one_group_on_first: The first stage has one parameter group and the others three, the last
-            of them empty.
+    """Train and compare with one process; returns what deviates. With `one_group_on_first` the
+    first stage has one parameter group and the others three, the last of them empty.
     """
-    import deepspeed
+
     from unit.v1.pipe.contract import runner
 
     def groups(named: dict[str, Any]) -> list[dict[str, Any]]:
         made = original(named)
-        return (
-            [{"params": list(named.values()), "weight_decay": 0.1}]
-            if "1.linear.weight" in named
-            else [*made, {"params": []}]
-        )
+        one = [{"params": list(named.values()), "weight_decay": 0.1}]
+        return one if "1.linear.weight" in named else [*made, {"params": []}]
 
     original, config = runner.parameter_groups, runner.pipe_config
     deepspeed.init_distributed(dist_backend="gloo")
-    with (
-        mock.patch.object(
-            runner, "pipe_config", lambda case: {**config(case), "verify": verify or {}}
-        ),
-        mock.patch.object(runner, "parameter_groups", groups if one_group_on_first else original),
-    ):
+    told = mock.patch.object(
+        runner, "pipe_config", lambda case: {**config(case), "verify": verify or {}}
+    )
+    grouped = groups if one_group_on_first else original
+    with told, mock.patch.object(runner, "parameter_groups", grouped):
         return runner.PipeRun(case).run()
-
-
-def raised(guard: str, run: Callable[[], Any]) -> list[str]:
-    """What a guard says by raising, on the rank that it spoke on first or passed on by the failure
-    watch.
-    """
-    try:
-        run()
-    except RuntimeError as error:
-        if ERRORS[guard] not in f"{type(error).__name__}: {error}":
-            raise
-        return [f"{ERRORS[guard]}: {error}"]
-    return []
-
-
-def watched(run: Callable[[], Any]) -> tuple[list[str], Any]:
-    """What the stream checker finds on the simulated device, and what `run` returns there."""
-    from deepspeed.verify import check_streams
-    from unit.verify.scenarios import simulated
-
-    with simulated(), check_streams(raises=False) as found:
-        result = run()
-    return [str(finding) for finding in found.findings], result
 
 
 def races(case: PipeCase) -> list[str]:
     """What the stream checker finds."""
-    return watched(partial(train, case))[0]
+    with watched() as found:
+        train(case)
+    return found
 
 
 def device_numbers(case: PipeCase) -> list[str]:
     """What is not as in one process, on the simulated device."""
-    from unit.verify.scenarios import simulated
-
     with simulated():
         return numbers(case)
 
@@ -168,7 +128,6 @@ def numbers(case: PipeCase) -> list[str]:
 
 def experts() -> None:
     """Four experts over two of four ranks, so that two hold each."""
-    import deepspeed
     from unit.v1.moe.runner import Case as ExpertCase
     from unit.v1.moe.runner import CaseRun
 

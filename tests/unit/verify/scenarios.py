@@ -7,22 +7,28 @@ Each trains the contract suite's model, with different data on every rank and SG
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.sim.static_memory import StaticGradients
+from deepspeed.accelerator.sim_accelerator import simulate
+from deepspeed.utils import safe_get_full_fp32_params
 from unit.v1.contract import reference
 from unit.v1.contract.model import ROWS, make_model, micro_batch, parameter_groups
 from unit.verify import gather_scenarios, pipe_scenarios, zero3_scenarios
+from unit.verify.guards import raised, simulated, watched
 
 STEPS = 2
 NAN_OVER_SEEDS = "oracle: a NaN over 20 seeds and 8 schedules"
 ACCUMULATION = 2
 SMALL_BUCKET = 300
-SMALL_PIECE = 40
 # Bounds of an oracle that looks for faults and not for rounding: relative to how far a parameter
 # moves, and to its own size.
 TOLERANCE = {"fp32": (1e-5, 1e-6), "bf16": (0.1, 2.0**-8), "fp16": (0.02, 2.0**-11)}
@@ -50,12 +56,8 @@ def config_of(
     if dtype == "bf16":
         config["bf16"] = {"enabled": True}
     if dtype == "fp16":
-        config["fp16"] = {
-            "enabled": True,
-            "initial_scale_power": 4,
-            "loss_scale_window": 1,
-            "hysteresis": 1,
-        }
+        dynamic = {"initial_scale_power": 4, "loss_scale_window": 1, "hysteresis": 1}
+        config["fp16"] = {"enabled": True, **dynamic}
     if accumulate_in:
         config["data_types"] = {"grad_accum_dtype": accumulate_in}
     if verify is not None:
@@ -74,16 +76,9 @@ def on_host_adam(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def train(config: dict[str, Any], side_stream: bool = False) -> dict[str, torch.Tensor]:
-    """Train for a few steps; returns the fp32 parameters by name, whole, on every rank.
-
-    Args:
-        config: DeepSpeed's.
-        side_stream: Do everything on a stream that is not the default one.
+    """Train for a few steps, on a stream that is not the default one if `side_stream`; returns the
+    fp32 parameters by name, whole, on every rank.
     """
-    import deepspeed
-    from deepspeed import comm as dist
-    from deepspeed.accelerator import get_accelerator
-
     accelerator = get_accelerator()
     deepspeed.init_distributed(dist_backend="gloo")
     model = make_model()
@@ -104,8 +99,6 @@ def train(config: dict[str, Any], side_stream: bool = False) -> dict[str, torch.
 
 
 def _side_stream() -> Any:
-    from deepspeed.accelerator import get_accelerator
-
     accelerator = get_accelerator()
     stream = accelerator.Stream()
     stream.wait_stream(accelerator.current_stream())
@@ -113,49 +106,25 @@ def _side_stream() -> Any:
 
 
 def _masters(engine: Any) -> dict[str, torch.Tensor]:
-    from deepspeed.utils import safe_get_full_fp32_params
-
-    params = {
-        name: param for name, param in engine.module.named_parameters() if param.requires_grad
-    }
-    if not engine.zero_optimization_stage() and not engine.bfloat16_enabled():
-        return {name: param.detach().clone() for name, param in params.items()}
-    return {
-        name: value.clone()
-        for name, value in zip(
-            params, safe_get_full_fp32_params(list(params.values())), strict=True
-        )
-    }
-
-
-@contextmanager
-def simulated(backward_streams: int = 2) -> Iterator[None]:
-    """Everything within runs on the simulated device."""
-    from deepspeed.accelerator.sim_accelerator import simulate
-    from deepspeed.verify import lowered_sizes
-
-    with lowered_sizes(SMALL_PIECE), simulate(seed=0, backward_streams=backward_streams):
-        yield
+    params = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    values = list(params.values())
+    if engine.zero_optimization_stage() or engine.bfloat16_enabled():
+        values = safe_get_full_fp32_params(values)
+    return {name: value.detach().clone() for name, value in zip(params, values, strict=True)}
 
 
 def checker(config: dict[str, Any], side_stream: bool = False) -> list[str]:
     """What the stream checker finds on the simulated device."""
-    from deepspeed.verify import check_streams
-
-    with simulated(), check_streams(raises=False) as found:
+    with watched() as found:
         train(config, side_stream)
-    return [str(finding) for finding in found.findings]
+    return found
 
 
 def checkpoints_on_host() -> list[str]:
     """What the stream checker finds when inputs of checkpointed functions are copied to the host,
     in a forward that goes over two streams.
     """
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.verify import check_streams
-
-    with simulated(), check_streams(raises=False) as found:
+    with watched() as found:
         accelerator = get_accelerator()
         deepspeed.checkpointing.configure(None, checkpoint_in_cpu=True)
         main, side = accelerator.current_stream(), accelerator.Stream()
@@ -169,19 +138,15 @@ def checkpoints_on_host() -> list[str]:
         x.sum().backward()
         accelerator.synchronize()
         deepspeed.checkpointing.reset()
-    return [str(finding) for finding in found.findings]
+    return found
 
 
 def static_gradients() -> list[str]:
     """What the stream checker finds when each backward writes its gradients where the one before
     did, as replayed graphs do.
     """
-    import deepspeed
-    from deepspeed.accelerator.sim.static_memory import StaticGradients
-    from deepspeed.verify import check_streams
-
     config = {**config_of(stage=2, overlap_comm=True), "optimizer": {"type": "SGD"}}
-    with simulated(backward_streams=0), check_streams(raises=False) as found:
+    with watched(backward_streams=0) as found:
         deepspeed.init_distributed(dist_backend="gloo")
         layers = [StaticGradients(torch.nn.Linear(16, 16)) for _ in range(3)]
         engine, *_ = deepspeed.initialize(model=torch.nn.Sequential(*layers), config=config)
@@ -189,28 +154,13 @@ def static_gradients() -> list[str]:
             engine.backward(engine(torch.ones(ROWS, 16)).square().mean())
             engine.step()
         engine.destroy()
-    return [str(finding) for finding in found.findings]
+    return found
 
 
-def ledger(config: dict[str, Any], on_device: bool = False) -> list[str]:
-    """What the gradient ledger finds."""
-    return _raised("GradientLedgerError", config, on_device)
-
-
-def intent(config: dict[str, Any], on_device: bool = False) -> list[str]:
-    """What the collective intent check finds."""
-    return _raised("CollectiveMismatchError", config, on_device)
-
-
-def _raised(kind: str, config: dict[str, Any], on_device: bool) -> list[str]:
-    try:
-        with simulated() if on_device else nullcontext():
-            train(config)
-    except RuntimeError as error:
-        if type(error).__name__ != kind:
-            raise
-        return [f"{kind}: {error}"]
-    return []
+def guard(kind: str, config: dict[str, Any], on_device: bool = False) -> list[str]:
+    """What the gradient ledger or the collective intent check finds."""
+    with simulated() if on_device else nullcontext():
+        return raised(kind, partial(train, config))
 
 
 def oracle(config: dict[str, Any], precision: str, on_device: bool = False) -> list[str]:
@@ -218,9 +168,8 @@ def oracle(config: dict[str, Any], precision: str, on_device: bool = False) -> l
     with simulated() if on_device else nullcontext():
         actual = train(config)
     world = int(os.environ["WORLD_SIZE"])
-    expected = reference.fp32_run(STEPS, config["gradient_accumulation_steps"], False, world)[
-        -1
-    ].params
+    accumulation = config["gradient_accumulation_steps"]
+    expected = reference.fp32_run(STEPS, accumulation, False, world)[-1].params
     start = {name: param.detach() for name, param in make_model().named_parameters()}
     of_the_way, of_the_value = TOLERANCE[precision]
     found = []
@@ -228,10 +177,8 @@ def oracle(config: dict[str, Any], precision: str, on_device: bool = False) -> l
         moved = (expected[name] - start[name]).norm()
         error = (value - expected[name]).norm()
         if not error <= of_the_way * moved + of_the_value * start[name].norm():
-            found.append(
-                f"oracle: {name} is off by {float(error):.3g}, it should have moved by "
-                f"{float(moved):.3g}"
-            )
+            should = f"it should have moved by {float(moved):.3g}"
+            found.append(f"oracle: {name} is off by {float(error):.3g}, {should}")
     return found
 
 
@@ -241,17 +188,11 @@ def nan_norms(seeds: int, schedules: int) -> list[str]:
 
     Two layers share a bucket and gradients are accumulated on three streams.
     """
-    import deepspeed
-    from deepspeed.accelerator.sim_accelerator import simulate
-
     deepspeed.init_distributed(dist_backend="gloo")
     layer_numel = 8 * 8 + 8
     zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 2 * layer_numel}
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": 0.0,
-        "zero_optimization": zero,
-    }
+    clip = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0}
+    config = {**clip, "zero_optimization": zero}
     found = []
     others = ((seed, 1 + seed % (schedules - 1)) for seed in range(seeds))
     for seed, schedule in (*((seed, 0) for seed in range(seeds)), *others):
@@ -270,59 +211,51 @@ def nan_norms(seeds: int, schedules: int) -> list[str]:
     return found
 
 
-_LEDGER = {"ledger": True}
-_INTENT = {"collectives": True, "collectives_timeout": 10}
 _OFFLOAD = {"device": "cpu", "pin_memory": True}
+_STAGE_1 = config_of(stage=1, overlap_comm=True)
+_STAGE_2 = config_of(stage=2, overlap_comm=True)
+_BF16 = config_of("bf16+fp32", stage=1)
+_STREAMS = {
+    "stage 1": _STAGE_1,
+    "stage 1, no overlap": config_of(stage=1, overlap_comm=False),
+    "stage 2": _STAGE_2,
+    "stage 2, no overlap": config_of(stage=2, overlap_comm=False),
+    "stage 2, new buffers": config_of(stage=2, overlap_comm=True, contiguous_gradients=False),
+    "stage 2, offload": config_of(stage=2, overlap_comm=True, offload_optimizer=_OFFLOAD),
+    "stage 1, bf16, Adam on the host": on_host_adam(
+        config_of("bf16", stage=1, offload_optimizer=_OFFLOAD)
+    ),
+    "BF16_Optimizer": _BF16,
+    "BF16_Optimizer, from hooks": immediate(_BF16),
+    "stage 0, overlapped": config_of(stage=0, overlap_comm=True),
+}
+_GUARDED = {
+    "ledger: stage 1": _STAGE_1,
+    "ledger: stage 1, no overlap": config_of(stage=1, overlap_comm=False),
+    "ledger: stage 2": _STAGE_2,
+    "ledger: stage 2, 2 instances": config_of(stage=2, num_optimizer_instances=2),
+    "ledger: BF16_Optimizer": _BF16,
+    "ledger: stage 0, overlapped": config_of(stage=0, overlap_comm=True),
+    "ledger: stage 0, no accumulation": config_of(accumulation=1, stage=0),
+    "ledger: stage 2 on the device": _STAGE_2,
+    "intent: stage 2 on the device": _STAGE_2,
+    "intent: stage 1": config_of(stage=1),
+    "intent: stage 2": _STAGE_2,
+}
+_VERIFY = {"ledger": {"ledger": True}, "intent": {"collectives": True, "collectives_timeout": 10}}
 
 SCENARIOS: dict[str, Callable[[], list[str]]] = {
-    "streams: stage 1": partial(checker, config_of(stage=1, overlap_comm=True)),
-    "streams: stage 1, no overlap": partial(checker, config_of(stage=1, overlap_comm=False)),
-    "streams: stage 2": partial(checker, config_of(stage=2, overlap_comm=True)),
-    "streams: stage 2, no overlap": partial(checker, config_of(stage=2, overlap_comm=False)),
-    "streams: stage 2, new buffers": partial(
-        checker, config_of(stage=2, overlap_comm=True, contiguous_gradients=False)
-    ),
-    "streams: stage 2 on a side stream": partial(
-        checker, config_of(stage=2, overlap_comm=True), True
-    ),
-    "streams: stage 2, offload": partial(
-        checker, config_of(stage=2, overlap_comm=True, offload_optimizer=_OFFLOAD)
-    ),
-    "streams: stage 1, bf16, Adam on the host": partial(
-        checker, on_host_adam(config_of("bf16", stage=1, offload_optimizer=_OFFLOAD))
-    ),
-    "streams: BF16_Optimizer": partial(checker, config_of("bf16+fp32", stage=1)),
-    "streams: BF16_Optimizer, from hooks": partial(
-        checker, immediate(config_of("bf16+fp32", stage=1))
-    ),
+    **{f"streams: {name}": partial(checker, config) for name, config in _STREAMS.items()},
+    "streams: stage 2 on a side stream": partial(checker, _STAGE_2, True),
     "streams: checkpoints on the host": checkpoints_on_host,
-    "streams: stage 0, overlapped": partial(checker, config_of(stage=0, overlap_comm=True)),
     "streams: static gradients": static_gradients,
-    "ledger: stage 1": partial(ledger, config_of(stage=1, overlap_comm=True, verify=_LEDGER)),
-    "ledger: stage 1, no overlap": partial(
-        ledger, config_of(stage=1, overlap_comm=False, verify=_LEDGER)
-    ),
-    "ledger: stage 2": partial(ledger, config_of(stage=2, overlap_comm=True, verify=_LEDGER)),
-    "ledger: stage 2, 2 instances": partial(
-        ledger, config_of(stage=2, num_optimizer_instances=2, verify=_LEDGER)
-    ),
-    "ledger: BF16_Optimizer": partial(ledger, config_of("bf16+fp32", stage=1, verify=_LEDGER)),
-    "ledger: stage 0, overlapped": partial(
-        ledger, config_of(stage=0, overlap_comm=True, verify=_LEDGER)
-    ),
-    "ledger: stage 0, no accumulation": partial(
-        ledger, config_of(accumulation=1, stage=0, verify=_LEDGER)
-    ),
-    "ledger: stage 2 on the device": partial(
-        ledger, config_of(stage=2, overlap_comm=True, verify=_LEDGER), True
-    ),
-    "intent: stage 2 on the device": partial(
-        intent, config_of(stage=2, overlap_comm=True, verify=_INTENT), True
-    ),
-    "intent: stage 1": partial(intent, config_of(stage=1, verify=_INTENT)),
-    "intent: stage 2": partial(intent, config_of(stage=2, overlap_comm=True, verify=_INTENT)),
-    "oracle: stage 1": partial(oracle, config_of(stage=1, overlap_comm=True), "fp32"),
-    "oracle: BF16_Optimizer": partial(oracle, config_of("bf16+fp32", stage=1), "bf16"),
+    **{
+        name: partial(guard, kind, {**config, "verify": _VERIFY[kind]}, name.endswith("device"))
+        for name, config in _GUARDED.items()
+        for kind in [name[:6]]
+    },
+    "oracle: stage 1": partial(oracle, _STAGE_1, "fp32"),
+    "oracle: BF16_Optimizer": partial(oracle, _BF16, "bf16"),
     "oracle: fp16": partial(oracle, config_of("fp16", stage=1), "fp16"),
     NAN_OVER_SEEDS: partial(nan_norms, 20, 8),
     **gather_scenarios.SCENARIOS,

@@ -35,6 +35,11 @@ class Op(NamedTuple):
     write: Range | None
 
 
+class HostAccess(NamedTuple):
+    view: Range
+    writes: bool
+
+
 class Record(NamedTuple):
     event: int
     stream: int
@@ -57,11 +62,6 @@ class SyncDevice(NamedTuple):
     pass
 
 
-class HostAccess(NamedTuple):
-    view: Range
-    writes: bool
-
-
 class Free(NamedTuple):
     memory: int
 
@@ -75,33 +75,22 @@ class RecordStream(NamedTuple):
     stream: int
 
 
-Step = (
-    Op
-    | Record
-    | Wait
-    | SyncEvent
-    | SyncStream
-    | SyncDevice
-    | HostAccess
-    | Free
-    | Alloc
-    | RecordStream
-)
+Touch = Op | HostAccess
+Order = Record | Wait | SyncEvent | SyncStream | SyncDevice
+Release = Free | RecordStream
+Step = Touch | Order | Release | Alloc
 
 
 class Event:
     """A key that can be weakly referenced, as devices' events are."""
 
 
-def touched(step: Op | HostAccess) -> list[tuple[Range, bool]]:
+def touched(step: Touch) -> list[tuple[Range, bool]]:
     """Views and whether they are written."""
     if isinstance(step, HostAccess):
         return [(step.view, step.writes)]
-    return [
-        (view, writes)
-        for view, writes in ((step.read, False), (step.write, True))
-        if view is not None
-    ]
+    views = ((step.read, False), (step.write, True))
+    return [(view, writes) for view, writes in views if view is not None]
 
 
 class Issuer:
@@ -120,9 +109,9 @@ class Issuer:
 
     def issue(self, step: Step) -> None:
         """Tell the checker of one step; one on memory does nothing when no memory lives."""
-        if isinstance(step, Op | HostAccess):
+        if isinstance(step, Touch):
             self.touch(step)
-        elif isinstance(step, Free | RecordStream):
+        elif isinstance(step, Release):
             self.release(step)
         elif isinstance(step, Alloc):
             self.alloc(step)
@@ -137,22 +126,19 @@ class Issuer:
         else:
             self.checker.device_synchronized()
 
-    def touch(self, step: Op | HostAccess) -> None:
+    def touch(self, step: Touch) -> None:
         if not self.live:
             return
-        views = [
-            (self.live[view.memory % len(self.live)], view, writes)
-            for view, writes in touched(step)
-        ]
         accesses = [
-            Access(storage, view.start, view.end, writes, 0) for storage, view, writes in views
+            Access(self.live[view.memory % len(self.live)], view.start, view.end, writes, 0)
+            for view, writes in touched(step)
         ]
         if isinstance(step, Op):
             self.checker.launched("op", step.stream, accesses)
         else:
             self.checker.host_accessed("op", accesses)
 
-    def release(self, step: Free | RecordStream) -> None:
+    def release(self, step: Release) -> None:
         if not self.live:
             return
         position = step.memory % len(self.live)
@@ -227,23 +213,22 @@ class GraphBuilder:
 
     def add(self, step: Step) -> None:
         """One more step."""
-        if isinstance(step, Op | HostAccess):
+        if isinstance(step, Touch):
             self.touch(step)
-        elif isinstance(step, Free | RecordStream):
+        elif isinstance(step, Release):
             self.release(step)
         elif isinstance(step, Alloc):
             self.alloc(step)
         else:
             self.order(step)
 
-    def order(self, step: Record | Wait | SyncEvent | SyncStream | SyncDevice) -> None:
+    def order(self, step: Order) -> None:
         graph = self.graph
         if isinstance(step, Record):
             graph.events[step.event] = graph.tail(step.stream)
         elif isinstance(step, Wait):
-            graph.streams[step.stream] = graph.tail(step.stream) | graph.events.get(
-                step.event, frozenset()
-            )
+            waited = graph.events.get(step.event, frozenset())
+            graph.streams[step.stream] = graph.tail(step.stream) | waited
         elif isinstance(step, SyncEvent):
             graph.host |= graph.events.get(step.event, frozenset())
         elif isinstance(step, SyncStream):
@@ -251,7 +236,7 @@ class GraphBuilder:
         else:
             graph.host = graph.host.union(*graph.streams)
 
-    def touch(self, step: Op | HostAccess) -> None:
+    def touch(self, step: Touch) -> None:
         if not self.live:
             return
         graph = self.graph
@@ -264,7 +249,7 @@ class GraphBuilder:
         else:
             graph.host = graph.add(graph.host, views)
 
-    def release(self, step: Free | RecordStream) -> None:
+    def release(self, step: Release) -> None:
         if not self.live:
             return
         position = step.memory % len(self.live)
@@ -272,21 +257,17 @@ class GraphBuilder:
             self.recorded[self.live[position]].add(step.stream)
             return
         storage = self.live.pop(position)
-        waits = frozenset[int]().union(
-            *(self.graph.tail(stream) for stream in self.recorded[storage])
-        )
+        waits = frozenset[int]().union(*map(self.graph.tail, self.recorded[storage]))
         self.graph.freed.append((storage, self.owner[storage], waits))
 
     def alloc(self, step: Alloc) -> None:
         graph, storage = self.graph, len(self.owner)
         self.owner[storage], self.recorded[storage] = step.stream, set()
         self.live.append(storage)
-        graph.streams[step.stream] = graph.add(
-            graph.tail(step.stream), [(storage, 0, NBYTES, True)]
-        )
-        graph.nodes[-1].takes = [
-            (old, waits) for old, stream, waits in graph.freed if stream == step.stream
-        ]
+        views = [(storage, 0, NBYTES, True)]
+        graph.streams[step.stream] = graph.add(graph.tail(step.stream), views)
+        freed = graph.freed
+        graph.nodes[-1].takes = [(old, waits) for old, s, waits in freed if s == step.stream]
 
 
 def graph_of(program: list[Step]) -> Graph:

@@ -100,17 +100,15 @@ def managed(engine: Any) -> None:
 
 def plain(engine: Any) -> None:
     for _ in range(engine.gradient_accumulation_steps()):
-        engine.scale(
-            engine(batch(engine))
-        ).backward() if engine._sequence.needs_scaler() else engine(batch(engine)).backward()
+        loss = engine(batch(engine))
+        (engine.scale(loss) if engine._sequence.needs_scaler() else loss).backward()
         engine.step()
 
 
 def divided_by_the_client(engine: Any) -> None:
     for _ in range(engine.gradient_accumulation_steps()):
-        engine.backward(
-            engine(batch(engine)) / engine.gradient_accumulation_steps(), scale_wrt_gas=False
-        )
+        loss = engine(batch(engine)) / engine.gradient_accumulation_steps()
+        engine.backward(loss, scale_wrt_gas=False)
         engine.step()
 
 

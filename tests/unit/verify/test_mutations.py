@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 
 from unit.mutation.table import UNDO_FIXES
-from unit.verify.faults import MUTATIONS
+from unit.verify.faults import MUTATIONS, Mutation
 from unit.verify.mutants import findings
-from unit.verify.mutation_form import Mutation
 from unit.verify.scenarios import NAN_OVER_SEEDS, SCENARIOS, world_of
 
 TABLE_ENV = "DS_MUTATION_TABLE"

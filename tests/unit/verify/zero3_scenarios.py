@@ -19,6 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from unit.v1.zero.stage3.models import config_of, engine_of, make_net, tokens_of
+from unit.v1.zero.stage3.models import loss_of as token_loss
+from unit.verify.guards import raised, simulated, watched
+
 STEPS = 2
 WIDTH = 5
 LR = 0.2
@@ -81,8 +88,6 @@ class Forked(nn.Module):
 
     def _shrink(self) -> None:
         """The last block's weight, as codebooks are updated: it may have been gathered ahead."""
-        import deepspeed
-
         weight = dict(self.named_parameters())[SHRUNK]  # reading the attribute would gather it
         with deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
             weight.data.mul_(0.5)
@@ -93,8 +98,6 @@ _sides: dict[Any, Any] = {}
 
 def _fork() -> tuple[Callable[[], AbstractContextManager[Any]], Callable[[], None], Any]:
     """A context on a side stream, and the two waits; nothing where there are no streams."""
-    from deepspeed.accelerator import get_accelerator
-
     accelerator = get_accelerator()
     if accelerator.current_stream() is None:
         return nullcontext, lambda: None, lambda: None
@@ -173,9 +176,6 @@ def trained(steps: int, zero: dict[str, Any], verify: dict[str, Any]) -> Iterato
     """After each step at stage 3: the norm, parameters as scripts see them, whether there is
     anything in the padding of shards, and what an evaluation says.
     """
-    import deepspeed
-    from deepspeed import comm as dist
-
     model = make_model()
     optimizer = torch.optim.SGD(groups_of(model), lr=LR)
     config = {
@@ -204,8 +204,6 @@ def trained(steps: int, zero: dict[str, Any], verify: dict[str, Any]) -> Iterato
 
 
 def _padding_of(param: Any) -> torch.Tensor:
-    from deepspeed import comm as dist
-
     cut = param.ds_tensor.numel()
     rank = dist.get_rank(group=param.ds_process_group)
     own = min(max(param.ds_numel - rank * cut, 0), cut)
@@ -214,19 +212,18 @@ def _padding_of(param: Any) -> torch.Tensor:
 
 def checker(zero: dict[str, Any]) -> list[str]:
     """What the stream checker finds on the simulated device."""
-    import deepspeed
-    from deepspeed.accelerator.sim_accelerator import simulate
-    from deepspeed.verify import check_streams
-
-    with simulate(seed=0, backward_streams=2), check_streams(raises=False) as found:
+    with watched(in_pieces=False) as found:
         deepspeed.init_distributed(dist_backend="gloo")
         try:
             for _ in trained(2, zero, {}):
                 pass
-        except RuntimeError:
-            if not found.findings:  # otherwise it is what a race leads to
-                raise
-    return [str(finding) for finding in found.findings]
+        except RuntimeError as error:
+            failed = error
+        else:
+            failed = None
+    if failed is not None and not found:  # otherwise it is what a race leads to
+        raise failed
+    return found
 
 
 class _StoppedError(Exception):
@@ -242,17 +239,12 @@ def with_evaluations(zero: dict[str, Any]) -> list[str]:
     what was loaded ahead is still on its way. On one rank: waiting for a collective of gloo's holds
     the host up, and so hides waits that are missing.
     """
-    import deepspeed
-    from deepspeed.accelerator.sim_accelerator import simulate
-    from deepspeed.verify import check_streams
-    from unit.v1.zero.stage3.models import config_of, engine_of, loss_of, make_net, tokens_of
-
     deepspeed.init_distributed(dist_backend="gloo")
-    with simulate(seed=0, backward_streams=2), check_streams(raises=False) as found:
+    with watched(in_pieces=False) as found:
         model = make_net(depth=3)
         engine = engine_of(model, config_of(3, 1, **zero))
         for step in range(STEPS):
-            engine.backward(loss_of(engine, tokens_of(step, 0)))
+            engine.backward(token_loss(engine, tokens_of(step, 0)))
             with torch.no_grad():
                 engine(tokens_of(9, 0))
                 handle = model.blocks[1].register_forward_pre_hook(_stop)
@@ -261,18 +253,15 @@ def with_evaluations(zero: dict[str, Any]) -> list[str]:
                 handle.remove()
             engine.step()
         engine.destroy()
-    return [str(finding) for finding in found.findings]
+    return found
 
 
 def oracle(zero: dict[str, Any], on_device: bool = False) -> list[str]:
     """Which parameters differ from those of one process, and after which step; or what was
     raised.
     """
-    import deepspeed
-    from deepspeed.accelerator.sim_accelerator import simulate
-
     wanted = list(reference(int(os.environ["WORLD_SIZE"])))
-    with simulate(seed=0, backward_streams=2) if on_device else nullcontext():
+    with simulated(in_pieces=False) if on_device else nullcontext():
         deepspeed.init_distributed(dist_backend="gloo")
         try:
             steps = enumerate(zip(trained(STEPS, zero, {}), wanted, strict=True))
@@ -291,15 +280,8 @@ def oracle(zero: dict[str, Any], on_device: bool = False) -> list[str]:
 
 def guarded(check: str, zero: dict[str, Any]) -> list[str]:
     """What a check of the configuration raises."""
-    import deepspeed
-
     deepspeed.init_distributed(dist_backend="gloo")
-    try:
-        for _ in trained(STEPS, zero, {check: True}):
-            pass
-    except RuntimeError as error:
-        return [f"{type(error).__name__}: {error}"]
-    return []
+    return raised(check, lambda: list(trained(STEPS, zero, {check: True})))
 
 
 # Nothing stays whole, and every module of this small model is a unit.

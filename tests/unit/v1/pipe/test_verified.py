@@ -4,13 +4,12 @@ what the ledger sees of them.
 Every schedule, ZeRO stage, precision, tied and not, overlapped or not, on 2 and 4 ranks, is
 compared with one process and watched, on the host by the ledger and the intent check, on the device
 by the stream checker and once by all; so are experts and sequence parallelism. What each guard says
-of a fault is in `unit.verify.pipe_faults`.
+of a fault is in `unit.verify.faults`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -31,7 +30,8 @@ from unit.v1.looping import each
 from unit.v1.moe.runner import Case as ExpertCase
 from unit.v1.moe.runner import CaseRun as ExpertRun
 from unit.v1.sequence.test_training import Run as SequenceRun
-from unit.verify.pipe_scenarios import CASES, INTENT, LEDGER, train, watched
+from unit.verify.guards import watched
+from unit.verify.pipe_scenarios import CASES, INTENT, LEDGER, train
 
 WIDTH = 6
 ROWS = 4
@@ -65,7 +65,8 @@ class TestSilence(DistributedTest):
         *others, last = of_world(CASES, dist.get_world_size())
         for case in (*others, last):
             guards = LEDGER | INTENT if case is last else {}
-            found, failures = watched(partial(train, case, guards))
+            with watched() as found:
+                failures = train(case, guards)
             assert not found and not failures, "\n".join([case.name, *found, *failures])
 
 
@@ -81,7 +82,8 @@ class TestExpertsOnTheDevice(DistributedTest):
     def test(self, case: ExpertCase) -> None:
         # Kills: tokens that are used before their exchange is over, or sent before they are gated;
         # a simulated collective that is over before its start is, because that waits for another's.
-        found, failures = watched(lambda: ExpertRun(case).run())
+        with watched() as found:
+            failures = ExpertRun(case).run()
         assert not found and not failures, "\n".join([*found, *failures])
 
 
@@ -93,7 +95,8 @@ class TestSequencesOnTheDevice(DistributedTest):
         # Kills: heads that are used before their exchange is over; a ledger that counts data ranks
         # only.
         monkeypatch.setenv("DS_VERIFY", "ledger")
-        found, _ = watched(lambda: SequenceRun(*case).run())
+        with watched() as found:
+            SequenceRun(*case).run()
         assert not found, "\n".join(found)
 
 
