@@ -51,7 +51,8 @@ FAULTS = (
     ),
     Fault(
         "rows of experts are exported in the order of the ranks",
-        "_add_shards: sorted(pieces, key=lambda found: found[0]) -> pieces",
+        "SavedRank.pieces: sorted(self.fragments[name], key=lambda fragment: fragment.start) "
+        "-> list(reversed(self.fragments[name]))",
         "v1/moe/test_auto_ep.py -k files",
     ),
     Fault(
@@ -66,7 +67,8 @@ FAULTS = (
     ),
     Fault(
         "the rows of experts that ranks of stage 3 share last are exported first",
-        "_read_stage3: rows += part.elements() -> rows[:0] = part.elements()",
+        "first_element: expert_rank(rank, ranks, size, data_first) * shape.numel() "
+        "-> (size - 1 - expert_rank(rank, ranks, size, data_first)) * shape.numel()",
         "v1/moe/test_auto_ep.py -k files",
     ),
     Fault(
