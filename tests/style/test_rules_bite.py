@@ -223,6 +223,7 @@ def test_every_rule_of_the_package_has_a_case() -> None:
         "test_no_test_file_is_outside_the_suites",
         "test_folders_of_tests_mirror_the_package",
         "test_every_module_is_covered",
+        "test_exceptions_are_needed",
     }
     rules = [*vars(style), *vars(layers), *vars(objects)]
     assert {name for name in rules if name.startswith("test_")} == checked | about_the_tree
