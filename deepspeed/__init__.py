@@ -24,21 +24,9 @@ __version_major__, __version_minor__, __version_patch__ = (
     int(part) for part in __version__.split("+")[0].split(".")[:3]
 )
 
-_SUBMODULES = (
-    "accelerator",
-    "checkpoint",
-    "comm",
-    "elasticity",
-    "launcher",
-    "moe",
-    "monitor",
-    "ops",
-    "pipe",
-    "profiling",
-    "runtime",
-    "sequence",
-    "utils",
-    "verify",
+_SUBMODULES = tuple(
+    "accelerator checkpoint comm elasticity launcher moe monitor ops pipe profiling runtime "
+    "sequence utils verify".split()
 )
 _NAMES = {
     "DeepSpeedConfig": "deepspeed.runtime.config",

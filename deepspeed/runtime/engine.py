@@ -22,7 +22,7 @@ from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.activation_checkpointing.checkpointing import configure_for_engine
 from deepspeed.runtime.checkpointing.engine_checkpoint import EngineCheckpoint
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.data_pipeline.sequence_curriculum import make_scheduler
+from deepspeed.runtime.data_pipeline.curriculum_scheduler import make_scheduler
 from deepspeed.runtime.engine_parts import verification
 from deepspeed.runtime.engine_parts.checkpoints import EngineCheckpoints
 from deepspeed.runtime.engine_parts.compiling import EngineCompiling

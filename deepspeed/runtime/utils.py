@@ -30,31 +30,15 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 __getattr__ = lazy_attributes(
     __name__,
     dict.fromkeys(
-        (
-            "CheckOverflow",
-            "DummyOptim",
-            "PartitionedTensor",
-            "align_dense_tensors",
-            "call_to_str",
-            "clip_tensors_by_global_norm",
-            "compare_tensors_in_structures",
-            "copy_to_device",
-            "ensure_directory_exists",
-            "filter_empty_parameters",
-            "get_checkpoint_folder_size",
-            "get_flattened_grad_norm",
-            "get_global_norm",
-            "get_global_norm_of_tensors",
-            "get_ma_status",
-            "get_only_unique_item",
-            "get_tensor_bytes",
-            "get_weight_norm",
-            "mask_nan_or_inf_with_val_inplace",
-            "maybe_loss_for_backward",
-            "memory_status",
-            "noop_context",
-            "noop_decorator",
-        ),
+        """
+            CheckOverflow DummyOptim PartitionedTensor align_dense_tensors call_to_str
+            clip_tensors_by_global_norm compare_tensors_in_structures copy_to_device
+            ensure_directory_exists filter_empty_parameters get_checkpoint_folder_size
+            get_flattened_grad_norm get_global_norm get_global_norm_of_tensors get_ma_status
+            get_only_unique_item get_tensor_bytes get_weight_norm
+            mask_nan_or_inf_with_val_inplace maybe_loss_for_backward memory_status noop_context
+            noop_decorator
+        """.split(),
         "deepspeed.runtime.script_helpers",
     )
     | dict.fromkeys(

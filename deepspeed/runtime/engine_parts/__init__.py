@@ -4,7 +4,6 @@ Objects that it has, one subject a file:
 
     engine_state    what these objects know of their engine
     face            upstream's methods, each one line that names the part which has it
-    delegate        how such a line is made
     settings        getters of the configuration: one table of names and keys
     ranks           which process of the run an engine is: its device, its number, its groups
     data            loaders of training data, and how difficult the data of a step may be

@@ -9,9 +9,13 @@ from torch.utils.data import IterableDataset
 
 from deepspeed import comm as dist
 from deepspeed.runtime.config import DeepSpeedConfigError
-from deepspeed.runtime.data_pipeline.curriculum_scheduler import CUSTOM, CurriculumScheduler
+from deepspeed.runtime.data_pipeline.curriculum_scheduler import (
+    ARGUMENT,
+    CUSTOM,
+    SEQLEN,
+    CurriculumScheduler,
+)
 from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
-from deepspeed.runtime.data_pipeline.sequence_curriculum import ARGUMENT, SEQLEN
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from deepspeed.runtime.engine_parts.engine_state import EngineState
 from deepspeed.utils.logging import warn_once

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from deepspeed.checkpoint import file_names
 from deepspeed.comm.parallel_map import ParallelMap
@@ -16,11 +17,29 @@ from deepspeed.runtime.checkpointing.save_job import put_converter
 from deepspeed.runtime.engine_parts.checkpoints import EngineCheckpoints
 from deepspeed.runtime.engine_parts.compiling import EngineCompiling
 from deepspeed.runtime.engine_parts.data import EngineData
-from deepspeed.runtime.engine_parts.delegate import of_part
 from deepspeed.runtime.engine_parts.device_memory import EngineDeviceMemory
 from deepspeed.runtime.engine_parts.reports import EngineReports
 from deepspeed.runtime.engine_parts.settings import EngineSettings
 from deepspeed.utils.exceptions import MisuseError
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def of_part(
+    part: str, method: Callable[Concatenate[Any, Arguments], Result]
+) -> Callable[Concatenate[Any, Arguments], Result]:
+    """Return a method, with the signature and help of `method`, that calls the one of its name of
+    the engine's attribute `part`.
+    """
+    name = method.__name__
+
+    @functools.wraps(method)
+    def delegate(engine: Any, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        result: Result = getattr(getattr(engine, part), name)(*args, **kwargs)
+        return result
+
+    return delegate
 
 
 class EngineFace(EngineSettings):

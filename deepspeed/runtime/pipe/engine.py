@@ -25,12 +25,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine, autocast_if_enabled
 from deepspeed.runtime.gradients.accumulation import BackwardState
 from deepspeed.runtime.gradients.scope import GradientScope, Passes
 from deepspeed.runtime.pipe import schedule
-from deepspeed.runtime.pipe.buffers import MicroBatches, PipeBuffer
+from deepspeed.runtime.pipe.buffers import BatchOutputs, MicroBatches, PipeBuffer, described
 from deepspeed.runtime.pipe.messages.failure import FailureWatch
 from deepspeed.runtime.pipe.messages.posting import Plan, plan_of
 from deepspeed.runtime.pipe.messages.stage_channels import StageChannels
 from deepspeed.runtime.pipe.module import PipelineError, PipelineModule
-from deepspeed.runtime.pipe.outputs import BatchOutputs, described
 from deepspeed.runtime.pipe.settings import apply_settings
 from deepspeed.runtime.pipe.split_backward import SplitBackward
 from deepspeed.runtime.utils import move_to_device

@@ -34,9 +34,9 @@ from deepspeed.runtime.pipe.layer_spec import (
     TiedLayerSpec,
     checked_layers,
     layer_name,
+    partition_layers,
     trainable_numel,
 )
-from deepspeed.runtime.pipe.partition import partition_layers
 from deepspeed.runtime.pipe.topology import (
     PIPE_AXIS,
     PipeDataParallelTopology,

@@ -270,49 +270,36 @@ def _svg_legend(simulation: Simulation, top: int) -> list[str]:
     return [*lines, f'  <text x="12" y="{top + 48}" fill="#222222">{numbers}</text>']
 
 
+# Option -> type, default and what it is; the default is told where there is one.
+_OPTIONS: dict[str, tuple[type, int | float | None, str]] = {
+    "--stages": (int, 4, "stages of the pipeline"),
+    "--micro-batches": (int, 8, "micro-batches per batch"),
+    "--chunks": (int, None, "model chunks per stage (default: 2 for interleaved, else 1)"),
+    "--forward": (float, 1.0, "time of a forward pass"),
+    "--backward-input": (float, 1.0, "time of the gradient of the input"),
+    "--backward-weight": (float, 1.0, "time of the gradient of the weights"),
+    "--latency": (float, 0.0, "time of a message"),
+}
+
+
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Make the parser of the command line."""
     made = argparse.ArgumentParser(
         prog="python -m deepspeed.runtime.pipe.schedule_text",
         description="Print, draw and check a pipeline schedule.",
     )
+    names = (*SCHEDULE_NAMES, "inference")
     made.add_argument(
-        "--schedule",
-        choices=(*SCHEDULE_NAMES, "inference"),
-        default="1f1b",
-        help="which schedule (default: 1f1b)",
+        "--schedule", choices=names, default="1f1b", help="which schedule (default: 1f1b)"
     )
-    made.add_argument("--stages", type=int, default=4, help="stages of the pipeline (default: 4)")
-    made.add_argument(
-        "--micro-batches", type=int, default=8, help="micro-batches per batch (default: 8)"
-    )
-    made.add_argument(
-        "--chunks",
-        type=int,
-        default=None,
-        help="model chunks per stage (default: 2 for interleaved, else 1)",
-    )
+    for option, (kind, default, what) in _OPTIONS.items():
+        told = what if default is None else f"{what} (default: {default:g})"
+        made.add_argument(option, type=kind, default=default, help=told)
     made.add_argument(
         "--read",
         metavar="FILE",
         help="check the schedules of a file that --list has printed, instead",
     )
-    made.add_argument(
-        "--forward", type=float, default=1.0, help="time of a forward pass (default: 1)"
-    )
-    made.add_argument(
-        "--backward-input",
-        type=float,
-        default=1.0,
-        help="time of the gradient of the input (default: 1)",
-    )
-    made.add_argument(
-        "--backward-weight",
-        type=float,
-        default=1.0,
-        help="time of the gradient of the weights (default: 1)",
-    )
-    made.add_argument("--latency", type=float, default=0.0, help="time of a message (default: 0)")
     made.add_argument(
         "--list",
         action="store_true",

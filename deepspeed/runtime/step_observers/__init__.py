@@ -1,9 +1,7 @@
 """What listens to the engine's steps: `observers_of` makes what the configuration asks for.
 
-`step_observer` is the interface, `training_events` what goes to the monitors, `step_figures` what
-`ds_watch` shows, `memory_breakdown` and `step_profile` the profilers.
-
-`mean_loss` is the loss of a step.
+`step_observer` is the interface and what is small, `training_events` what goes to the monitors,
+`step_figures` what `ds_watch` shows, `step_profile` the profiler.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ def observers_of(engine: DeepSpeedEngine) -> list[StepObserver]:
     observers: list[StepObserver] = []
     if tree.memory_breakdown:
         # optional: as above
-        from deepspeed.runtime.step_observers.memory_breakdown import MemoryBreakdown
+        from deepspeed.runtime.step_observers.step_observer import MemoryBreakdown
 
         observers.append(MemoryBreakdown())
     if engine.global_rank == 0 and tree.flops_profiler.enabled:

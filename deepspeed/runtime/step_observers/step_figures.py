@@ -24,8 +24,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.git_version_info import version
 from deepspeed.monitor.watch.record import FORMAT
-from deepspeed.runtime.step_observers.mean_loss import MeanLoss
-from deepspeed.runtime.step_observers.step_observer import StepObserver
+from deepspeed.runtime.step_observers.step_observer import MeanLoss, StepObserver
 from deepspeed.runtime.streams import LateNumber, runs_ahead
 from deepspeed.runtime.utils import tensors_in
 from deepspeed.utils.timer import MAX_UNREAD, Span, begin_span, end_span

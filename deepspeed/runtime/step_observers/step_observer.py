@@ -6,10 +6,11 @@ An observer must not communicate: ranks may have different ones.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
+
+from deepspeed.runtime.utils import see_memory_usage
 
 
 class StepObserver:
@@ -58,3 +59,49 @@ class StepObserver:
 
     def close(self) -> None:
         """The engine is destroyed."""
+
+
+class MeanLoss:
+    """Adds up losses on their device: reading one would wait for its forward."""
+
+    def __init__(self) -> None:
+        self._sum: torch.Tensor | None = None
+        self._count = 0
+
+    def add(self, loss: torch.Tensor) -> None:
+        """The loss of one micro-batch, one element."""
+        value = loss.detach().float().sum()
+        self._sum = value if self._sum is None else self._sum + value
+        self._count += 1
+
+    def take(self) -> torch.Tensor | None:
+        """The mean since the last call, 0-d, fp32; None of nothing."""
+        if self._sum is None:
+            return None
+        mean = self._sum / self._count
+        self._sum, self._count = None, 0
+        return mean
+
+
+class MemoryBreakdown(StepObserver):
+    """Prints `see_memory_usage`. Its peaks are since the line before, so each line shows the peak
+    of the phase that it ends.
+    """
+
+    def forward_starts(self, training: bool) -> None:
+        see_memory_usage("before forward", force=True)
+
+    def forward_ended(self) -> None:
+        see_memory_usage("after forward", force=True)
+
+    def backward_starts(self) -> None:
+        see_memory_usage("before backward", force=True)
+
+    def backward_ended(self) -> None:
+        see_memory_usage("after backward", force=True)
+
+    def step_starts(self) -> None:
+        see_memory_usage("before step", force=True)
+
+    def step_ended(self) -> None:
+        see_memory_usage("after step", force=True)

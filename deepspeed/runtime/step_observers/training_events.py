@@ -17,8 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from deepspeed.monitor.monitor import Event
-from deepspeed.runtime.step_observers.mean_loss import MeanLoss
-from deepspeed.runtime.step_observers.step_observer import StepObserver
+from deepspeed.runtime.step_observers.step_observer import MeanLoss, StepObserver
 from deepspeed.utils.timer import (
     BACKWARD_GLOBAL_TIMER,
     BACKWARD_INNER_GLOBAL_TIMER,

@@ -17,9 +17,9 @@ from deepspeed.runtime.pipe.layer_spec import (
     TiedLayerSpec,
     checked_layers,
     layer_name,
+    partition_layers,
     trainable_numel,
 )
-from deepspeed.runtime.pipe.partition import partition_layers
 from deepspeed.runtime.utils import partition_balanced, partition_uniform, prefix_sum_inc
 
 BALANCED: list[tuple[list[float], int, list[int]]] = [

@@ -17,7 +17,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.comm.watch import intent
 from deepspeed.runtime.pipe import p2p
-from deepspeed.runtime.pipe.messages import failure, pending_sends
+from deepspeed.runtime.pipe.messages import failure
 from deepspeed.runtime.pipe.messages.failure import FailureWatch, PipelinePeerError
 from deepspeed.runtime.pipe.p2p import Channel, make_channel_groups
 from unit.common import DistributedTest
@@ -317,7 +317,7 @@ class TestLost(OneThatEnds):
     ) -> None:
         # Kills: naming it only where a transfer is waited for.
         if attempt is end_a_thread_that_sends:
-            monkeypatch.setattr(pending_sends, "HELD_TRANSFERS", 0)
+            monkeypatch.setattr(f"{Channel.__module__}.HELD_TRANSFERS", 0)
         rank, watch, channel = self.join("file", tmp_path)
         lose_rank_0(rank)
         if rank == 1:

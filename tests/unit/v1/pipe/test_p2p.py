@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.comm.watch import intent
 from deepspeed.runtime.pipe import p2p
-from deepspeed.runtime.pipe.messages import pending_sends, wire
+from deepspeed.runtime.pipe.messages import wire
 from deepspeed.runtime.pipe.p2p import Channel, PipelineShapeError, make_channel_groups
 from deepspeed.verify.streams import check_streams
 from unit.common import DistributedTest
@@ -257,7 +257,7 @@ class TestValues(DistributedTest):
         self, dynamic: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # Kills: a sender that holds every activation until the end of the batch.
-        monkeypatch.setattr(pending_sends, "HELD_BYTES", 64 * 1024)
+        monkeypatch.setattr(f"{Channel.__module__}.HELD_BYTES", 64 * 1024)
         there, back = channels(dynamic, (0, 1), (1, 0))
         alive = []
         for number in range(12):
