@@ -31,9 +31,7 @@ def checked(timeout_s: float = 20.0) -> Iterator[None]:
 
 
 def failure_of(act: Callable[[], Any], timeout_s: float = 20.0) -> str:
-    """The text with which this rank fails. Every rank must, and within seconds: the harness's limit
-    would be too late.
-    """
+    """The text with which this rank fails, as every one must, within seconds."""
     started = time.monotonic()
     with checked(timeout_s), pytest.raises(CollectiveMismatchError) as failed:
         act()

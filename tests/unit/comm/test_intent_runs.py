@@ -1,6 +1,4 @@
-"""The intent check around whole programs: training is silent under it, and ranks that end are
-named.
-"""
+"""The intent check around whole programs: training is silent, and ranks that end are named."""
 
 import os
 import socket
@@ -156,9 +154,7 @@ class TestStore(DistributedTest):
     init_distributed = False
 
     def test_a_rank_that_takes_the_store_with_it(self) -> None:
-        """Killed, it leaves no note; the others must not wait for the limit of sixty seconds. It is
-        a child of the test's only rank.
-        """
+        """Killed, it leaves no note, for which nobody may wait. It is the only rank's child."""
         rank = "1" if os.fork() else "0"
         os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2")
         try:

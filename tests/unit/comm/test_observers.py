@@ -1,6 +1,4 @@
-"""Observers of collectives: what they are told, in which order they are asked, and that every
-operation asks them.
-"""
+"""Observers of collectives: what they are told, in which order, by every operation."""
 
 import inspect
 from collections.abc import Callable, Iterator

@@ -1,6 +1,4 @@
-"""Ranks of the simulated device whose hosts wait for what they would have to issue themselves: they
-are found at once, with both places, and nothing else is.
-"""
+"""Ranks of the simulated device whose hosts wait for what they would issue: found, both places."""
 
 import logging
 import time

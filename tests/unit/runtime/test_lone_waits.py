@@ -1,6 +1,4 @@
-"""Ranks that take different ways at every stage, while they save or load, and in pipelines: whoever
-waits says so, and where.
-"""
+"""Ranks that take different ways, in training, saving, pipelines: who waits says so, and where."""
 
 import logging
 import os
@@ -76,9 +74,7 @@ def step(engine: Any) -> None:
 
 
 def one_that_is_late(act: Callable[[], Any], what: str, who: str) -> None:
-    """Rank 0 does something that rank 1 does later: rank 0 says that it waits, and rank 1
-    nothing.
-    """
+    """Rank 0 does something that rank 1 does later: rank 0 says that it waits, 1 nothing."""
     dist.barrier()
     is_late = dist.get_rank() == 1
     with heard() as said:

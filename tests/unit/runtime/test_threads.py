@@ -1,6 +1,4 @@
-"""No thread of the package outlives the last engine, however that ends; a process that trains alone
-starts none.
-"""
+"""No thread of the package outlives the last engine; a process alone starts none."""
 
 import gc
 import threading

@@ -1,6 +1,4 @@
-"""Short trainings whose parameters are gathered beside the next forward, and are read in all the
-ways that are heard; see `scenarios`, which lists them with its own.
-"""
+"""Short trainings whose parameters are gathered beside a forward and read in all ways heard."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ STEPS = 3
 
 
 class Unheard(nn.Module):
-    """A layer of an extension's kernel: what computes is handed the memory, and no function of
-    torch's sees the parameter.
-    """
+    """A layer of an extension's kernel: no function of torch's sees the parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,9 +88,7 @@ def on_two_streams(engine: Any) -> None:
 
 
 def checker(read: Callable[[Any], None], **settings: Any) -> list[str]:
-    """What the stream checker finds on the simulated device when parameters are read right after
-    each step.
-    """
+    """What the stream checker finds when parameters are read right after each step."""
     with watched(in_pieces=False) as found:
         deepspeed.init_distributed(dist_backend="gloo")
         engine = make_engine(**settings)

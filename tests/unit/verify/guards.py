@@ -35,9 +35,7 @@ def watched(backward_streams: int = 2, in_pieces: bool = True) -> Iterator[list[
 
 
 def raised(guard: str, run: Callable[[], object]) -> list[str]:
-    """What a guard says by raising, on the rank that it spoke on first or passed on by the failure
-    watch.
-    """
+    """What a guard says by raising, on the rank it spoke on first or by the failure watch."""
     try:
         run()
     except RuntimeError as error:

@@ -92,9 +92,7 @@ def device_numbers(case: PipeCase) -> list[str]:
 
 
 def device_batches(case: PipeCase) -> list[str]:
-    """What is not as in one process on the simulated device, in so many batches that timers
-    count.
-    """
+    """What is not as in one process on the simulated device, until timers count."""
     from unit.v1.pipe.contract import runner
 
     with mock.patch.object(runner.PipeRun, "steps", 4):
@@ -102,9 +100,7 @@ def device_batches(case: PipeCase) -> list[str]:
 
 
 def waiting_host(case: PipeCase) -> list[str]:
-    """The same if the host of the last stage waits, after each instruction, for all that it has
-    posted.
-    """
+    """The same if the last stage's host waits, after each instruction, for all it has posted."""
     from deepspeed.runtime.pipe.messages.stage_channels import StageChannels
 
     issued = StageChannels.issued

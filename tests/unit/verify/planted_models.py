@@ -1,6 +1,4 @@
-"""Model functions for `ds_verify`: a right one, and ones with a bug of the kind that users
-write.
-"""
+"""Model functions for `ds_verify`: a right one, and ones with bugs that users write."""
 
 from collections.abc import Callable
 from typing import Any
@@ -68,9 +66,7 @@ def forgetful() -> Made:
 
 
 def sum_loss() -> Made:
-    """A loss that is a sum, not a mean: it grows with the micro-batch, so its mean over
-    micro-batches is another one.
-    """
+    """A loss that is a sum, not a mean: it grows with the micro-batch."""
     return (
         layers(nn.Linear(16, 16)),
         batch,

@@ -121,9 +121,7 @@ def checker(config: dict[str, Any], side_stream: bool = False) -> list[str]:
 
 
 def checkpoints_on_host() -> list[str]:
-    """What the stream checker finds when inputs of checkpointed functions are copied to the host,
-    in a forward that goes over two streams.
-    """
+    """What the stream checker finds of checkpoints on the host, in a forward of two streams."""
     with watched() as found:
         accelerator = get_accelerator()
         deepspeed.checkpointing.configure(None, checkpoint_in_cpu=True)
@@ -142,9 +140,7 @@ def checkpoints_on_host() -> list[str]:
 
 
 def static_gradients() -> list[str]:
-    """What the stream checker finds when each backward writes its gradients where the one before
-    did, as replayed graphs do.
-    """
+    """What the stream checker finds when each backward writes where the one before did."""
     config = {**config_of(stage=2, overlap_comm=True), "optimizer": {"type": "SGD"}}
     with watched(backward_streams=0) as found:
         deepspeed.init_distributed(dist_backend="gloo")

@@ -94,9 +94,7 @@ def touched(step: Touch) -> list[tuple[Range, bool]]:
 
 
 class Issuer:
-    """Issues a program to a checker. Two memories live at the start: one of stream 0, one of stream
-    1, and nothing is under way.
-    """
+    """Issues a program to a checker; a memory of each of two streams lives at the start."""
 
     def __init__(self) -> None:
         self.checker = StreamChecker()
@@ -179,9 +177,7 @@ class Node:
 
 @dataclass
 class Graph:
-    """What precedes what. A cursor (stream, host, event) is the set of nodes that precede whatever
-    comes next there.
-    """
+    """What precedes what; a cursor is the set of nodes that precede whatever comes next there."""
 
     nodes: list[Node] = field(default_factory=list)
     streams: list[frozenset[int]] = field(default_factory=lambda: [frozenset()] * STREAMS)
@@ -281,9 +277,7 @@ def graph_of(program: list[Step]) -> Graph:
 def choices(
     graph: Graph, index: int = 0, taken: frozenset[int] = frozenset()
 ) -> Iterator[dict[int, tuple[int, frozenset[int]]]]:
-    """For each allocation (node) that takes freed memory: which storage's, and what that adds
-    before it. No memory goes twice.
-    """
+    """For each allocation: whose freed memory it takes, and what that adds before it."""
     if index == len(graph.nodes):
         yield {}
         return
@@ -295,17 +289,13 @@ def choices(
 
 
 def orders_differ(program: list[Step]) -> bool:
-    """Whether some two orders that the device may choose differ in what an operator saw or left
-    behind.
-    """
+    """Whether two orders that the device may choose differ in what an operator saw or left."""
     graph = graph_of(program)
     return any(_differs(graph, choice) for choice in choices(graph))
 
 
 def _differs(graph: Graph, choice: dict[int, tuple[int, frozenset[int]]]) -> bool:
-    """Run all orders at once, as sets of finished nodes: reached by two orders with two outcomes, a
-    set is where they differ.
-    """
+    """Run all orders at once, as sets of finished nodes reached with one outcome."""
     block: dict[int, int] = {}
     before = [node.before for node in graph.nodes]
     for index, node in enumerate(graph.nodes):

@@ -1,6 +1,4 @@
-"""Programs that hang on a device of few queues or few processors are found, with both places; those
-that do not are left alone.
-"""
+"""Programs that hang on a device of few queues or processors are found; others are not."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""The command `ds_verify`: exit codes, files, messages for wrong use, ranks that die or hang; and
-its pure parts.
-"""
+"""The command `ds_verify`: exit codes, files, wrong use, ranks that die or hang, pure parts."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ def config(tmp_path: Path) -> str:
 def test_the_planted_bug_fails_and_is_named(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The whole command, processes and all. Kills: an exit code or a file that does not say what
-    was found.
-    """
+    """The whole command. Kills: an exit code or a file that does not say what was found."""
     pytest.importorskip("matplotlib")
     wanted = tmp_path / "r.json", tmp_path / "r.html"
     few = "--steps 2 --schedules 1 --compile none".split()

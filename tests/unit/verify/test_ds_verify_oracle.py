@@ -33,9 +33,7 @@ class TestCleanRuns(DistributedTest):
 
     @pytest.mark.parametrize("stage", [0, 1, 2])
     def test_every_precision_passes(self, stage: int) -> None:
-        """Kills: a bound that rounding exceeds, a wrong expectation of clipping, divisor or
-        optimizer.
-        """
+        """Kills: a bound that rounding exceeds, a wrong expectation of clipping or divisor."""
         for precision in PRECISIONS:
             report = report_of(plan_of(config_of(stage, precision), "with_dropout", TRAINING))
             assert failures(report) == [], precision
@@ -77,9 +75,7 @@ class TestCleanRuns(DistributedTest):
         assert failures(report_of(plan_of(config, "right", TRAINING))) == []
 
     def test_watched_and_simulated_runs_pass(self) -> None:
-        """Kills: a ledger, intent check, compiled or simulated run that the worker does not really
-        make.
-        """
+        """Kills: a ledger, intent check, compiled or simulated run that is not really made."""
         kinds = (RunKind.SGD, RunKind.COMPILED, RunKind.LEDGER, RunKind.COLLECTIVES, RunKind.SIM)
         report = report_of(plan_of(config_of(2, "bf16"), "right", kinds, steps=2, schedules=2))
         assert failures(report) == []

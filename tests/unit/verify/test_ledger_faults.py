@@ -33,9 +33,7 @@ FAULT = Callable[[pytest.MonkeyPatch], None]
 
 
 def on_rank(rank: int, change: Callable[[Bucketed, int, list[Any]], None]) -> FAULT:
-    """What is to be sent is changed on one rank; `change` gets the reduction, the micro-batch and
-    the bucket's gradients.
-    """
+    """One rank's message is changed; `change` gets reduction, micro-batch, and gradients."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         original = Bucketed.average_tensor
@@ -76,9 +74,7 @@ def unscale_by_another_scale(patch: pytest.MonkeyPatch) -> None:
 
 
 def read_one_element_too_early(patch: pytest.MonkeyPatch) -> None:
-    """What memory that was read before it was written does: NaN, though all contributions are
-    finite.
-    """
+    """What memory that was read too early does: NaN, though contributions are finite."""
     original = Bucketed.finish_gradients
 
     def finish_gradients(self: Bucketed) -> None:

@@ -1,6 +1,4 @@
-"""The gradient ledger is silent while training is right, whatever clients do, and costs nothing
-while it is off.
-"""
+"""The gradient ledger is silent while training is right, and costs nothing while it is off."""
 
 from __future__ import annotations
 

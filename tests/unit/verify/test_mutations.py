@@ -33,9 +33,7 @@ def table() -> Iterator[list[str]]:
 
 
 def what_it_says(found: list[str]) -> str:
-    """The first finding in one short line: the second line of an error whose first one only
-    announces it.
-    """
+    """The first finding in one short line: the second of an error whose first announces it."""
     lines = re.sub(r"^rank \d+: |\S*/(?=deepspeed/)", "", found[0]).splitlines() if found else ["-"]
     announces = lines[0].endswith((":", ".")) and len(lines) > 1
     return (f"{lines[0].partition(':')[0]}: {lines[1].strip()}" if announces else lines[0])[:160]
@@ -53,9 +51,7 @@ def test_the_guard_finds_the_fault(mutation: Mutation, table: list[str]) -> None
 
 
 def test_the_nan_of_issue_8061_appears_without_fix_1() -> None:
-    """With every one of 20 seeds, and under the default schedule already. With the fix in none: the
-    control below runs it too.
-    """
+    """With every one of 20 seeds, under the default schedule; the fix's control is below."""
     found = findings(NAN_OVER_SEEDS, 2, UNDO_FIXES[0])
     runs = {re.sub(r"^rank \d+: |: the gradient.*$", "", finding) for finding in found}
     assert {f"seed {seed}, schedule 0" for seed in range(20)} <= runs, sorted(runs)

@@ -1,6 +1,4 @@
-"""Each rule of the stream checker by name, its words, and its bookkeeping. Exactness is held in
-test_stream_checker_properties.
-"""
+"""Each rule of the stream checker by name, its words, and its bookkeeping."""
 
 from typing import Any
 

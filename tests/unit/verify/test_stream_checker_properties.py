@@ -1,6 +1,4 @@
-"""The stream checker against brute force: it reports something exactly when two orders that the
-device may choose differ.
-"""
+"""The stream checker against brute force: it reports exactly when two orders differ."""
 
 import pytest
 from hypothesis import example, given, settings
@@ -64,9 +62,7 @@ EXAMPLES = 600
 
 @st.composite
 def handovers(draw: st.DrawFn) -> list[Step]:
-    """Like a bucket: a write, perhaps an edge of the right form, another access, perhaps freed and
-    handed out again.
-    """
+    """Like a bucket: a write, perhaps an edge, another access, perhaps freed and reused."""
     producer, consumer, event = draw(streams), draw(streams), draw(events)
     edge: list[Step] = [Record(event, producer), Wait(event, consumer)]
     program: list[Step] = [draw(st.builds(Op, st.just(producer), st.none(), ranges())), *edge]

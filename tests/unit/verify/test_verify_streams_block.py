@@ -1,6 +1,4 @@
-"""`"verify": {"streams": true}`: training on a device with streams raises its races at the step, on
-all ranks.
-"""
+"""`"verify": {"streams": true}`: training raises its races at the step, on all ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

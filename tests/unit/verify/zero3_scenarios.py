@@ -257,9 +257,7 @@ def with_evaluations(zero: dict[str, Any]) -> list[str]:
 
 
 def oracle(zero: dict[str, Any], on_device: bool = False) -> list[str]:
-    """Which parameters differ from those of one process, and after which step; or what was
-    raised.
-    """
+    """Which parameters differ from one process's, and after which step; or what was raised."""
     wanted = list(reference(int(os.environ["WORLD_SIZE"])))
     with simulated(in_pieces=False) if on_device else nullcontext():
         deepspeed.init_distributed(dist_backend="gloo")

@@ -1,6 +1,4 @@
-"""Names of checkpoint files: they are upstream's, each is read back as it was made, and only one
-module makes them.
-"""
+"""Names of checkpoint files: upstream's, read back as made, by one module only."""
 
 from __future__ import annotations
 

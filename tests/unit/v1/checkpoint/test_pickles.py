@@ -102,9 +102,7 @@ def save_legacy(content: Any, path: Path) -> None:
 
 
 def save_beside(content: Any, path: Path) -> None:
-    """A harmless archive with a second pickle, under the first one's name and under that of a
-    script.
-    """
+    """A harmless archive with a second pickle, under its name and under a script's."""
     torch.save({"harmless": torch.ones(1)}, path)
     with zipfile.ZipFile(path, "a") as archive:
         data = pickle.dumps(content)
@@ -215,9 +213,7 @@ def test_a_tool_reads_all_of_them_without_the_engine(tmp_path: Path) -> None:
 def planted(
     folder: Path, name: str, marker: str, attack: str = "system", form: str = "zip"
 ) -> Iterator[None]:
-    """Add an attack to file `name`, and let the folder's manifest say that this is the file; put
-    both back in the end.
-    """
+    """Add an attack to file `name`, and put it into the manifest; put both back in the end."""
     path, listed = folder / name, folder / manifest.MANIFEST
     kept = {file: file.read_bytes() for file in (path, listed) if file.is_file()}
     content = torch.load(path, weights_only=False)
@@ -283,9 +279,7 @@ def weights(engine: Any) -> dict[str, Any]:
 
 
 class TestEngines(DistributedTest):
-    """Kills: a kind of file that is read otherwise, and a rank that has loaded before another one
-    refuses.
-    """
+    """Kills: a kind of file that is read otherwise, a rank that loads before another refuses."""
 
     world_size = 2
     exec_timeout = 120

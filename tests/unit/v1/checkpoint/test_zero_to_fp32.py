@@ -1,6 +1,4 @@
-"""`zero_to_fp32`: the fp32 weights of every kind of folder, without the run that wrote it, and what
-it writes itself.
-"""
+"""`zero_to_fp32`: the fp32 weights of every kind of folder, and what it writes itself."""
 
 from __future__ import annotations
 
@@ -64,9 +62,7 @@ def expected_of(held: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 class TestDense(DistributedTest):
-    """Kills: padding taken for elements, masters of one rank only, weights rounded to 16 bits,
-    groups in another order.
-    """
+    """Kills: padding taken for elements, masters of one rank, rounded weights, other orders."""
 
     world_size = [2, 3]
     exec_timeout = 120
@@ -109,9 +105,7 @@ class TestDense(DistributedTest):
             assert differences(dict(trained), dict(again)) == [], case
 
     def test_empty_groups_and_several_instances(self, tmpdir: Any) -> None:
-        """Kills: groups counted without the empty ones, shards looked for under the ranks of all
-        instances.
-        """
+        """Kills: groups counted without the empty ones, shards under the ranks of all instances."""
         for stage in (2, 3):
             torch.manual_seed(1)
             model = Net()
@@ -139,9 +133,7 @@ class TestDense(DistributedTest):
 
 
 class TestDivided(DistributedTest):
-    """Kills: layers named by the stage's own number, tied modules under a layer's, one stage only,
-    experts numbered by rank.
-    """
+    """Kills: layers named by a stage's number, ties under a layer's, one stage, local experts."""
 
     world_size = 4
     exec_timeout = 120
@@ -548,9 +540,7 @@ def read_output(folder: Path, safe: bool) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("safe", [False, True])
 def test_one_file_or_several(tmp_path: Path, safe: bool) -> None:
-    """Kills: a limit that is passed, an index that names a file wrongly, an index of an earlier
-    conversion left behind.
-    """
+    """Kills: a limit that is passed, an index that names a file wrongly or is an earlier one's."""
     if safe:
         pytest.importorskip("safetensors")
     weights = some_weights()
@@ -616,9 +606,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_two_at_once_to_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kills: ranks that share a temporary file, which the first to end renames or removes; removing
-    twice what an earlier conversion left.
-    """
+    """Kills: a temporary file that ranks share, what an earlier run left removed twice."""
     make_folder(tmp_path / "saved", some_weights())
     out = tmp_path / "out"
     calls, write = [], zero_to_fp32._write_bin
@@ -691,9 +679,7 @@ def copied(folder: Path) -> Path:
 
 
 def test_the_file_is_what_the_package_reads_by(tmp_path: Path) -> None:
-    """Kills: a module left out, a name that two modules give to different things, a class of the
-    format that is not stood in for.
-    """
+    """Kills: a module left out, one name for two things, a class of the format not stood in for."""
     path = copied(tmp_path)
     body = ast.parse(path.read_text()).body
     modules = re.findall(r"^# (deepspeed\.\S+)$", path.read_text(), re.MULTILINE)

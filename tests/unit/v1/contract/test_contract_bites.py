@@ -1,6 +1,4 @@
-"""The contract suite finds what it is there for: the library is broken on purpose, and the suite
-has to say so.
-"""
+"""The contract suite finds what it is there for: the library is broken on purpose."""
 
 from __future__ import annotations
 

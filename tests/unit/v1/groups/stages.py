@@ -67,9 +67,7 @@ class WorldCollectives:
 
 
 class Stages:
-    """An mpu of pipeline stages: rank = stage * data-parallel size + data rank, no tensor
-    parallelism.
-    """
+    """An mpu of pipeline stages: rank = stage * data-parallel size + data rank."""
 
     def __init__(self, count: int) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()

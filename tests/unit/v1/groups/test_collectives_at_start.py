@@ -1,6 +1,4 @@
-"""How many collectives `initialize` issues: as many for a deep model as for a shallow one, layer
-norms that tensor-parallel ranks share included.
-"""
+"""How many collectives `initialize` issues: as many for a deep model as for a shallow one."""
 
 from collections import Counter
 from collections.abc import Callable

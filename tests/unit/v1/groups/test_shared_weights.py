@@ -1,6 +1,4 @@
-"""A weight that two stages share: its gradient is summed over them once, between accumulation and
-reduction, and counted once.
-"""
+"""A weight that two stages share: its gradient is summed over them once, and counted once."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ WITHOUT_STAGE_2 = [name for name in MORE if not name.startswith("stage 2")]
 
 
 class Stage(nn.Module):
-    """The shared matrix first on stage 0 and last on stage 1, as an embedding that is also the
-    output projection.
-    """
+    """The shared matrix first on stage 0 and last on stage 1, as an embedding's that is both."""
 
     def __init__(self, stage: int) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""Stages with different numbers of parameter groups, frozen ones and empty groups: one norm, one
-small collective, no deadlock.
-"""
+"""Stages with different numbers of parameter groups: one norm, one collective, no deadlock."""
 
 from __future__ import annotations
 

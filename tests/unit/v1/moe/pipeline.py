@@ -184,9 +184,7 @@ class WorldReductions:
 
 
 class PipeRun(CaseRun):
-    """One case, through `train_batch`. The ledger's ranks settle by a reduction of their own, so
-    norms are counted without it.
-    """
+    """One case, through `train_batch`; norms are counted without the ledger's reduction."""
 
     def __init__(self, case: PipeCase, verify: dict[str, Any] | None = None) -> None:
         self.case: PipeCase = case

@@ -1,6 +1,4 @@
-"""Training with experts equals one process that has all of them: losses, gradients, norm,
-parameters.
-"""
+"""Training with experts equals one process that has all: losses, gradients, norm, parameters."""
 
 import itertools
 from collections.abc import Callable

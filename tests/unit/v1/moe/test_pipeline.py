@@ -1,6 +1,4 @@
-"""Experts inside pipelines: training equals one process; checkpoints are those of models without
-stages, for any number of them.
-"""
+"""Experts inside pipelines: as one process; checkpoints are those of models without stages."""
 
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,6 +1,4 @@
-"""What one of thousands of ranks issues: models of 7B and 70B parameters without memory, on a
-process group of torch's that only pretends.
-"""
+"""What one of thousands of ranks issues: large models without memory, a pretending group."""
 
 from __future__ import annotations
 

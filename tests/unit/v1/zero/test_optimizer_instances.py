@@ -186,9 +186,7 @@ def read_and_write_gradients(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def late_on_one_instance(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Only the last rank's gradient of the layer used twice comes in parts; all must agree to send
-    a bucket again.
-    """
+    """Only the last rank's gradient comes in parts; all must agree to send a bucket again."""
     engine.module.recompute = dist.get_rank() == dist.get_world_size() - 1
     yield from managed(engine)
 
@@ -310,9 +308,7 @@ class TestWays(DistributedTest):
 
 
 class Recorder:
-    """Which collectives this rank issues, in order: "inside", "across" or "all", and their
-    sizes.
-    """
+    """Which collectives this rank issues, in order, and their sizes."""
 
     def __init__(self) -> None:
         instances = groups._get_optimizer_instances(2)
@@ -330,9 +326,7 @@ class Recorder:
         return proceed()
 
     def buckets(self) -> str:
-        """Reductions of buckets as letters: R and S for a slice received and sent inside the
-        instance, A for one summed across.
-        """
+        """Reductions of buckets: R and S for a slice inside the instance, A for one across."""
         letters = {
             ("inside", "irecv"): "R",
             ("inside", "isend"): "S",

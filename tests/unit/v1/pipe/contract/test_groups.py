@@ -1,6 +1,4 @@
-"""Stages with other numbers of parameter groups train, and the step's one norm costs one collective
-whatever they are.
-"""
+"""Stages with other numbers of parameter groups train, and the one norm costs one collective."""
 
 from __future__ import annotations
 
