@@ -1,9 +1,8 @@
-"""Checkpoint files whose tensors are in the format of torch.distributed.checkpoint (DCP), and
-reading them without running code.
+"""Checkpoint files whose tensors are in the format of torch.distributed.checkpoint (DCP).
 
 A file `NAME.pt` becomes an index, in torch's format, with everything but the tensors, and a folder
-`NAME.dcp` that any tool for DCP reads; names of tensors are their places in the file. DCP keeps its
-`.metadata` as a pickle: it is read with a list of classes, and nothing but tensors is read by it.
+`NAME.dcp` that any tool for DCP reads. DCP's `.metadata` is a pickle: it is read with a list of
+classes.
 """
 
 from __future__ import annotations
@@ -64,16 +63,7 @@ _CLASSES = {
 def write_dcp(
     path: str, content: Any, options: WriteOptions = DEFAULT_OPTIONS
 ) -> dict[str, FileRecord]:
-    """Write an index and its folder, and return once they are on disk.
-
-    Args:
-        path: The index.
-        content: Nested dicts, lists and tuples with tensors in host memory.
-        options: How the index is written.
-
-    Returns:
-        Path -> record of all files.
-    """
+    """Write an index and its folder, and return once they are on disk."""
     folder = dcp_folder(path)
     tensors: dict[str, torch.Tensor] = {}
     seen: dict[int, str] = {}  # tied weights are one tensor, and stay one
@@ -102,16 +92,7 @@ def write_dcp(
 
 
 def read_dcp(path: str, index: dict[str, Any]) -> Any:
-    """What `write_dcp` was given.
-
-    Args:
-        path: The index.
-        index: What is in it.
-
-    Raises:
-        ValueError: Tensors are missing.
-        pickle.UnpicklingError: The folder's pickle holds other classes than DCP's.
-    """
+    """What `write_dcp` was given."""
     folder = os.path.join(os.path.dirname(path), os.path.basename(index[DCP_FOLDER]))
     names: list[str] = []
     pytree.tree_map(
@@ -146,7 +127,6 @@ def _read_tensors(folder: str, names: set[str]) -> dict[str, torch.Tensor]:
 
 
 def _save(tensors: dict[str, torch.Tensor], writer: dcp.FileSystemWriter) -> None:
-    """Write without the other ranks."""
     if "no_dist" in inspect.signature(dcp.save).parameters:
         dcp.save(tensors, storage_writer=writer, no_dist=True)
     else:  # torch 2.6 knows the argument, and that of `load`, one floor below only
@@ -155,7 +135,6 @@ def _save(tensors: dict[str, torch.Tensor], writer: dcp.FileSystemWriter) -> Non
 
 
 def _load(tensors: dict[str, torch.Tensor], reader: dcp.FileSystemReader) -> None:
-    """Read into `tensors` without the other ranks."""
     if "no_dist" in inspect.signature(dcp.load).parameters:
         dcp.load(tensors, storage_reader=reader, no_dist=True)
     else:
@@ -165,9 +144,7 @@ def _load(tensors: dict[str, torch.Tensor], reader: dcp.FileSystemReader) -> Non
 
 @contextlib.contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Raise what went wrong itself: DCP's own exception is no `Exception`, so nobody who reports
-    errors would see it.
-    """
+    """Raise what went wrong itself: DCP's own exception is no `Exception`."""
     try:
         yield
     except dcp.CheckpointException as error:
@@ -178,7 +155,6 @@ class _Reader(dcp.FileSystemReader):
     """Reads a folder of DCP whose metadata hold only what they should."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """See base class."""
         metadata = _Unpickler(io.BytesIO(Path(self.path, _METADATA).read_bytes())).load()
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError(
@@ -193,7 +169,6 @@ class _Unpickler(pickle.Unpickler):
     """Knows the classes of DCP's metadata, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """See base class."""
         if (module, name) in (("builtins", "getattr"), ("__builtin__", "getattr")):
             return _member  # how Python 3.11.0 to 3.11.3 write members of an enum
         if name not in _CLASSES.get(module, ()):

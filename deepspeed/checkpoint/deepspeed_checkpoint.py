@@ -1,9 +1,6 @@
 """`DeepSpeedCheckpoint`: upstream's view of a checkpoint folder, by pipeline stage, tensor-parallel
-and data-parallel rank.
-
-For scripts that look files up. Of a pipeline's layers the first with weights counts as embedding,
-one from the end as final norm, and those between as transformer, as upstream has it. Parameters by
-name are `resharding`'s, a universal checkpoint `ds_to_universal`'s.
+and data-parallel rank, for scripts that look files up. Of a pipeline's layers the first with
+weights counts as embedding, one from the end as final norm, the others as transformer.
 """
 
 from __future__ import annotations
@@ -103,10 +100,8 @@ class DeepSpeedCheckpoint:
     def get_zero_checkpoint_state(
         self, pp_index: int, tp_index: int, dp_index: int, strip_tensor_paddings: bool = True
     ) -> dict[str, Any]:
-        """Content of that file; files have no padding, so `strip_tensor_paddings` changes nothing.
-
-        Raises:
-            CheckpointError: There is none.
+        """Content of that file; files have no padding, so `strip_tensor_paddings` changes
+        nothing.
         """
         files = self.get_zero_files(pp_index, tp_index, dp_index)
         if not files:
@@ -120,11 +115,7 @@ class DeepSpeedCheckpoint:
     # A pipeline's layers
 
     def _layers(self) -> list[int]:
-        """Numbers of the layers that have files.
-
-        Raises:
-            CheckpointError: None has: it is no pipeline's checkpoint.
-        """
+        """Numbers of the layers that have files."""
         parsed = (file_names.parse_layer_file(name) for name in os.listdir(self.dir))
         layers = sorted({found.layer for found in parsed if found is not None})
         if not layers:
@@ -190,11 +181,7 @@ class DeepSpeedCheckpoint:
         ]
 
     def validate_files(self) -> None:
-        """Raise unless every model file is there.
-
-        Raises:
-            CheckpointError: Naming those that are not.
-        """
+        """Raise unless every model file is there."""
         parts = range(self.original_tp_degree * self.original_pp_degree)
         paths = [lead_model_file(self.dir, part) for part in parts]
         missing = [path for path in paths if not os.path.isfile(path)]

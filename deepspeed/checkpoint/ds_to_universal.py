@@ -1,12 +1,10 @@
-"""`ds_to_universal`: make a universal checkpoint of an ordinary one, for a run with any other
-number of ranks of any kind.
+"""The command `ds_to_universal`: a universal checkpoint of an ordinary one, for a run with any
+other number of ranks of any kind.
 
 The layout is upstream's: `zero/<parameter>/<state>.pt` for every parameter, whole,
-`zero/optimizer_state.pt` for what parameters have in common, the model files as they are, and
-`latest_universal` beside the folder. Layers, experts and host states are copied, too: they hold
-what no optimizer has. Of the model files of ZeRO stage 3 there is one for each tensor-parallel
-rank, without shards. Reading is `resharding.consolidation`'s. The output gets its name when all of
-it is on disk.
+`zero/optimizer_state.pt` for what they have in common, the model files, and `latest_universal`
+beside the folder. Layers, experts and host states are copied, too. The output gets its name when
+all of it is on disk.
 """
 
 from __future__ import annotations
@@ -204,24 +202,18 @@ def _with_inferred_patterns(state: ConsolidatedCheckpoint) -> ConsolidatedCheckp
 
 
 class _Output:
-    """The folder being written. Files are summed as they are written, by several threads.
-
-    Args:
-        folder: The folder, which is not there yet.
-    """
+    """The folder being written. Files are summed as they are written, by several threads."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self._records: dict[str, FileRecord] = {}
 
     def write(self, content: Any, *path: str) -> None:
-        """Write a file; its folders are made where they are missing."""
         name = os.path.join(*path)
         os.makedirs(os.path.dirname(os.path.join(self.folder, name)), exist_ok=True)
         self._records[name] = write_file(os.path.join(self.folder, name), content)
 
     def finish(self, head: Mapping[str, Any]) -> None:
-        """Flush the folders and write the manifest."""
         for parent, _, _ in os.walk(self.folder, topdown=False):
             sync_folder(parent)
         # Nothing is in shards here, so there are no fragments to describe: every file has all of
@@ -269,7 +261,6 @@ def _write_parameters(
 
 
 def _bounded(futures: Iterator[Future[None]], ahead: int) -> Iterator[Future[None]]:
-    """Each of them in order, `ahead` of them started at most."""
     started: list[Future[None]] = []
     for future in futures:
         started.append(future)
@@ -281,7 +272,6 @@ def _bounded(futures: Iterator[Future[None]], ahead: int) -> Iterator[Future[Non
 def _extract(
     state: ConsolidatedCheckpoint, name: str, slot: str, kept: _Output | None
 ) -> list[torch.Tensor]:
-    """Read the slices of one kind of state from the mapped files."""
     slices = [part.clone() for part in state.slices(name, slot)]
     for rank, part in enumerate(slices if kept is not None else ()):
         cast(_Output, kept).write(
@@ -302,7 +292,6 @@ def _merge(
 
 
 def _common_state(state: ConsolidatedCheckpoint, names: Sequence[str]) -> dict[str, Any]:
-    """What all parameters have in common, and the parameter groups."""
     saved = state.optimizer_content()
     common = {
         key: value
@@ -335,7 +324,6 @@ def _is_unsharded_state(key: str) -> bool:
 
 
 def _copy_files(state: ConsolidatedCheckpoint, output: _Output) -> None:
-    """All but the optimizer's files; of model files all but the optimizer's state and shards."""
     if has_weights_in_shards(state.folder):
         for part, model, weights in state.weights_of_ranks():
             content = {**model, keys.MODULE: weights, keys.FROZEN_PARAM_FRAGMENTS: None}

@@ -1,8 +1,5 @@
-"""Experts in checkpoints: a model numbers the experts of its own rank, files number all of them;
-and of a parameter that has a row for each expert a rank holds some rows.
-
-Pure: string and dictionary work. Which ranks hold which experts is the engine's `ParallelMap`'s,
-what is written when `runtime.checkpointing`'s.
+"""Experts in checkpoints: a model numbers the experts of its own rank, files number all of them; of
+a parameter that has a row for each expert a rank holds some rows.
 """
 
 from __future__ import annotations
@@ -20,9 +17,7 @@ _EXPERT = re.compile(r"^(.*\bdeepspeed_experts\.)(\d+)(\..+)$")
 
 
 def expert_prefix(name: str) -> str | None:
-    """What all experts of this parameter's layer have in common in their names; None for a dense
-    parameter.
-    """
+    """What all experts of a parameter's layer have in common in their names."""
     match = _EXPERT.match(name)
     return None if match is None else match.group(1)
 
@@ -34,9 +29,7 @@ def expert_number(name: str) -> int | None:
 
 
 def renumbered(name: str, offsets: Mapping[str, int]) -> str:
-    """The name with its expert's number moved by what `offsets` has for its layer's prefix; dense
-    names as they are.
-    """
+    """The name with its expert's number moved by what `offsets` has for its layer's prefix."""
     match = _EXPERT.match(name)
     if match is None:
         return name
@@ -62,11 +55,8 @@ def of_first_expert(name: str) -> str:
 def expert_rank(rank: int, ranks: int, group_size: int, data_first: bool) -> int:
     """Which share of a layer's experts a rank holds.
 
-    Args:
-        rank: Its number among
-        ranks: all of those that hold the layer.
-        group_size: Over how many of them the experts are spread; the others hold copies.
-        data_first: Ranks with the same experts are neighbours, else ranks with different ones are.
+    `group_size` of the `ranks` have different ones, the others copies; `data_first`: ranks with the
+    same experts are neighbours.
     """
     return rank * group_size // ranks if data_first else rank % group_size
 
@@ -85,12 +75,7 @@ def of_expert(state: Mapping[str, Any], prefix: str, number: int) -> dict[str, A
 
 
 class PackedExperts:
-    """Which parameters have a row for each expert, of which the optimizer files of each rank have
-    some; weights are whole.
-
-    Args:
-        model: Content of a model file.
-    """
+    """Which parameters have a row for each expert, of which each rank's optimizer file has some."""
 
     def __init__(self, model: Mapping[str, Any]) -> None:
         self._sizes = {
@@ -104,15 +89,12 @@ class PackedExperts:
         return next(found, 1)
 
     def whole_shape(self, name: str, shape: torch.Size) -> torch.Size:
-        """The shape of a parameter of which a rank has `shape`."""
         ranks = self.num_ranks(name)
         return shape if ranks == 1 else torch.Size((ranks * shape[0], *shape[1:]))
 
     def first_element(
         self, name: str, shape: torch.Size, rank: int, ranks: int, data_first: bool
     ) -> int:
-        """Where what a rank has of a parameter, of `shape`, begins in the whole one; for the other
-        arguments see `expert_rank`.
-        """
+        """Where what a rank has of a parameter, of `shape`, begins in the whole one."""
         size = self.num_ranks(name)
         return 0 if size == 1 else expert_rank(rank, ranks, size, data_first) * shape.numel()

@@ -86,15 +86,13 @@ def is_stage3_model_file(name: str) -> bool:
 
 
 def layer_id(layer: int) -> str:
-    """The beginning of the name of a pipeline layer's file; the layer is numbered in the whole
-    model.
-    """
+    """Name's beginning; the layer is numbered in the whole model."""
     return f"{LAYER_FILE_PREFIX}{layer:02d}"
 
 
 def layer_file(layer_id: str, coordinates: str) -> str:
-    """Name of a pipeline layer's file; `coordinates` are the rank's in the topology (`model_00`),
-    empty where each layer has one file.
+    """Name of a pipeline layer's file; `coordinates` are the rank's in the topology
+    (`model_00`).
     """
     return f"{layer_id}{'-' if coordinates else ''}{coordinates}-{_MODEL_STATES}"
 
@@ -118,9 +116,7 @@ def parse_layer_file(name: str) -> LayerFile | None:
 
 
 def expert_file(moe_layer: int, expert: int, model_parallel_rank: int) -> str:
-    """Name of the weights of one expert; layers with experts and all their experts are counted from
-    0.
-    """
+    """Name of an expert's file; layers with experts and all their experts count from 0."""
     return (
         f"{LAYER_FILE_PREFIX}{moe_layer}_expert_{expert}"
         f"_{MODEL_FILE_PREFIX}{model_parallel_rank:02d}{MODEL_FILE_SUFFIX}"
@@ -165,8 +161,8 @@ def _of_rank(rank: int, model_parallel_rank: int) -> str:
 
 
 class OptimizerFile(NamedTuple):
-    """What the name of an optimizer-states file says; `rank` is data-parallel in that of a ZeRO
-    rank, expert-parallel in that of an expert rank.
+    """Numbers in a name; `rank` is data-parallel of a ZeRO rank, expert-parallel of an expert
+    rank.
     """
 
     rank: int
@@ -217,9 +213,7 @@ def parse_state_file(name: str) -> str | None:
 
 
 def slice_file(slot: str) -> str:
-    """Name of the file of a tensor-parallel slice, which a conversion may leave for who debugs
-    it.
-    """
+    """Name of a tensor-parallel slice, which a conversion may leave for who debugs it."""
     return f"{slot}.00"
 
 

@@ -1,13 +1,9 @@
 """One file being written: buffered, summed and flushed to disk, by threads of its own if asked.
 
-Knows nothing of what is in it: `torch_files.write_file` gives it to `torch.save`. One thread writes
-while another sums, so the checksum costs no time of its own where there are cores for it. Large
-pieces are taken from where they are; small ones go through two buffers, of which one is filled
-while the threads have the other.
-
-Beside a training run what counts is processor time: there one thread gathers everything in one
-aligned buffer and writes it past the page cache (O_DIRECT), which costs a quarter less. With
-threads that is slower: others wait for the copy to aligned memory.
+One thread writes while another sums. Large pieces are taken from where they are; small ones go
+through two buffers. Beside a training run what counts is processor time: there one thread gathers
+everything in one aligned buffer and writes it past the page cache (O_DIRECT), which costs a quarter
+less; with threads that is slower.
 """
 
 from __future__ import annotations
@@ -35,12 +31,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 class FileRecord(NamedTuple):
-    """What is known of a file's bytes.
-
-    Attributes:
-        bytes: How many.
-        checksum: Their `Checksum.value()`.
-    """
+    """What is known of a file's bytes."""
 
     bytes: int
     checksum: str
@@ -53,7 +44,6 @@ class Checksum:
         self._hash = xxhash.xxh3_128()
 
     def update(self, data: Buffer) -> None:
-        """Take the next bytes; contiguous memory, which is not copied."""
         self._hash.update(data)
 
     def value(self) -> str:
@@ -62,11 +52,7 @@ class Checksum:
 
 
 def file_checksum(path: str) -> str:
-    """The checksum of a file.
-
-    Raises:
-        OSError: If it cannot be read.
-    """
+    """The checksum of a file."""
     checksum, chunk = Checksum(), memoryview(bytearray(_CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(chunk):
@@ -75,11 +61,7 @@ def file_checksum(path: str) -> str:
 
 
 def file_record(path: str) -> FileRecord:
-    """The record of a file as it is on disk.
-
-    Raises:
-        OSError: If it cannot be read.
-    """
+    """The record of a file as it is on disk."""
     return FileRecord(os.path.getsize(path), file_checksum(path))
 
 
@@ -150,14 +132,10 @@ class FileWriter:
         return len(source)
 
     def flush(self) -> None:
-        """Nothing: torch calls it; `finish` flushes to disk."""
+        """Do nothing: torch calls it; `finish` flushes to disk."""
 
     def finish(self) -> FileRecord:
-        """Write the rest and return once all of it is on disk.
-
-        Raises:
-            OSError: The first error of any write.
-        """
+        """Write the rest and return once all is on disk; the first error of any write is raised."""
         for index in range(len(self._buffers)):
             self._wait(index)
         tail = self._buffers[self._current][: self._filled]
@@ -172,7 +150,6 @@ class FileWriter:
         return FileRecord(self._bytes, self._checksum.value())
 
     def __enter__(self) -> FileWriter:
-        """The writer."""
         return self
 
     def __exit__(
@@ -208,7 +185,6 @@ class FileWriter:
             self._filled = 0
 
     def _start(self, data: memoryview) -> list[Future[None]]:
-        """Begin to write and sum; without threads, do it."""
         actions = (lambda: self._checksum.update(data)), (lambda: self._write_out(data))
         if len(self._buffers) == 1:
             for action in actions:
@@ -268,20 +244,13 @@ class FileWriter:
 
 
 def disk_error(error: OSError, path: str, wanted: int) -> OSError:
-    """The error of a write, which knows no name, with the file and how much does not fit.
-
-    Args:
-        error: What the system said.
-        path: The file.
-        wanted: Bytes that the file was to have.
-    """
+    """The error of a write, which knows no name, with the file and how much does not fit."""
     free = shutil.disk_usage(os.path.dirname(path) or os.curdir).free
     reason = f"{error.strerror or error}: {wanted:,} bytes are to be written, {free:,} are free"
     return OSError(error.errno, reason, path)
 
 
 def _open(path: str, direct: bool) -> tuple[int, bool]:
-    """A new file, and whether it is written past the page cache."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     if direct and hasattr(os, "O_DIRECT"):
         try:

@@ -1,9 +1,8 @@
 """Reading checkpoint files, and publishing folders so that a crash or a bad file never costs a good
 checkpoint.
 
-Reading unpickles an explicit list of classes only. A checkpoint is written into a folder with a
-temporary name, every file flushed to disk, then renamed; the `latest` file changes last and in one
-rename. Stands in `zero_to_fp32.py` beside every checkpoint too, so it needs torch alone.
+Reading unpickles an explicit list of classes only. Stands in `zero_to_fp32.py` beside every
+checkpoint too, so it needs torch alone.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class CheckpointError(RuntimeError):
 
 
 class CheckpointTagError(CheckpointError, AssertionError):
-    """Ranks save under different tags, and `checkpoint.tag_validation` is "Fail". Upstream asserts
-    there, and scripts written for it catch that.
+    """Ranks save under different tags, and `checkpoint.tag_validation` is "Fail"; upstream
+    asserts.
     """
 
 
@@ -39,9 +38,7 @@ _load: ContextVar[Callable[[str, Any], Any] | None] = ContextVar("load", default
 
 @contextlib.contextmanager
 def read_by(load: Callable[[str, Any], Any] | None) -> Iterator[None]:
-    """Let `read_file` use `load(path, map_location)` in this block, of a client's checkpoint
-    engine; None: no longer.
-    """
+    """Let `read_file` use `load(path, map_location)` of a client's engine here; None: no longer."""
     before = _load.set(load)
     try:
         yield
@@ -88,21 +85,17 @@ def read_file(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
         ) from error
 
 
-class _StandIn:
-    """An object of a class that is not there: has its attributes, runs nothing."""
+class _StandIn: ...
 
 
-class _NumberStandIn(int):
-    """A member of an enumeration that is not there."""
+class _NumberStandIn(int): ...
 
 
 def safe_classes() -> list[Any]:
     """Classes that checkpoint files may contain beside tensors and plain containers.
 
-    Files name a class by its path, and so does the list of those that are known: they are the
-    runtime's, which stands above this package and need not be loaded to write or to look at a
-    folder. Only the list is imported from, never what a file names. A program that stands alone
-    has stand-ins for them.
+    They are the runtime's, which stands above this package: only this list is imported from, never
+    what a file names. A program that stands alone has stand-ins for them.
     """
     if not __name__.startswith("deepspeed."):
         own = [path for path in PICKLED_CLASSES if path.startswith("deepspeed.")]
@@ -115,16 +108,7 @@ def safe_classes() -> list[Any]:
 
 
 def load_data(source: Any, map_location: Any = "cpu", mmap: bool = False) -> Any:
-    """What `torch.save` was given.
-
-    Args:
-        source: Path, or a buffer.
-        map_location: Where tensors go.
-        mmap: Read a tensor's elements when they are used, where the format allows it.
-
-    Raises:
-        Exception: Of many kinds, if it is damaged or holds objects of other classes.
-    """
+    """What `torch.save` was given; raises errors of many kinds if it is damaged."""
     # Torch's older format has no place of its own for a tensor.
     mapped = mmap and zipfile.is_zipfile(source)
     with torch.serialization.safe_globals(safe_classes()):
@@ -140,9 +124,7 @@ def reason_of(error: Exception) -> str:
 
 
 def lead_model_file(folder: str, part: int = 0) -> str:
-    """Path of the model file that says what all ranks with a part of the model have in common: the
-    only one, or at ZeRO stage 3, where each rank has one, the first.
-    """
+    """Path of the model file that says what all ranks with a part of the model have in common."""
     path = os.path.join(folder, file_names.model_file(part))
     first = os.path.join(folder, file_names.stage3_model_file(0, part))
     return first if os.path.isfile(first) and not os.path.isfile(path) else path
@@ -163,9 +145,7 @@ def sync_folder(path: str) -> None:
 
 
 def replace_folder(temporary: str, final: str) -> None:
-    """Rename `temporary` to `final`; an older folder of that name is put aside first and removed
-    after.
-    """
+    """Rename `temporary` to `final`; an older folder of that name is put aside, then removed."""
     aside = _aside(final)
     if os.path.isdir(final):
         shutil.rmtree(aside, ignore_errors=True)

@@ -1,12 +1,10 @@
 """The manifest of a checkpoint: every file with its size and checksum, and what each rank says is
 in the files that it wrote.
 
-Each rank leaves its part in the folder, as a hidden file; the rank that publishes the folder makes
-`manifest.json` of all parts and removes them. The manifest is JSON whose first line is the checksum
-of all that follows, so a changed, exchanged or shortened manifest shows like any other file. What
-descriptions mean is `runtime.checkpointing.description`'s and `checkpoint.verification`'s; here
-they are only kept. A folder without a manifest was written by upstream or by an older version,
-unless its model files say that there was one (`constants.MANIFEST_VERSION`).
+Each rank leaves its part in the folder, as a hidden file; the rank that publishes makes
+`manifest.json` of all parts: JSON whose first line is the checksum of the rest. A folder without
+one was written by upstream or by an older version, unless its model files say that there was one
+(`constants.MANIFEST_VERSION`).
 """
 
 from __future__ import annotations
@@ -55,8 +53,8 @@ class Manifest(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether all ranks of the run wrote into this folder; with node-local storage those of one
-        node did.
+        """Whether all ranks wrote into this folder; with node-local storage those of one node
+        did.
         """
         return len(self.parts) == self.head["world_size"]
 
@@ -64,16 +62,8 @@ class Manifest(NamedTuple):
 def write_part(
     folder: str, rank: int, files: Mapping[str, FileRecord], description: Mapping[str, Any]
 ) -> None:
-    """Leave what a rank knows of its files in the folder. Not flushed: it is merged, or nobody
-    reads the folder.
-
-    Args:
-        folder: The unfinished checkpoint.
-        rank: The global rank.
-        files: Name, relative to the folder -> record, of every file that it wrote.
-        description: What is in them; JSON. Under "files", what is said of files that it did not
-            write is left out: a rank describes all that it has, and what several have is written by
-            one.
+    """Leave what a rank knows of its files. Not flushed: it is merged, or nobody reads the
+    folder.
     """
     # A writer may make a folder of a file.
     written = {name.split("/")[0] for name in files}
@@ -89,16 +79,7 @@ def write_part(
 
 
 def merge_parts(folder: str, ranks: Iterable[int], head: Mapping[str, Any]) -> None:
-    """Make the manifest of the parts of `ranks`, flush it to disk, and remove the parts.
-
-    Args:
-        folder: The unfinished checkpoint; all ranks have left their parts.
-        ranks: Whose parts there are.
-        head: See `Manifest.head`; JSON.
-
-    Raises:
-        CheckpointError: A part is missing, or two ranks say that they wrote one file.
-    """
+    """Make the manifest of the parts of `ranks`, flush it to disk, and remove the parts."""
     files: dict[str, list[Any]] = {}
     parts: dict[int, Any] = {}
     paths = {rank: os.path.join(folder, manifest_part(rank)) for rank in ranks}
@@ -130,11 +111,7 @@ def merge_parts(folder: str, ranks: Iterable[int], head: Mapping[str, Any]) -> N
 
 
 def read_manifest(folder: str) -> Manifest | None:
-    """The manifest of a checkpoint folder; None if it has none.
-
-    Raises:
-        CheckpointError: It is damaged, or of a later version.
-    """
+    """The manifest of a checkpoint folder; None if it has none."""
     path = os.path.join(folder, MANIFEST)
     try:
         with open(path, "rb") as file:
@@ -174,9 +151,7 @@ def _first_line(body: bytes) -> bytes:
 
 
 def published_tags(save_dir: str) -> list[str]:
-    """Names of the checkpoints with a manifest, the newest last: the manifest's time counts, which
-    `cp -a` keeps.
-    """
+    """Names of the checkpoints with a manifest, the newest last by the manifest's own time."""
     times: list[tuple[int, str]] = []
     for name in os.listdir(save_dir) if os.path.isdir(save_dir) else ():
         manifest = os.path.join(save_dir, name, file_names.MANIFEST)
@@ -189,13 +164,9 @@ def published_tags(save_dir: str) -> list[str]:
 
 
 def remove_oldest(save_dir: str, keep_last: int) -> list[str]:
-    """Remove published checkpoints but the newest `keep_last`, and but that which `latest` names.
+    """Remove published checkpoints but the newest `keep_last` and that which `latest` names.
 
-    Each is renamed first, so that a kill leaves no part of it under its name; what an earlier kill
-    left is removed too.
-
-    Returns:
-        The tags that were removed.
+    Each is renamed first, so that a kill leaves no part of it under its name.
     """
     latest = read_latest(save_dir)
     removed = [tag for tag in published_tags(save_dir)[:-keep_last] if tag != latest]
@@ -212,16 +183,7 @@ def remove_oldest(save_dir: str, keep_last: int) -> list[str]:
 
 
 def newest_common_tag(known: list[tuple[str | None, list[str]]]) -> str | None:
-    """The tag to load where several folders, one per node, should hold the same checkpoints.
-
-    Args:
-        known: Of each folder: what `latest` names, and `published_tags`.
-
-    Returns:
-        What `latest` names, if it is the same everywhere; otherwise (a node was killed before it
-        had published) the newest checkpoint that all have, in the order of the first folder; None
-        if there is none.
-    """
+    """What `latest` names, if it is the same in all folders; else the newest checkpoint of all."""
     latest = {tag for tag, _ in known}
     if len(latest) == 1:
         return latest.pop()

@@ -24,12 +24,7 @@ from deepspeed.checkpoint.utils import map_tensors, separate
 
 
 def write_file(path: str, content: Any, options: WriteOptions = DEFAULT_OPTIONS) -> FileRecord:
-    """Save `content` and return once it is on disk. Tensors are saved each on its own, never the
-    buffer that they are views of.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Save `content`, each tensor with its own memory alone, and return once it is on disk."""
     with (
         FileWriter(path, options) as file,
         contextlib.nullcontext() if options.crc32 else _without_crc32(),
@@ -69,19 +64,8 @@ _HEADER_BYTES, _LENGTHS = 30, slice(26, 30)
 
 
 class StreamedFile:
-    """See module.
-
-    Args:
-        path: The file; an existing one is overwritten.
-        content: Nested lists, tuples and dicts. Its tensors are dense, on the host, each with
-            storage of its own; what they hold is not read, so they may be of memory that nobody has
-            touched.
-
-    Attributes:
-        tensors: Those of the content.
-
-    Raises:
-        OSError: It cannot be written.
+    """A file in torch's format whose tensors are written one by one; `content`'s are
+    placeholders.
     """
 
     def __init__(self, path: str, content: Any) -> None:
@@ -99,15 +83,7 @@ class StreamedFile:
         self._file = os.open(path, os.O_WRONLY)
 
     def fill(self, place: torch.Tensor, value: torch.Tensor) -> None:
-        """Write the elements of one of the content's tensors.
-
-        Args:
-            place: The tensor.
-            value: Its value, on any device, of its dtype and shape.
-
-        Raises:
-            OSError: They cannot be written.
-        """
+        """Write the elements of one of the content's tensors."""
         start = self._starts[id(place)]
         data = value.detach().to("cpu", place.dtype).contiguous().reshape(-1)
         left = data.view(torch.uint8).numpy().data
@@ -119,11 +95,9 @@ class StreamedFile:
             start, left = start + written, left[written:]
 
     def finish(self) -> None:
-        """Return once all of it is on disk."""
         os.fsync(self._file)
 
     def __enter__(self) -> StreamedFile:
-        """The file."""
         return self
 
     def __exit__(
@@ -132,7 +106,6 @@ class StreamedFile:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close it."""
         os.close(self._file)
 
 

@@ -38,15 +38,7 @@ def map_tensors(
     change: Callable[[torch.Tensor], torch.Tensor],
     leaf: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Nested lists, tuples and dicts with every tensor changed, tensors that share their memory
-    once for all.
-
-    Args:
-        item: The nested value.
-        change: What is done to a tensor.
-        leaf: What is done to anything that is no such container, no tensor, number or string; None
-            keeps it.
-    """
+    """Nested lists, tuples and dicts with every tensor changed, and every other `leaf` if asked."""
     return _map(item, change, leaf, {})
 
 
@@ -76,8 +68,8 @@ def _map(
 
 
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory of a contiguous tensor, as a storage that holds nothing else; for
-    `torch.save`, which writes storages.
+    """A contiguous tensor's memory as a storage that holds nothing else: `torch.save` writes
+    storages.
     """
     start = tensor.storage_offset() * tensor.element_size()
     return on_storage(
@@ -86,16 +78,14 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_storage(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor of the dtype and shape of `like` that is all of `storage`, which keeps
-    the memory that it is cut from.
+    """A contiguous tensor like `like` that is all of `storage` and keeps what it is cut from
+    alive.
     """
     return torch.empty(0, dtype=like.dtype).set_(storage).view(like.shape)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is elements in memory and nothing else: no subclass, not sparse, no pending
-    conjugation.
-    """
+    """Whether a tensor is elements in memory and nothing else."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
@@ -134,9 +124,7 @@ _MIN_BLOCK_BYTES = 1 << 20
 
 
 class HostCopy:
-    """Copies tensors, each with storage of its own, into memory that `reset` frees for the next.
-    Pinned where there is a device.
-    """
+    """Copies tensors, each with storage of its own, into memory that `reset` frees for the next."""
 
     def __init__(self) -> None:
         self._blocks: list[torch.UntypedStorage] = []

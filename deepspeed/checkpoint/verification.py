@@ -45,11 +45,7 @@ def existing_tags(load_dir: str) -> list[str]:
 
 
 def latest_tag(load_dir: str) -> str | None:
-    """The tag that `latest` names; None if there is no such file.
-
-    Raises:
-        CheckpointError: The file's content is not the name of a folder here.
-    """
+    """The tag that `latest` names; None if there is no such file."""
     path = os.path.join(load_dir, keys.LATEST)
     try:
         tag = read_latest(load_dir)
@@ -87,13 +83,6 @@ def check_folder(
 ) -> list[str]:
     """What is wrong with a folder, in words; files are checked by their share, all else by the
     first reader.
-
-    Args:
-        folder: The tag's folder.
-        manifest: Its manifest.
-        share: Which of how many readers this is: files whose place among all is the one, modulo the
-            other.
-        checksums: Read the files and compare checksums; False: sizes only.
     """
     problems, (reader, readers) = [], share
     if reader == 0:
@@ -141,9 +130,6 @@ def _check_file(path: str, size: int, checksum: str, checksums: bool) -> Iterato
 def check_coverage(parts: Iterable[Mapping[str, Any]]) -> list[str]:
     """What is wrong with what the ranks describe: an element of a trained parameter that is in no
     file, or in two.
-
-    Args:
-        parts: Descriptions of all ranks that wrote the checkpoint.
     """
     by_part: dict[int, dict[str, Mapping[str, Any]]] = {}
     for part in parts:
@@ -209,11 +195,7 @@ def _gap_or_overlap(fragments: list[_Fragment], numel: int | None) -> str | None
 
 
 def raise_problems(folder: str, problems: list[str]) -> None:
-    """Raise if there are any.
-
-    Raises:
-        CheckpointError: With the first of them, and what to do.
-    """
+    """Raise if there are any."""
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(
@@ -224,19 +206,7 @@ def raise_problems(folder: str, problems: list[str]) -> None:
 
 
 def verify_checkpoint(load_dir: str, tag: str | None = None, level: str = FULL) -> list[str]:
-    """Check a checkpoint without a model and without ranks.
-
-    Args:
-        load_dir: Folder of all checkpoints of a run, or that of one.
-        tag: Which; None is the one that `latest` names, or the folder itself.
-        level: "full", or "sizes" to leave the files' content out.
-
-    Returns:
-        What is wrong, in words; nothing if the checkpoint is as it was written.
-
-    Raises:
-        ValueError: For another level.
-    """
+    """Check a checkpoint without a model and without ranks."""
     if level not in (FULL, SIZES):
         raise ValueError(f'level: {level!r} is not known; use "{FULL}" or "{SIZES}"')
     if tag is None and os.path.isfile(os.path.join(load_dir, MANIFEST)):

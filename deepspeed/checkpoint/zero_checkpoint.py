@@ -19,23 +19,14 @@ from deepspeed.utils.logging import logger
 
 
 class meg_2d_parallel_map:  # noqa: N801  # upstream's name
-    """Numbers of old ranks by their new pipeline stage and tensor-parallel rank.
-
-    Args:
-        pp_degree: Stages.
-        tp_degree: Tensor-parallel ranks.
-    """
+    """Numbers of old ranks by their new pipeline stage and tensor-parallel rank."""
 
     def __init__(self, pp_degree: int, tp_degree: int) -> None:
         self.pp_degree, self.tp_degree = pp_degree, tp_degree
         self._ranks: dict[tuple[int, int], list[int]] = {}
 
     def get_data(self, pp_index: int | None = None, tp_index: int | None = None) -> list[int]:
-        """Those of one place; None: of all places.
-
-        Raises:
-            ValueError: There is no such place.
-        """
+        """Those of one place; None: of all places."""
         stages = range(self.pp_degree) if pp_index is None else [pp_index]
         ranks = range(self.tp_degree) if tp_index is None else [tp_index]
         places = [(stage, rank) for stage in stages for rank in ranks]
@@ -49,13 +40,7 @@ class meg_2d_parallel_map:  # noqa: N801  # upstream's name
 
 
 class model_3d_desc:  # noqa: N801  # upstream's name
-    """Numbers of ranks of each kind.
-
-    Args:
-        pp_degree: Pipeline stages.
-        tp_degree: Tensor-parallel ranks.
-        dp_degree: Data-parallel ranks.
-    """
+    """Numbers of ranks of each kind."""
 
     def __init__(self, pp_degree: int = 1, tp_degree: int = 1, dp_degree: int = 1) -> None:
         self.pp_degree, self.tp_degree, self.dp_degree = pp_degree, tp_degree, dp_degree
@@ -100,20 +85,7 @@ class model_3d_desc:  # noqa: N801  # upstream's name
     def reshape(
         self, target_3d_desc: model_3d_desc, verbose: bool = False
     ) -> list[meg_2d_parallel_map]:
-        """Deal the ranks to as many or fewer: neighbours go to one.
-
-        Args:
-            target_3d_desc: The new ranks; each number divides the old one.
-            verbose: Log the result.
-
-        Returns:
-            For each new data-parallel rank, the old ranks of its stages and tensor-parallel ranks.
-            The old rank of stage p, tensor-parallel rank t and data-parallel rank d has the number
-            `(d * stages + p) * tensor-parallel ranks + t`.
-
-        Raises:
-            ValueError: They cannot be dealt evenly.
-        """
+        """Deal the ranks to as many or fewer: neighbours go to one."""
         errors = self.can_reshape(target_3d_desc)[1] or [
             f"{name}: {own} ---> {wanted} is uneven"
             for name, own, wanted in self._changes(target_3d_desc)
@@ -141,12 +113,7 @@ class model_3d_desc:  # noqa: N801  # upstream's name
 
 
 def get_model_3d_descriptor(dir: str) -> model_3d_desc:
-    """The ranks of the run that saved a checkpoint's folder.
-
-    Raises:
-        CheckpointError: The first model file is missing or damaged, or files are not those of that
-            many ranks.
-    """
+    """The ranks of the run that saved a checkpoint's folder."""
     found = DeepSpeedCheckpoint(dir)
     found.validate_files()
     # Ranks that have an optimizer's file; without ZeRO none has.
@@ -197,11 +164,7 @@ class ZeROCheckpoint:
         return self.src_3d.dp_degree
 
     def get_files_for_rank(self, pp_index: int, tp_index: int, dp_index: int) -> list[str]:
-        """Paths of a rank's files; empty if its state is not sharded.
-
-        Raises:
-            ValueError: There was no such rank.
-        """
+        """Paths of a rank's files; empty if its state is not sharded."""
         is_there, errors = self.src_3d.is_valid(pp_index, tp_index, dp_index)
         if not is_there:
             raise ValueError(f"{self.dir}: {'; '.join(errors)}")
@@ -215,11 +178,7 @@ class ZeROCheckpoint:
         keys_to_ignore: Sequence[str] = (),
         strip_tensor_paddings: bool = True,
     ) -> dict[str, Any]:
-        """Content of a rank's file, without `keys_to_ignore`.
-
-        Raises:
-            CheckpointError: There is no such file.
-        """
+        """Content of a rank's file, without `keys_to_ignore`."""
         state = self._checkpoint.get_zero_checkpoint_state(
             pp_index, tp_index, dp_index, strip_tensor_paddings
         )

@@ -31,13 +31,7 @@ pre{margin:0;white-space:pre-wrap}img{max-width:100%}
 
 
 def page(title: str, body: str, style: str = "") -> str:
-    """A whole page.
-
-    Args:
-        title: Plain text.
-        body: HTML.
-        style: More rules, behind `STYLE`.
-    """
+    """A whole page."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'

@@ -52,15 +52,7 @@ class LoggerFactory:
 
     @staticmethod
     def create_logger(name: str | None = None, level: int = logging.WARNING) -> logging.Logger:
-        """A logger that writes to stdout in the project's format and does not propagate.
-
-        Args:
-            name: the logger's name; required.
-            level: its level.
-
-        Raises:
-            ValueError: no name was given.
-        """
+        """A logger that writes to stdout in the project's format and does not propagate."""
         if name is None:
             raise ValueError(
                 "create_logger needs a name: got None; pass the name of the logger to make"
@@ -76,10 +68,8 @@ class LoggerFactory:
 
 
 def get_log_level_from_string(log_level_str: str) -> int:
-    """The numeric level of ``debug``, ``info``, ``warning``, ``error`` or ``critical`` (any case).
-
-    Raises:
-        ValueError: the name is none of these.
+    """The numeric level of ``debug``, ``info``, ``warning``, ``error`` or ``critical`` (any
+    case).
     """
     level = log_levels.get(str(log_level_str).lower())
     if level is None:
@@ -122,9 +112,6 @@ def get_current_level() -> int:
 def should_log_le(max_log_level_str: str) -> bool:
     """Whether the logger's level is at or below the named one, so that messages of that level are
     written.
-
-    Raises:
-        ValueError: the level is unknown.
     """
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 

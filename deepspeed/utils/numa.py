@@ -18,11 +18,7 @@ def check_for_numactl_pkg() -> bool:
 
 
 def parse_range(rng: str) -> range:
-    """``5`` or ``3-7`` as a range of integers, the end included.
-
-    Raises:
-        ValueError: it is neither, or the end lies before the start.
-    """
+    """``5`` or ``3-7`` as a range of integers, the end included."""
     matched = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", rng)
     if matched is None:
         raise ValueError(
@@ -36,11 +32,7 @@ def parse_range(rng: str) -> range:
 
 
 def parse_range_list(range_str: str) -> list[int]:
-    """``0-3,7`` as a list of integers.
-
-    Raises:
-        ValueError: a part is no range, or the parts overlap or do not ascend.
-    """
+    """``0-3,7`` as a list of integers."""
     numbers: list[int] = []
     for part in range_str.split(","):
         found = parse_range(part)

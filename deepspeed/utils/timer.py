@@ -127,11 +127,7 @@ class SynchronizedWallClockTimer:
             self._records: list[float] = []
 
         def start(self) -> None:
-            """Start.
-
-            Raises:
-                RuntimeError: it runs already.
-            """
+            """Start."""
             if self.started_:
                 raise RuntimeError(f"timer {self.name_!r} is already running; stop it first")
             self._started_at = begin_span()
@@ -166,9 +162,6 @@ class SynchronizedWallClockTimer:
         def elapsed(self, reset: bool = True) -> float:
             """Milliseconds of all finished runs since the last reset; a run in progress goes on and
             counts so far.
-
-            Args:
-                reset: start from zero afterwards.
             """
             running = self.started_
             if running:
@@ -227,16 +220,6 @@ class SynchronizedWallClockTimer:
     ) -> None:
         """Print the elapsed times of the named timers in one line; names that were never used are
         left out.
-
-        Args:
-            names: which.
-            normalizer: every time is divided by it.
-            reset: start them from zero.
-            memory_breakdown: add the accelerator's memory.
-            ranks: the global ranks that print; None means rank 0.
-
-        Raises:
-            ValueError: the normalizer is not positive.
         """
         times = self._normalized(names, normalizer, lambda timer: timer.elapsed(reset=reset))
         parts = " | ".join(f"{name}: {value:.2f}" for name, value in times.items())
@@ -397,12 +380,7 @@ class ThroughputTimer:
             self._start = begin_span(on_device=self.config.synchronized)
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """A micro-step ends; nothing happens when none has begun.
-
-        Args:
-            global_step: it was the last of an optimizer step.
-            report_speed: report if this is a step on which to.
-        """
+        """A micro-step ends; nothing happens when none has begun."""
         if not self.config.enabled or not self.started:
             return
         self.started = False
@@ -442,8 +420,6 @@ class ThroughputTimer:
     def avg_samples_per_sec(self) -> float:
         """Samples per second over the steps that count and that the device has done by now; minus
         infinity before there is one.
-
-        The host waits only for the first of them: a progress line must not hold up the device.
         """
         self._add_up(all_of_them=self._counted_steps == 0)
         if self._counted_steps == 0 or self._total_s <= 0:

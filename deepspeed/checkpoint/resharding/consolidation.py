@@ -1,8 +1,5 @@
 """Every parameter of a checkpoint as a whole, whatever ranks, stages and tensor-parallel slices it
-was saved by.
-
-Files are mapped, and where the fragments of each parameter lie is noted; elements are read when one
-parameter is asked for, so memory is bounded by that parameter.
+was saved by; elements are read when one parameter is asked for.
 """
 
 from __future__ import annotations
@@ -24,22 +21,14 @@ from deepspeed.checkpoint.resharding.tensor_parallel import SlicePatterns
 
 
 class ConsolidatedParameters(Protocol):
-    """Whole parameters by name.
-
-    Attributes:
-        folder: The checkpoint.
-        options: Hyper-parameters by number of parameter group.
-        scaler: State of the loss scale; empty if there is none.
-        tensor_size: Tensor-parallel ranks of the run that saved it.
-    """
+    """Whole parameters by name."""
 
     folder: str
     tensor_size: int
     options: Mapping[int, Mapping[str, Any]]
     scaler: Mapping[str, Any]
 
-    def names(self) -> list[str]:
-        """The parameters."""
+    def names(self) -> list[str]: ...
 
     def slots(self, name: str) -> list[str]:
         """Kinds of per-element state: `fp32`, and the optimizer's if it is trained."""
@@ -47,16 +36,13 @@ class ConsolidatedParameters(Protocol):
     def entry(self, name: str, slot: str) -> Mapping[str, Any]:
         """The whole tensor and how it is sliced, as in a file of a universal checkpoint."""
 
-    def shared(self, name: str) -> Mapping[str, Any]:
-        """State that is not per element."""
+    def shared(self, name: str) -> Mapping[str, Any]: ...
 
     def group(self, name: str) -> int | None:
         """Number of its parameter group; None if it is in none, or that is not known."""
 
     def weight(self, name: str) -> Any:
-        """What files of weights have by that name, of the first tensor-parallel rank; for buffers
-        and extra state, which are in no optimizer. None if there is nothing.
-        """
+        """What files of weights have by that name, of the first tensor-parallel rank, or None."""
 
 
 class ConsolidatedCheckpoint:
@@ -66,14 +52,6 @@ class ConsolidatedCheckpoint:
         folder: The tag's folder.
         info: How parameters are sliced; None for what the checkpoint says.
         tensor_rank: Whose slices alone are read, and given as if they were whole; None: all.
-
-    Attributes:
-        model: Content of the first model file.
-        patterns: How parameters are sliced.
-
-    Raises:
-        CheckpointError: A file is missing or damaged, or slices are there and nothing says how to
-            put them together.
     """
 
     def __init__(
@@ -135,16 +113,12 @@ class ConsolidatedCheckpoint:
         return self._ranks[0].weights.get(name)
 
     def weights_of_ranks(self) -> Iterator[tuple[int, Mapping[str, Any], dict[str, Any]]]:
-        """Of each tensor-parallel rank its number, its first model file, and what files of weights
-        have of stage 3, where parameters are in shards: buffers, and what modules keep that is no
-        tensor.
-        """
+        """Number, first model file and `SavedWeights` of each tensor-parallel rank."""
         for number, rank in enumerate(self._ranks):
             weights = rank.weights
             yield number, weights.models[0], {**weights.values, **weights.extra}
 
     def optimizer_content(self) -> Mapping[str, Any]:
-        """The optimizer's state in the first file that has any; empty if there is none."""
         of_shards = [
             os.path.join(self.folder, file_names.optimizer_file(0, 0, bf16))
             for bf16 in (False, True)

@@ -1,8 +1,6 @@
-"""How a run that saved a checkpoint divided its model: over how many ranks of each kind, and what
-lies where in the shards of ZeRO stage 3.
-
-At stage 3 every rank has an equal part of each parameter, and the last ones end in padding; experts
-are cut over the ranks that hold the same ones.
+"""How a run that saved a checkpoint divided its model, and what lies where in shards of ZeRO stage
+3: every rank has an equal part of each parameter, the last ones end in padding; experts are cut
+over the ranks that hold the same ones.
 """
 
 from __future__ import annotations
@@ -29,15 +27,7 @@ from deepspeed.checkpoint.experts import (
 
 
 def data_ranks(model: Mapping[str, Any], where: str) -> int:
-    """Over how many ranks the run that wrote a model file of stage 3 has sharded its parameters.
-
-    Args:
-        model: Content of the file.
-        where: The folder, for the error.
-
-    Raises:
-        CheckpointError: The file does not say it.
-    """
+    """Over how many ranks the run that wrote a model file of stage 3 has sharded its parameters."""
     if keys.DP_WORLD_SIZE not in model:
         raise CheckpointError(
             f"{where}: a model file has no {keys.DP_WORLD_SIZE!r}, over how many ranks parameters "
@@ -48,10 +38,7 @@ def data_ranks(model: Mapping[str, Any], where: str) -> int:
 
 
 class ParallelDegrees(NamedTuple):
-    """Pipeline stages, tensor-parallel ranks, and all model-parallel ranks.
-
-    The manifest and the files of processes hold it under the name `cut`, with these fields.
-    """
+    """Pipeline stages, tensor-parallel ranks, and all model-parallel ranks."""
 
     stages: int
     tensor: int
@@ -59,16 +46,13 @@ class ParallelDegrees(NamedTuple):
 
     @classmethod
     def of_this_run(cls, parallel_map: ParallelMap) -> ParallelDegrees:
-        """That of an engine's map."""
         tensor, parts = parallel_map.tensor.size, parallel_map.model.size
         return cls(max(1, parts // tensor), tensor, parts)
 
     @classmethod
     def of_file(cls, model: Mapping[str, Any]) -> ParallelDegrees:
-        """That of the run that wrote a model file.
-
-        One that does not say it is a pipeline's if its weights are in files of layers, otherwise of
-        tensor-parallel ranks.
+        """Degrees of the run that wrote a model file; if it does not say, layers mean a
+        pipeline.
         """
         parts = int(model.get(keys.MP_WORLD_SIZE, 1))
         degrees = model.get(keys.CHECKPOINT_PARALLEL_DIMS) or {}
@@ -77,16 +61,12 @@ class ParallelDegrees(NamedTuple):
         return cls(int(degrees.get(keys.CHECKPOINT_PP_DEGREE, parts // tensor)), tensor, parts)
 
     def ranks_of_slice(self, tensor_rank: int) -> range:
-        """The model-parallel ranks that hold the stages of a tensor-parallel rank, first stage
-        first.
-        """
+        """Model-parallel ranks with the stages of a tensor-parallel rank, first stage first."""
         return range(tensor_rank, self.parts, self.tensor)
 
 
 def zero3_partitioned_param_info(unpartitioned_numel: int, world_size: int) -> tuple[int, int]:
-    """Elements of a parameter that each ZeRO-3 rank has, and how many of all of them are
-    padding.
-    """
+    """Elements of a parameter per ZeRO-3 rank, and how many of all of them are padding."""
     partitioned = -(-unpartitioned_numel // world_size)
     return partitioned, partitioned * world_size - unpartitioned_numel
 
@@ -101,13 +81,9 @@ class Run(NamedTuple):
 
 
 class GroupCut(NamedTuple):
-    """How the parameters of one group are cut, as one rank sees it.
+    """How the parameters of one group are cut over `ranks`, of which the rank is number `place`.
 
-    Attributes:
-        shapes: Name and shape of each; experts are numbered over all ranks.
-        ranks: Over how many.
-        place: Which of them the rank is.
-        firsts: Name -> where the rank's experts begin in a parameter with a row for each of all.
+    `firsts`: where the rank's experts begin in a parameter with a row for each of all.
     """
 
     shapes: Mapping[str, torch.Size]
@@ -124,16 +100,7 @@ def cuts_of(
     data_first: bool,
     packed: PackedExperts,
 ) -> list[GroupCut] | None:
-    """How each group is cut; None if that does not fit the number of files.
-
-    Args:
-        groups: Name and shape of the parameters of each, as the rank has them.
-        counts: Over how many ranks they are cut, for each group if it is not one number.
-        rank: Whose shards they are, of
-        ranks: those that have files.
-        data_first: See `experts.expert_rank`.
-        packed: Which parameters have a row for each expert.
-    """
+    """How each group is cut; None if that does not fit the number of files."""
     if isinstance(counts, int):
         return [GroupCut(own, counts, rank, {}) for own in groups] if counts == ranks else None
     if len(counts) != len(groups) or any(ranks % count for count in counts):
@@ -153,12 +120,8 @@ def cuts_of(
 
 
 def share_and_place(rank: int, ranks: int, shares: int, data_first: bool) -> tuple[int, int]:
-    """Which share of the experts of a layer a rank holds (0 of what all hold alike), and which of
-    the ranks that hold it this is.
-
-    Args:
-        rank, ranks, data_first: See `experts.expert_rank`.
-        shares: Over how many ranks the experts are spread; 1: all hold them alike.
+    """Which share of a layer's experts a rank holds, and which of the ranks that hold it this
+    is.
     """
     if data_first:
         return divmod(rank, ranks // shares)
@@ -167,16 +130,7 @@ def share_and_place(rank: int, ranks: int, shares: int, data_first: bool) -> tup
 
 
 class HeldExperts:
-    """Which of the experts stand in the files of one rank of stage 3, by the names there.
-
-    Args:
-        model: Content of its model file.
-        rank: The rank.
-        folder: Where the file is.
-
-    Attributes:
-        packed: Which parameters have a row for each expert.
-    """
+    """Which of the experts stand in the files of one rank of stage 3, by the names there."""
 
     def __init__(self, model: Mapping[str, Any], rank: int, folder: str) -> None:
         self.packed = PackedExperts(model)
@@ -186,7 +140,6 @@ class HeldExperts:
         self._data_first = comes_data_first(model)
 
     def share_and_place(self, name: str) -> tuple[int, int]:
-        """See `share_and_place`, for the layer of a parameter."""
         prefix = expert_prefix(name)
         shares = self.packed.num_ranks(name) if prefix is None else self._sizes.get(prefix, 1)
         return share_and_place(self._rank, self._ranks, shares, self._data_first)
@@ -205,8 +158,8 @@ def comes_data_first(model: Mapping[str, Any]) -> bool:
 
 
 def cut_runs(cuts: Sequence[GroupCut], starts: Sequence[int]) -> tuple[list[list[Run]], int]:
-    """What lies in each of a rank's buffers, which begin at `starts` of all of them; and how many
-    elements the cuts of all parameters have.
+    """What lies in each of a rank's buffers, which begin at `starts`; and where the last cut
+    ends.
     """
     runs: list[list[Run]] = [[] for _ in starts[1:]]
     at = 0

@@ -13,15 +13,8 @@ from deepspeed.checkpoint.resharding.tensor_parallel import SlicePatterns, slice
 
 
 class RankSlices:
-    """What one rank takes of whole parameters, in the form in which `SavedOptimizer` gives saved
+    """What one rank takes of whole parameters, in the form in which `SavedOptimizer` gives
     fragments.
-
-    Args:
-        parameters: The whole ones.
-        shapes: Name -> shape, of the rank's parameters.
-        rank: The rank's number among tensor-parallel ranks.
-        size: How many there are.
-        patterns: How this run's parameters are sliced; None: as the run that saved them says.
     """
 
     def __init__(
@@ -56,11 +49,6 @@ class RankSlices:
         return self._own(name, FP32)
 
     def fragments(self) -> Iterator[SavedFragment]:
-        """Each of the rank's parameters that is there, one by one.
-
-        Raises:
-            CheckpointError: One is damaged, or of another shape.
-        """
         for name, shape in self._shapes.items():
             if name in self._known:
                 values = {

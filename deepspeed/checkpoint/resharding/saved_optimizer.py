@@ -1,17 +1,11 @@
 """Optimizer state of a checkpoint by parameter name, however many ranks, stages and expert groups
 it is sharded over.
 
-`SavedOptimizer` reads the files of a folder one by one (mapped, so that only what is used is read)
-and yields *fragments*: runs of elements of a named parameter with the master weight and all
-per-element state. It knows nothing of the run that asks, calls no collective, and changes nothing.
-
-Four layouts are read: shards of ZeRO and BF16_Optimizer (`zero_pp_rank_*`), those of ZeRO stage 3,
-whole state of one expert rank (`expp_rank_*`) and whole state in the model file (stage 0). In
-shards a parameter's elements lie in the order of the ranks, so its first element in a shard is the
-sum of what the shards before held; at stage 3 every rank has an equal part of each parameter, and
-the last ones end in padding. Experts are numbered over all ranks here; in files each rank numbers
-its own, and of a parameter with a row for each expert it has its own rows. A parameter that several
-pipeline stages hold (tied weights) is taken from the first of them.
+Four layouts are read: shards of ZeRO and BF16_Optimizer, those of ZeRO stage 3, whole state of one
+expert rank and whole state in the model file (stage 0). In shards a parameter's elements lie in the
+order of the ranks, so its first element in a shard is the sum of what the shards before held.
+Experts are numbered over all ranks here; in files each rank numbers its own. A parameter that
+several pipeline stages hold (tied weights) is taken from the first of them.
 """
 
 from __future__ import annotations
@@ -52,26 +46,20 @@ LABELS = frozenset(("params", "param_names", "name", "moe"))
 
 
 def is_per_element(key: str, value: Any, sizes: Sequence[int], is_scalar: bool) -> bool:
-    """Whether optimizer state has an element for each of a tensor's (of one of `sizes`, without
-    dimensions if `is_scalar`).
-    """
+    """Whether optimizer state has an element for each of a tensor's."""
     if key in NUMBERS or not isinstance(value, torch.Tensor) or value.numel() not in sizes:
         return False
     return value.dim() > 0 or is_scalar
 
 
 class SavedFragment(NamedTuple):
-    """Elements `start` to `start + numel` of parameter `name`.
+    """Elements `start` to `start + numel` of parameter `name`, each of `values` 1-D.
 
     Attributes:
-        name: Parameter; experts are numbered over all ranks.
-        values: Per-element state, each 1-D of `numel` elements: FP32 for the master weight if there
-            is one, then the optimizer's.
         shared: State that is not per element (`step`).
         options: Hyper-parameters of its parameter group.
         group: Number of that group; None if it is in none, or that is not known.
-        is_state_alone: It has no elements: `shared` is what an optimizer of whole parameters keeps
-            of this one, in whatever shapes.
+        is_state_alone: It has no elements: `shared` is what an optimizer of whole parameters keeps.
     """
 
     name: str
@@ -85,18 +73,12 @@ class SavedFragment(NamedTuple):
 
 
 class _OptimizerTensor(NamedTuple):
-    """One tensor that the optimizer updated.
+    """One tensor that the optimizer updated; its per-element state may have any of `sizes`
+    elements.
 
     Attributes:
-        runs: The parameters in it.
-        master: Its fp32 master weight, if that is saved.
-        state: The optimizer's state of it.
-        sizes: Element counts that per-element state may have (with padding, without).
-        options: Hyper-parameters of its group.
-        group: Number of its group.
         is_scalar: It has no dimensions, so its per-element state has none either.
-        shape: Of a parameter that it holds whole, and so of its per-element state: rows of a
-            matrix of one column have as many elements. None: state is told by `sizes` alone.
+        shape: Of a parameter that it holds whole; None: state is told by `sizes` alone.
     """
 
     runs: Sequence[Run]
@@ -125,15 +107,8 @@ class SavedOptimizer:
             over state whose parameters have no names.
 
     Attributes:
-        degrees: How the run that saved the folder divided the model.
-        has_state: Whether the run that saved the folder had an optimizer.
-        scaler: State of the loss scale; empty if there is none. Known, as are the options, once
-            `fragments` has ended.
-        options: Hyper-parameters by number of parameter group, of the first stage that has a group
-            of that number.
-
-    Raises:
-        CheckpointError: A file is missing or damaged.
+        scaler: State of the loss scale; known, as are the options, once `fragments` has ended.
+        options: Hyper-parameters by number of parameter group.
     """
 
     def __init__(self, folder: str, tensor_rank: int = 0, masters_only: bool = False) -> None:
@@ -153,11 +128,7 @@ class SavedOptimizer:
         self.options: dict[int, Mapping[str, Any]] = {}
 
     def fragments(self) -> Iterator[SavedFragment]:
-        """Every element of every parameter once, file by file.
-
-        Raises:
-            CheckpointError: Files are missing, damaged or of different checkpoints.
-        """
+        """Every element of every parameter once, file by file."""
         seen: set[str] = set()
         for part in self._parts:
             names: set[str] = set()
@@ -169,12 +140,7 @@ class SavedOptimizer:
             seen |= names
 
     def fragments_of_rank(self, rank: int) -> Iterator[SavedFragment]:
-        """What is in the file of one data-parallel rank of stage 3, of a model without stages; no
-        other rank's is read.
-
-        Raises:
-            CheckpointError: The file is missing or damaged.
-        """
+        """What is in the file of one data-parallel rank of stage 3; no other rank's is read."""
         part = self._parts[0]
         model = read_file(
             os.path.join(self.folder, file_names.stage3_model_file(rank, part)), mmap=True
@@ -256,9 +222,7 @@ class SavedOptimizer:
         count: int,
         path: str,
     ) -> Iterator[SavedFragment]:
-        """The shard of a rank of stage 3. Upstream cuts large groups into several buffers, each of
-        which is a parameter of the wrapped optimizer.
-        """
+        """The shard of a rank of stage 3. Upstream cuts large groups into several buffers."""
         base, buffers = state[keys.OPTIMIZER_STATE_DICT], state[keys.FP32_FLAT_GROUPS]
         numbers = [
             (index, position)
@@ -294,9 +258,7 @@ class SavedOptimizer:
     # Whole state
 
     def _whole_of_expert_ranks(self, files: Mapping[int, str]) -> Iterator[SavedFragment]:
-        """A rank's whole state is in its file; what several ranks hold is taken from the first of
-        them.
-        """
+        """Each rank's whole state; what several ranks hold is taken from the first of them."""
         seen: set[tuple[str, int]] = set()
         for rank, path in sorted(files.items()):
             state = read_file(path, mmap=True)[keys.OPTIMIZER]
@@ -370,9 +332,7 @@ class SavedOptimizer:
 
 
 def scaler_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """State of the loss scale in saved optimizer state, where it is an object or stands beside the
-    rest; empty if there is none.
-    """
+    """State of the loss scale in saved optimizer state; empty if there is none."""
     scaler = state.get(keys.LOSS_SCALER)
     return (
         dict(vars(scaler))
@@ -382,11 +342,7 @@ def scaler_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parameter_shapes(content: Mapping[str, Any]) -> list[dict[str, torch.Size]]:
-    """Name -> shape of the parameters of each group, as a model file or whole state says.
-
-    Older files have no groups, and some have no shapes; with the writer "dcp" they are plain
-    tuples.
-    """
+    """Name -> shape of the parameters of each group; older files have no groups, or no shapes."""
     shapes = content.get(keys.PARAM_SHAPES) or ()
     groups = [shapes] if isinstance(shapes, Mapping) else shapes
     return [{name: torch.Size(shape) for name, shape in group.items()} for group in groups]
@@ -459,8 +415,8 @@ def _shard(
     offsets: Mapping[str, int],
     firsts: Mapping[str, int],
 ) -> _OptimizerTensor:
-    """One group's part of a ZeRO rank's file; `done` has how many elements of each parameter, from
-    a rank's first one in `firsts`, earlier shards held.
+    """One group's part of a ZeRO rank's file; `done`: elements of each parameter in earlier
+    shards.
     """
     runs = []
     for local_name, address in state[keys.PARAM_SLICE_MAPPINGS][index].items():
@@ -499,7 +455,6 @@ def _shard(
 
 
 def _fragments_in(tensor: _OptimizerTensor) -> Iterator[SavedFragment]:
-    """The fragments of one of the optimizer's tensors."""
     flat = {} if tensor.master is None else {FP32: tensor.master.reshape(-1)}
     shared = {}
     for name, own in tensor.state.get(keys.STATE_OF_PARAMETERS, {}).items():

@@ -1,5 +1,5 @@
-"""Weights of a checkpoint by parameter name: in model files, in those of layers and in those of
-experts; of ZeRO stage 3 in shards.
+"""Weights of a checkpoint by parameter name: in model files, files of layers and of experts, in
+shards.
 """
 
 from __future__ import annotations
@@ -50,11 +50,7 @@ class FrozenShards(NamedTuple):
     pieces: Sequence[WeightPiece]
 
     def whole(self) -> torch.Tensor:
-        """The parameter; a view of the file where it is in one.
-
-        Raises:
-            CheckpointError: Not all of its elements are there.
-        """
+        """The parameter; a view of the file where it is in one."""
         values = [piece.values for piece in self.pieces]
         whole = values[0] if len(values) == 1 else torch.cat(values)
         if whole.numel() != self.shape.numel():
@@ -66,23 +62,12 @@ class FrozenShards(NamedTuple):
 
 
 class SavedWeights:
-    """Weights in the files of the stages of one tensor-parallel rank, by name; experts are numbered
-    over all ranks.
-
-    Args:
-        folder: The tag's folder.
-        rank: The tensor-parallel rank.
-        degrees: Of the run that saved it.
+    """Weights of one tensor-parallel rank by name; experts are numbered over all ranks.
 
     Attributes:
         values: Name -> weight; files are mapped. At ZeRO stage 3 only buffers are there whole.
         extra: Name -> what a module keeps by `get_extra_state()` that is no tensor.
         frozen: Name -> shards, of stage 3; masters of trained ones are the optimizer's.
-        buffers: Which of the names are buffers.
-        models: Contents of the model files.
-
-    Raises:
-        CheckpointError: A file is missing or damaged.
     """
 
     def __init__(self, folder: str, rank: int, degrees: ParallelDegrees) -> None:
@@ -109,7 +94,6 @@ class SavedWeights:
                 self._add(read_file(os.path.join(folder, name), mmap=True))
 
     def get(self, name: str) -> Any:
-        """What is saved whole by that name; None if nothing is."""
         return self.values.get(name, self.extra.get(name))
 
     def is_buffer(self, name: str) -> bool:
@@ -144,17 +128,8 @@ def weight_pieces(
 ) -> Iterator[WeightPiece]:
     """Elements of parameters and buffers, as one tensor-parallel rank has them.
 
-    Of a folder of stage 3 trained parameters come in fp32, rank by rank; otherwise each tensor
-    comes as it is in the files of weights, under all of its names.
-
-    Args:
-        folder: The tag's folder.
-        names: Which.
-        rank: Only those of this rank of stage 3, from its own files.
-        tensor_rank: Whose slices, where the model is tensor parallel.
-
-    Raises:
-        CheckpointError: A file is missing or damaged.
+    Of a folder of stage 3 trained parameters come in fp32; `rank`: those of this rank alone, from
+    its own files.
     """
     optimizer = SavedOptimizer(folder, tensor_rank)
     if rank is None:
@@ -178,10 +153,7 @@ def weight_pieces(
 
 
 def _frozen_shards(models: Mapping[int, Mapping[str, Any]], folder: str) -> dict[str, FrozenShards]:
-    """Parameters that were not trained, by name, of the model files of some ranks of stage 3, by
-    rank. Of experts a rank has a shard of those that it holds, numbered by itself, or of their
-    rows.
-    """
+    """Untrained parameters by name, of model files of stage 3 by rank."""
     shapes: dict[str, torch.Size] = {}
     pieces: dict[str, list[WeightPiece]] = {}
     for rank, model in models.items():
@@ -207,12 +179,8 @@ def _frozen_shards(models: Mapping[int, Mapping[str, Any]], folder: str) -> dict
 
 
 def saved_state(model: Mapping[str, Any], in_shards: bool) -> dict[str, Any]:
-    """The state dict that a model file is of.
-
-    Args:
-        model: Content of the file.
-        in_shards: It is of stage 3; parameters are tensors of their shapes on the meta device then,
-            those that the checkpoint has only the names of are left out.
+    """The state dict that a model file is of; in shards, trained parameters are on the meta
+    device.
     """
     state = dict(model[keys.MODULE])
     if not in_shards:
@@ -240,20 +208,8 @@ def tied_names(model: Mapping[str, Any]) -> dict[str, str]:
 
 
 class SavedRank:
-    """What the stages of one tensor-parallel rank hold, by parameter.
-
-    Args:
-        folder: The tag's folder.
-        rank: The tensor-parallel rank.
-        masters_only: See `SavedOptimizer`.
-
-    Attributes:
-        fragments: Name -> optimizer state, of what is trained.
-        frozen: Name -> shards, of all other parameters.
-        shapes: Shapes of what is trained, by the names that one rank has for it.
-
-    Raises:
-        CheckpointError: A file is missing or damaged.
+    """What the stages of one tensor-parallel rank hold, by parameter; `frozen`: all that is
+    untrained.
     """
 
     def __init__(self, folder: str, rank: int, masters_only: bool = False) -> None:
@@ -312,7 +268,6 @@ class SavedRank:
         return renumbered(name, {prefix: number % self._held[prefix] - number})
 
     def alone(self, name: str) -> Mapping[str, Any]:
-        """What an optimizer of whole parameters keeps of this one."""
         return self._alone.get(name, {})
 
     def slots(self, name: str) -> list[str]:
@@ -325,11 +280,7 @@ class SavedRank:
         ]
 
     def tensor(self, name: str, slot: str) -> torch.Tensor:
-        """State of a parameter in its shape.
-
-        Raises:
-            CheckpointError: Elements are missing or there twice.
-        """
+        """State of a parameter in its shape."""
         if name not in self.fragments:
             return _widened(self.frozen[name].whole())
         if slot == FP32 and FP32 not in self.fragments[name][0].values:
@@ -339,15 +290,10 @@ class SavedRank:
         return flat.reshape(self.shape(name))
 
     def shape(self, name: str) -> torch.Size:
-        """Shape of what is trained."""
         return self.shapes[self.local(name)]
 
     def pieces(self, name: str, slot: str) -> list[torch.Tensor]:
-        """State of what is trained in order, each piece 1-D.
-
-        Raises:
-            CheckpointError: Elements are missing or there twice.
-        """
+        """State of what is trained in order, each piece 1-D."""
         shape, end = self.shape(name), 0
         fragments = sorted(self.fragments[name], key=lambda fragment: fragment.start)
         for fragment in fragments:

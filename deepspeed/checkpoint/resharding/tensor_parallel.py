@@ -1,13 +1,9 @@
 """Tensor-parallel slices of a parameter: put together to the whole, and the whole sliced again.
 
-How a parameter is sliced only the client knows: `universal_checkpoint_info` in a checkpoint lists
-regular expressions, each matching the beginning of names; a parameter that none matches is sliced
-in dimension 0. A whole parameter is kept with how it is sliced, in the form that files of universal
-checkpoints have: a dictionary with the tensor and a few keys. Pure.
-
-Slices are of one size, except of parameters whose pieces (heads, say) are dealt out to a number of
-ranks that does not divide them: the first ranks have one more. How many pieces there are is said
-beside the patterns.
+How a parameter is sliced only the client knows: `universal_checkpoint_info` lists regular
+expressions, each matching the beginning of names; others are sliced in dimension 0. Slices are of
+one size, except where pieces (heads, say) are dealt out to ranks that do not divide them: the first
+have one more.
 """
 
 from __future__ import annotations
@@ -40,12 +36,10 @@ class Share(NamedTuple):
 
     @staticmethod
     def of_rank(pieces: int, rank: int, size: int) -> Share:
-        """As many for each of `size` ranks, and one more for the first of them."""
         each, more = divmod(pieces, size)
         return Share(rank * each + min(rank, more), each + (rank < more), pieces)
 
     def of(self, number: int) -> int:
-        """How many of a number that is dealt out with the pieces."""
         return number * self.own // self.pieces
 
 
@@ -66,11 +60,7 @@ class SubparamShape:
     partition_dim: int
 
     def sizes(self, name: str, whole: int) -> list[int]:
-        """Sizes of the stacked parameters in a parameter of `whole` elements in `partition_dim`.
-
-        Raises:
-            CheckpointError: They are not that many.
-        """
+        """Sizes of the stacked parameters in a parameter of `whole` elements in `partition_dim`."""
         declared = self.shape[self.partition_dim]
         if isinstance(declared, int):
             sizes = [whole // declared] * declared if declared > 0 else [whole]
@@ -89,14 +79,7 @@ SubparamShape.__module__ = "deepspeed.checkpoint.universal_checkpoint"
 
 
 class SlicePatterns:
-    """How the parameters of a model are sliced.
-
-    Args:
-        info: `universal_checkpoint_info`.
-
-    Raises:
-        CheckpointError: It is of a later version, or incomplete.
-    """
+    """How the parameters of a model are sliced."""
 
     def __init__(self, info: Mapping[str, Any]) -> None:
         version = info.get(
@@ -126,7 +109,6 @@ class SlicePatterns:
         ]
 
     def unmatched(self, names: Sequence[str]) -> list[str]:
-        """The patterns that match none of `names`."""
         patterns = [pattern for listed in self._lists.values() for pattern in listed]
         patterns += [re.compile(pattern) for shape in self._stacked for pattern in shape.patterns]
         patterns += [pattern for listed, _ in self._dealt for pattern in listed]
@@ -137,15 +119,7 @@ class SlicePatterns:
         ]
 
     def merged(self, name: str, slices: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """The content of a universal checkpoint's file.
-
-        Args:
-            name: The parameter.
-            slices: What each tensor-parallel rank has, in the parameter's shape.
-
-        Raises:
-            CheckpointError: Slices that should be equal differ, or do not fit together.
-        """
+        """The content of a universal checkpoint's file."""
         if self._is(keys.TP_REPLICATED_PARAMETER_PATTERNS, name):
             differing = [
                 rank for rank, part in enumerate(slices) if not torch.equal(part, slices[0])
@@ -246,18 +220,8 @@ def _joined(name: str, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 def slice_of_rank(
     name: str, entry: Mapping[str, Any], shape: Sequence[int], rank: int, size: int
 ) -> torch.Tensor:
-    """The part of a parameter that one of `size` tensor-parallel ranks holds; a view of it where
-    that is possible.
-
-    Args:
-        name: The parameter, for errors.
-        entry: The whole tensor and how it is sliced, as in a file of a universal checkpoint.
-        shape: Of the part.
-        rank: Whose.
-        size: Number of ranks.
-
-    Raises:
-        CheckpointError: The part has another shape.
+    """The part of a parameter that one of `size` ranks holds; a view of it where that is
+    possible.
     """
     whole: torch.Tensor = entry[keys.PARAM]
     share = Share.of_rank(entry.get(keys.PIECES, size), rank, size)
@@ -291,18 +255,7 @@ def slice_of_rank(
 def own_slice(
     name: str, whole: torch.Tensor, sizes: Sequence[int], dim: int, share: Share
 ) -> torch.Tensor:
-    """One rank's part of each of the tensors stacked in `whole`; a view if there is one.
-
-    Args:
-        name: The parameter.
-        whole: All of it.
-        sizes: Of what is stacked.
-        dim: In this dimension.
-        share: What of each is the rank's.
-
-    Raises:
-        CheckpointError: They are not so many pieces, or there is no such dimension.
-    """
+    """One rank's part of each of the tensors stacked in `whole`; a view if there is one."""
     uneven = [number for number in sizes if number % share.pieces]
     if uneven:
         raise CheckpointError(

@@ -1,5 +1,5 @@
-"""A universal checkpoint as consolidated parameters: each is whole in a folder of its own, with a
-file per kind of its state. Whoever writes one is `ds_to_universal`.
+"""A universal checkpoint as consolidated parameters: each is whole, with a file per kind of
+state.
 """
 
 from __future__ import annotations
@@ -17,14 +17,7 @@ from deepspeed.checkpoint.resharding.saved_weights import SavedWeights
 
 
 class UniversalCheckpoint:
-    """`ConsolidatedParameters` of a universal checkpoint.
-
-    Args:
-        folder: The tag's folder.
-
-    Raises:
-        CheckpointError: It is no universal checkpoint, or damaged.
-    """
+    """`ConsolidatedParameters` of a universal checkpoint."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -95,11 +88,7 @@ class UniversalCheckpoint:
 
 
 def parameter_state(folder: str) -> Iterator[tuple[str, Any]]:
-    """(kind of state, content of its file) of the files in a parameter's folder.
-
-    Raises:
-        CheckpointError: There is no such folder, or a file is damaged.
-    """
+    """(kind of state, content of its file) of the files in a parameter's folder."""
     if not os.path.isdir(folder):
         raise CheckpointError(
             f"{folder} does not exist: the universal checkpoint has no such parameter"

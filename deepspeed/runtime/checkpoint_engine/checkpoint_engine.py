@@ -25,13 +25,7 @@ from deepspeed.checkpoint.file_writer import FileRecord, file_checksum
 
 @dataclass
 class CheckpointCommitInfo:
-    """Which checkpoint is being written.
-
-    Attributes:
-        tag: Its name.
-        save_dir: The folder of all checkpoints.
-        save_latest: The `latest` file will name it.
-    """
+    """Which checkpoint is being written."""
 
     tag: str
     save_dir: str
@@ -39,39 +33,30 @@ class CheckpointCommitInfo:
 
 
 class CheckpointEngine(ABC):
-    """Writes and reads files; see the module's text for the order of calls.
-
-    Args:
-        config_params: What the engine is told; kept by no one but the implementation.
-    """
+    """Writes and reads files; see the module's text for the order of calls."""
 
     def __init__(self, config_params: Any = None) -> None:
         self._commit_info: CheckpointCommitInfo | None = None
 
     @abstractmethod
-    def create(self, info: CheckpointCommitInfo) -> None:
-        """A checkpoint begins."""
+    def create(self, info: CheckpointCommitInfo) -> None: ...
 
     @abstractmethod
     def save(self, state_dict: Any, path: str) -> None:
         """Write one file. Its tensors are in host memory, and may change when this has returned."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a folder."""
         os.makedirs(path, exist_ok=exist_ok)
 
     @abstractmethod
-    def load(self, path: str, map_location: Any = None) -> Any:
-        """Read what `save` was given."""
+    def load(self, path: str, map_location: Any = None) -> Any: ...
 
     @abstractmethod
     def commit(self, info: CheckpointCommitInfo) -> bool | None:
         """All files of the checkpoint were given. False: it failed."""
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """Whether a data-parallel rank writes files of which all data-parallel ranks have the
-        content.
-        """
+        """Whether a data-parallel rank writes files whose content all of them have."""
         return dp_rank == 0
 
     def is_decoupled(self) -> bool:
@@ -79,7 +64,6 @@ class CheckpointEngine(ABC):
         return False
 
     def set_commit_info(self, info: CheckpointCommitInfo | None) -> None:
-        """Keep what `get_commit_info` returns."""
         self._commit_info = info
 
     def get_commit_info(self) -> CheckpointCommitInfo | None:
@@ -87,7 +71,6 @@ class CheckpointEngine(ABC):
         return getattr(self, "_commit_info", None)
 
     def cleanup(self) -> None:
-        """The training engine ends."""
         self._commit_info = None
 
     def preserves_storage_sharing(self) -> bool:
@@ -95,9 +78,7 @@ class CheckpointEngine(ABC):
         return True
 
     def records_of(self, path: str) -> dict[str, FileRecord]:
-        """Path -> bytes of every file that `save(..., path)` made, flushed to disk. Not upstream's;
-        as it stands it reads them.
-        """
+        """Path -> record of every file that `save(..., path)` made. Not upstream's."""
         with open(path, "rb") as file:
             os.fsync(file.fileno())
         return {path: FileRecord(os.path.getsize(path), file_checksum(path))}

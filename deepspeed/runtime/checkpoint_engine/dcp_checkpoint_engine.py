@@ -10,9 +10,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 
 
 class DcpCheckpointEngine(TorchCheckpointEngine):
-    """Writes `NAME.pt`, with everything but the tensors, and `NAME.dcp`, a folder for each file;
-    see `checkpoint/dcp_files`.
-    """
+    """Writes `NAME.pt`, with all but the tensors, and the folder `NAME.dcp`; see `dcp_files`."""
 
     def _write(self, path: str, state_dict: Any) -> dict[str, FileRecord]:
         return write_dcp(path, state_dict, self.options)

@@ -1,8 +1,4 @@
-"""Files written in the background by another checkpoint engine, from a copy in host memory.
-
-`save_checkpoint` uses its copy and its inner engine, and publishes in the background too
-(`runtime/background_save`). Called as a checkpoint engine it is a queue and one thread.
-"""
+"""Files written in the background by another checkpoint engine, from a copy in host memory."""
 
 from __future__ import annotations
 
@@ -19,14 +15,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 
 
 class DecoupledCheckpointEngine(CheckpointEngine):
-    """Returns from `save` when the content is copied.
-
-    Args:
-        inner: Who writes.
-
-    Attributes:
-        copy: Host memory for the content of one checkpoint.
-    """
+    """Returns from `save` when the content is in `copy`; `inner` writes it in a thread."""
 
     def __init__(self, inner: CheckpointEngine) -> None:
         super().__init__()
@@ -50,7 +39,6 @@ class DecoupledCheckpointEngine(CheckpointEngine):
         self._writes.append(self._thread.submit(self.inner.save, self.copy(state_dict), path))
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """See base class; waits for what is being written."""
         self._wait()
         return self.inner.load(path, map_location)
 
@@ -60,7 +48,6 @@ class DecoupledCheckpointEngine(CheckpointEngine):
         return self.inner.commit(info)
 
     def is_decoupled(self) -> bool:
-        """True."""
         return True
 
     def cleanup(self) -> None:
@@ -70,11 +57,9 @@ class DecoupledCheckpointEngine(CheckpointEngine):
         self.inner.cleanup()
 
     def preserves_storage_sharing(self) -> bool:
-        """As the inner engine."""
         return self.inner.preserves_storage_sharing()
 
     def records_of(self, path: str) -> dict[str, FileRecord]:
-        """As the inner engine."""
         return self.inner.records_of(path)
 
     def _wait(self) -> None:

@@ -7,10 +7,8 @@ from deepspeed.runtime.config_models.training import CheckpointConfig
 
 
 class FastCheckpointEngine(TorchCheckpointEngine):
-    """Writes what `TorchCheckpointEngine` writes, with less work per byte; `torch.load` reads it.
-
-    Args:
-        config_params: The `checkpoint` block; None is its defaults.
+    """Writes what `TorchCheckpointEngine` writes, with less work per byte; `torch.load` reads
+    it.
     """
 
     def __init__(self, config_params: CheckpointConfig | None = None) -> None:

@@ -17,14 +17,7 @@ from deepspeed.utils.logging import logger
 
 
 class TorchCheckpointEngine(CheckpointEngine):
-    """Writes through the page cache.
-
-    Args:
-        config_params: The `checkpoint` block; None is its defaults.
-
-    Attributes:
-        options: How files are written.
-    """
+    """Writes through the page cache."""
 
     def __init__(self, config_params: CheckpointConfig | None = None) -> None:
         super().__init__(config_params)
@@ -38,11 +31,9 @@ class TorchCheckpointEngine(CheckpointEngine):
         self._records: dict[str, dict[str, FileRecord]] = {}
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """See base class."""
         self._records = {}
 
     def save(self, state_dict: Any, path: str) -> None:
-        """See base class."""
         start = time.perf_counter()
         records = self._records[path] = self._write(path, state_dict)
         if self._writer.show_statistics:
@@ -55,15 +46,12 @@ class TorchCheckpointEngine(CheckpointEngine):
             )
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """See base class."""
         return read_file(path, map_location=map_location)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """See base class."""
         return True
 
     def records_of(self, path: str) -> dict[str, FileRecord]:
-        """See base class; known from writing."""
         return self._records[path]
 
     def _write(self, path: str, state_dict: Any) -> dict[str, FileRecord]:

@@ -60,15 +60,8 @@ _numbers = itertools.count()  # the same on all ranks, which start the same save
 
 
 class BackgroundSave:
-    """One save in flight. All ranks start it together.
-
-    Args:
-        job: What is done.
-        description: See `SaveJob.write`.
-        fill: Gives the job its files; called in the thread, so what it gives is a copy.
-
-    Attributes:
-        job: What is done.
+    """One save in flight; `fill`, called in the thread, gives a copy. All ranks start it
+    together.
     """
 
     def __init__(
@@ -98,7 +91,6 @@ class BackgroundSave:
         self._thread.start()
 
     def on_backward(self) -> None:
-        """A backward begins."""
         if not self._is_first_step:
             self.start()
 
@@ -107,16 +99,7 @@ class BackgroundSave:
         self._may_start.set()
 
     def settle(self, device: torch.device, wait: bool) -> bool:
-        """Whether the save has ended on all ranks, which then forget it. All ranks call it,
-        together.
-
-        Args:
-            device: Where the collective's tensor is.
-            wait: Until it has; otherwise a step has ended.
-
-        Raises:
-            CheckpointError: On every rank, if it has failed.
-        """
+        """Whether the save has ended on all ranks, which raise together. All ranks call it."""
         if self not in in_flight:
             return True  # all ranks have settled it when another engine saved or loaded
         while not self._have_all_ended(device):
@@ -149,8 +132,8 @@ class BackgroundSave:
         return all_ended
 
     def join(self) -> None:
-        """Wait until this rank knows the outcome, without the others. What has failed is logged now
-        and raised by `settle`.
+        """Wait until this rank knows the outcome; a failure is logged now and raised by
+        `settle`.
         """
         self.start()
         self._thread.join()
@@ -237,7 +220,6 @@ class BackgroundSave:
             )
 
     def _get(self, name: str, rank: int, absent: str) -> str:
-        """What `rank` has put into the store, once it has."""
         key = f"{self._prefix}/{name}"
         if not self._wait_for([key], WAIT_S, rank):
             raise CheckpointError(f"{absent} in time; it may have been killed")
@@ -245,8 +227,8 @@ class BackgroundSave:
         return value.decode()
 
     def _wait_for(self, names: list[str], limit: float, rank: int | None = None) -> bool:
-        """Whether all are in the store within `limit` seconds and while `rank` lives. Looks: a
-        client that waits is busy.
+        """Whether all are in the store within `limit` seconds. Looks: a client that waits is
+        busy.
         """
         start = heard = asked = time.monotonic()
         pause, heartbeat = _POLL_S[0], b""
@@ -273,9 +255,7 @@ class BackgroundSave:
         return bytes(self._store.get(key)) if self._store.check([key]) else b""
 
     def _beat(self) -> None:
-        """In a thread of its own, and by a connection of its own: the other may be busy for
-        minutes.
-        """
+        """Count in the store, in a thread and by a connection of its own: the other may be busy."""
         store, key = None, f"{self._prefix}/heartbeat/{self.job.node.rank}"
         with suppress(Exception):  # the process that is the store has ended: nobody listens
             while not self._ended.wait(_HEARTBEAT_S):
@@ -283,15 +263,10 @@ class BackgroundSave:
                 store.add(key, 1)
 
 
-def _nothing(put: Put) -> None:
-    """No files."""
+def _nothing(put: Put) -> None: ...
 
 
 def finish_saves(device: torch.device) -> None:
-    """Wait for all saves of this process. All ranks call it, together.
-
-    Raises:
-        CheckpointError: On every rank, if one has failed.
-    """
+    """Wait for all saves of this process. All ranks call it, together."""
     while in_flight:
         in_flight[0].settle(device, wait=True)

@@ -66,14 +66,7 @@ def model_state(
     weights: dict[str, Any],
     exclude_frozen_parameters: bool,
 ) -> dict[str, Any]:
-    """Content of this rank's model file, but for what clients add.
-
-    Args:
-        state: The engine.
-        files, optimizer: Its files.
-        weights: The model's state dict.
-        exclude_frozen_parameters: Frozen parameters are left out of it.
-    """
+    """Content of this rank's model file, but for what clients add."""
     layout, degrees = optimizer.layout, ParallelDegrees.of_this_run(state.parallel_map)
     shard, schedule = layout.shard, state.lr_scheduler
     content = {
@@ -165,11 +158,6 @@ def describe(
 ) -> dict[str, Any]:
     """What this rank knows of the files that are written for it, as in the module's text.
     Collective-free.
-
-    Args:
-        state: The engine.
-        model, optimizer: Its files.
-        exclude_frozen_parameters: Frozen parameters are left out of the files.
     """
     part = state.parallel_map.model.rank
     model_file = optimizer.model_file
@@ -197,14 +185,7 @@ def describe(
 def describe_whole(
     state: TrainingState, tag: str, client_state: Iterable[str], save_latest: bool
 ) -> dict[str, Any]:
-    """What all ranks know alike, for the head of the manifest.
-
-    Args:
-        state: The engine.
-        tag: Name of the checkpoint.
-        client_state: Names of what the client has added.
-        save_latest: The `latest` file will name it.
-    """
+    """What all ranks know alike, for the head of the manifest."""
     shard = state_layout(state).shard
     return {
         "tag": tag,

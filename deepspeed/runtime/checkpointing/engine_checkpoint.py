@@ -37,11 +37,7 @@ from deepspeed.utils.logging import logger
 
 
 class EngineCheckpoint:
-    """Saves and loads one engine.
-
-    Args:
-        state: The engine.
-    """
+    """Saves and loads one engine."""
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
@@ -77,7 +73,6 @@ class EngineCheckpoint:
         save_latest: bool,
         exclude_frozen_parameters: bool,
     ) -> bool:
-        """See `DeepSpeedEngine.save_checkpoint`."""
         self._background_save = self._saver.save(
             self.engine, save_dir, tag, client_state, save_latest, exclude_frozen_parameters
         )
@@ -86,27 +81,23 @@ class EngineCheckpoint:
     def load(
         self, load_dir: str, tag: str | None, options: LoadOptions
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """See `DeepSpeedEngine.load_checkpoint`."""
         return self._loader.load(self.engine, load_dir, tag, options)
 
     # The engine's life
 
     def on_backward(self) -> None:
-        """A backward begins."""
         if self._background_save is not None:
             self._background_save.on_backward()
 
     def on_step(self) -> None:
-        """After a step: raise if the save in the background has failed. All ranks call it,
-        together.
-        """
+        """After a step, on all ranks: raise if the save in the background has failed."""
         save = self._background_save
         if save is not None and save.settle(self._state.device, wait=False):
             self._background_save = None
 
     def close(self) -> None:
-        """The engine ends: wait for this rank's part. Other ranks may not come here together, so
-        nothing is agreed.
+        """Wait for this rank's part; other ranks may not come here together, so nothing is
+        agreed.
         """
         if self._background_save is not None:
             self._background_save.join()
@@ -119,7 +110,6 @@ class EngineCheckpoint:
     def module_state_dict(
         self, destination: Any, prefix: str, keep_vars: bool, exclude_frozen_parameters: bool
     ) -> dict[str, Any]:
-        """See `DeepSpeedEngine.module_state_dict`."""
         module = self._state.module
         state = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
@@ -135,7 +125,6 @@ class EngineCheckpoint:
         strict: bool,
         custom_load_fn: Callable[..., Any] | None,
     ) -> None:
-        """See `DeepSpeedEngine.load_module_state_dict`."""
         module = self._state.module
         if self._state.parameter_offload is not None:
             raise CheckpointError(
@@ -151,8 +140,6 @@ class EngineCheckpoint:
     def save_16bit_model(
         self, save_dir: str, save_filename: str, exclude_frozen_parameters: bool
     ) -> bool:
-        """See `DeepSpeedEngine.save_16bit_model`."""
-
         offload = self._state.parameter_offload
         zero = self._state._config.tree.zero_optimization
         if offload is not None and not zero.gather_16bit_weights_on_model_save:
@@ -181,9 +168,7 @@ class EngineCheckpoint:
         return True
 
     def consolidated_state_dict(self, exclude_frozen_parameters: bool) -> dict[str, Any] | None:
-        """The whole state dict on rank 0 (host memory), None elsewhere. All ranks call it. At stage
-        3 weights are gathered unit by unit, so that other ranks hold one at a time.
-        """
+        """The whole state dict on rank 0 (host memory), None elsewhere. All ranks call it."""
         offload = self._state.parameter_offload
         if offload is None:
             return self._whole_weights(exclude_frozen_parameters)

@@ -41,13 +41,7 @@ Put = Callable[[str, Any], None]
 
 
 class StorageNode(NamedTuple):
-    """The ranks that share this rank's folder.
-
-    Attributes:
-        rank: This rank.
-        ranks: Global ranks with this folder, ascending.
-        publishers: The first rank of each folder; it renames and removes what is in it.
-    """
+    """The ranks that share this rank's folder; `publishers`: the first rank of each folder."""
 
     rank: int
     ranks: tuple[int, ...]
@@ -55,7 +49,6 @@ class StorageNode(NamedTuple):
 
     @property
     def publishes(self) -> bool:
-        """Whether this rank renames the folder."""
         return self.rank in self.publishers
 
     def is_first(self, ranks: Sequence[int]) -> bool:
@@ -79,11 +72,7 @@ def shared_storage() -> StorageNode:
 
 
 def node_local_storage() -> StorageNode:
-    """A folder for the ranks of each node. Collective.
-
-    Raises:
-        ValueError: On every rank, if two ranks of what seems one node have the same local rank.
-    """
+    """A folder for the ranks of each node. Collective."""
     own = next((os.environ[name] for name in _NODE_VARIABLES if name in os.environ), None)
     places: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(places, ((own, socket.gethostname()), dist.get_local_rank()))
@@ -103,12 +92,7 @@ def node_local_storage() -> StorageNode:
 
 
 def together(action: Callable[[], Any], device: torch.device, what: str) -> Any:
-    """Run `action` on every rank; if it fails on one, raise on all, naming the ranks and their
-    reasons.
-
-    Raises:
-        CheckpointError: On every rank, if any failed.
-    """
+    """Run `action` on every rank; if it fails on one, raise on all, naming ranks and reasons."""
     result, error = None, None
     is_alone = dist.get_world_size() == 1
     meeting = 0 if is_alone else lone_waits.watch.coming()
@@ -133,14 +117,7 @@ def together(action: Callable[[], Any], device: torch.device, what: str) -> Any:
 
 
 class FolderChoice:
-    """Finds and checks checkpoint folders. All ranks call each method, together.
-
-    Args:
-        node: The ranks that share them.
-        level: `checkpoint.verify`.
-        universal: They are universal checkpoints.
-        device: Where ranks agree.
-    """
+    """Finds and checks checkpoint folders. All ranks call each method, together."""
 
     def __init__(
         self, node: StorageNode, level: str, universal: bool, device: torch.device
@@ -159,11 +136,8 @@ class FolderChoice:
         )
 
     def latest_tag(self, load_dir: str) -> str | None:
-        """What to load when no tag is given: the same on all ranks. None if there is nothing, as
-        for scripts that resume by themselves at their first start; rank 0 says it in a warning.
-
-        Raises:
-            CheckpointError: On every rank, if `load_dir` is a file.
+        """What to load when no tag is given, the same on all ranks; None, with a warning, if
+        nothing.
         """
         what = f"looking for the newest checkpoint in {load_dir}"
         known = together(lambda: self._known_tags(load_dir), self._device, what)
@@ -209,8 +183,8 @@ class FolderChoice:
         return named or newest, published_tags(load_dir)
 
     def verify_newest(self, folder: str) -> None:
-        """`verify`, and if it fails tell which older checkpoint could be loaded: no other is
-        loaded unasked.
+        """`verify`, and if it fails tell which older checkpoint could be loaded, which none is
+        unasked.
         """
         try:
             return self.verify(folder)
@@ -236,11 +210,8 @@ class FolderChoice:
         return True
 
     def verify(self, folder: str) -> None:
-        """Hold the folder against its manifest, if it has one. All ranks call it, each reads a
-        share of the files.
-
-        Raises:
-            CheckpointError: On every rank, naming what is wrong.
+        """Hold the folder against its manifest, if it has one; each rank reads a share of the
+        files.
         """
         parts = together(
             lambda: _check_share(folder, self._node, self._level),
@@ -260,15 +231,7 @@ class FolderChoice:
 
 
 def _check_share(folder: str, node: StorageNode, level: str) -> Mapping[int, Mapping[str, Any]]:
-    """Check what is this rank's share of a folder.
-
-    Returns:
-        What the ranks that wrote the folder describe, for the first of those that share it; nothing
-        for others.
-
-    Raises:
-        CheckpointError: Something is wrong with it.
-    """
+    """Check what is this rank's share of a folder."""
     load_dir, tag = os.path.split(folder)
     if not os.path.isdir(folder):
         raise CheckpointError(

@@ -1,9 +1,4 @@
-"""One load: every rank reads and checks everything; only when all ranks could, is anything
-changed.
-
-What is in the files is `model_files`', `optimizer_files`' and `process_files`'; saving is
-`saving`'s.
-"""
+"""One load: every rank reads and checks everything; only when all could is anything changed."""
 
 from __future__ import annotations
 
@@ -74,11 +69,7 @@ class LoadedFiles(NamedTuple):
     """What was read of a checkpoint on this rank; None where there is no such file.
 
     Attributes:
-        model: The model file.
-        weights: The model's weights.
-        optimizer: State as this rank's optimizer would have saved it.
-        host: State of the process in this one's place, if the run that saved it was divided over
-            its ranks as this one is.
+        host: State of the process in this one's place, if the run was divided as this one is.
         position: State of any process, for the position in the data.
         window: Gradients of an accumulation window.
     """
@@ -92,11 +83,7 @@ class LoadedFiles(NamedTuple):
 
 
 class Loader:
-    """Loads one engine.
-
-    Args:
-        state: What is restored.
-    """
+    """Loads one engine."""
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
@@ -108,16 +95,6 @@ class Loader:
         tag: str | None,
         options: LoadOptions,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """See `DeepSpeedEngine.load_checkpoint`. All ranks call it.
-
-        Args:
-            engine: What reads the files.
-            load_dir, tag: As there.
-            options: What is restored.
-
-        Returns:
-            As there.
-        """
         state = self._state
         # Other engines of this process may be writing what is read here.
         finish_saves(state.device)
@@ -247,9 +224,7 @@ class Loader:
             return None  # masters are rounded up from the weights
 
     def _with_masters_of_all(self, loaded: LoadedFiles, options: LoadOptions) -> LoadedFiles:
-        """`loaded` without optimizer state if some rank can do without and found none: loading it
-        takes all ranks.
-        """
+        """`loaded` without optimizer state if some rank found none: loading it takes all ranks."""
         if options.load_optimizer_states or dist.get_world_size() == 1:
             return loaded  # who found none has raised
         found = int(loaded.optimizer is not None)
@@ -258,8 +233,8 @@ class Loader:
         return loaded if everywhere.item() else loaded._replace(optimizer=None)
 
     def _read_model_file(self, folder: str) -> dict[str, Any]:
-        """This rank's, or with other pipeline stages that of the first: what they have in common is
-        the same.
+        """This rank's, or with other pipeline stages that of the first, which has what is
+        common.
         """
         own, path = (
             ParallelDegrees.of_this_run(self._state.parallel_map),
@@ -313,7 +288,6 @@ class Loader:
     def _read_host(
         self, folder: str, options: LoadOptions
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None, dict[str, Any] | None]:
-        """`LoadedFiles.host`, `position` and `window`."""
         degrees = host_degrees(self._state.parallel_map)
         path = os.path.join(folder, file_names.host_file(dist.get_rank()))
         own = read_file(path) if os.path.isfile(path) else None
@@ -328,9 +302,7 @@ class Loader:
         return host, position, window
 
     def _apply_schedule(self) -> None:
-        """Set the rates that the schedule is at; without the optimizer's groups they would be its
-        first until the next step.
-        """
+        """Set the schedule's present rates, which would else be its first until the next step."""
         schedule = self._state.lr_scheduler
         # Our schedules read their last rate from the groups; torch's keep it.
         rates = (

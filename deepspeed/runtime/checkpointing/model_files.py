@@ -1,9 +1,6 @@
-"""The weights of a model in a checkpoint folder: in the model file, experts in files of their own,
-pipeline layers in theirs.
-
-Reading and loading are apart, so that every rank can read and check everything before any changes a
-weight. Nothing here communicates. Who calls it when is `checkpointing`'s; names are in
-`checkpoint.constants` and `checkpoint.experts`.
+"""The weights of a model in a checkpoint folder: in the model file, experts and pipeline layers in
+files of their own. Reading and loading are apart, so that every rank can check everything before
+any changes a weight; nothing here communicates.
 """
 
 from __future__ import annotations
@@ -28,27 +25,20 @@ from deepspeed.runtime.zero.parameters.zero_parameter import is_zero_param
 
 @runtime_checkable
 class LayeredModule(Protocol):
-    """A pipeline's module, which keeps a file per layer.
-
-    Attributes:
-        num_forwards: By chunk of layers, how many forwards there were.
-    """
+    """A pipeline's module, which keeps a file per layer."""
 
     num_forwards: list[int]
 
-    def put_layers(self, put: Put, node: StorageNode, exclude_frozen: bool) -> None:
-        """Give `put` the files of this rank's share of the layers."""
+    def put_layers(self, put: Put, node: StorageNode, exclude_frozen: bool) -> None: ...
 
     def files_of_layers(self) -> dict[str, str]:
         """Name of a layer's file -> the layer's name as a submodule."""
 
     def read_state_dir(
         self, load_dir: str, checkpoint_engine: Any = None, strict: bool = True
-    ) -> Any:
-        """Read and check this stage's layers."""
+    ) -> Any: ...
 
-    def load_layers(self, loaded: Any, strict: bool = True) -> None:
-        """Load what `read_state_dir` returned."""
+    def load_layers(self, loaded: Any, strict: bool = True) -> None: ...
 
     def numbered_moe_layers(self) -> list[tuple[int, str, MoE]]:
         """Number in the whole model, name and module of this stage's layers with experts."""
@@ -96,21 +86,18 @@ class ModelExperts:
 
     @property
     def largest_group(self) -> str:
-        """Name of the expert groups by whose ranks files are numbered: those of this model, not of
-        all models of the process.
-        """
+        """Name of this model's expert groups by whose ranks files are numbered."""
         names = {layer.ep_size: layer.expert_group_name for layer in self.layers.values()}
         names |= {module.ep_size: module.expert_group_name for module in self.packed.values()}
         return names[max(names)]
 
     @property
     def counts(self) -> list[int]:
-        """How many experts each layer has, over all ranks."""
         return [layer.num_experts for layer in self.layers.values()]
 
     def are_elsewhere(self, name: str) -> bool:
-        """Whether a name, numbered over all ranks, is of an expert of this model's; where it is not
-        this rank's, others have it.
+        """Whether a name, numbered over all ranks, is of an expert that this or another rank
+        has.
         """
         prefix, number = experts.expert_prefix(name), experts.expert_number(name)
         layer = None if prefix is None else self.layers.get(prefix)
@@ -129,8 +116,8 @@ class ModelExperts:
         ]
 
     def put(self, put: Put, node: StorageNode, state: Mapping[str, Any]) -> None:
-        """Give `put` the files of those experts in `state` of which this rank is the first owner
-        that shares the folder.
+        """Give `put` the files of the experts of which this rank is the first owner with the
+        folder.
         """
         for prefix, layer in self.layers.items():
             part = layer.parallel_map.model.rank
@@ -157,9 +144,7 @@ class ModelExperts:
 
     @staticmethod
     def _path(folder: str, layer: MoE, index: int, number: int) -> str:
-        """The layer may have been on another stage; experts that are not tensor parallel are those
-        of any tensor-parallel rank.
-        """
+        """Path of an expert's file, whose layer may have been on another stage."""
         part, num_slices = layer.parallel_map.model.rank, layer.parallel_map.tensor.size
         path = os.path.join(folder, file_names.expert_file(index, number, part))
         if os.path.isfile(path) or not os.path.isdir(folder):
@@ -181,15 +166,7 @@ class ReadWeights(NamedTuple):
 
 
 class ModelFiles:
-    """Writes and reads the weights of one engine's model.
-
-    Args:
-        module: The model.
-
-    Attributes:
-        gathered: Whole packed experts by name, on ranks that write them.
-        is_sharded: Weights are in shards, experts too: masters of the optimizer (stage 3).
-    """
+    """Writes and reads the weights of one engine's model."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -200,26 +177,17 @@ class ModelFiles:
 
     @property
     def layered(self) -> LayeredModule:
-        """The model as a pipeline's."""
         return cast(LayeredModule, self.module)
 
     def collect(self, is_writer: bool) -> None:
-        """Gather what this rank's files have of other ranks' weights; called by all ranks before
-        any of them writes. Shards stand in files as they are.
+        """Gather what this rank's files have of other ranks' weights; all ranks call it before any
+        writes.
         """
         if not self.is_sharded:
             self.gathered = gathered_experts(self.module, keep=is_writer)
 
     def put(self, put: Put, node: StorageNode, state: dict[str, Any], exclude_frozen: bool) -> None:
-        """Give `put` what has files of its own: layers and experts. All ranks call it.
-
-        Args:
-            put: Called with name and content of each file.
-            node: The ranks that share the folder.
-            state: The model's state dict.
-            exclude_frozen: Leave frozen parameters out of layers' files (`state` has them left out
-                already).
-        """
+        """Give `put` what has files of its own: layers and experts. All ranks call it."""
         if self.is_layered:
             self.layered.put_layers(put, node, exclude_frozen)
         elif not self.is_sharded:
@@ -239,18 +207,7 @@ class ModelFiles:
         return type(state)({**state, **whole}) if whole else state
 
     def read(self, folder: str, model: Mapping[str, Any], strict: bool | None) -> ReadWeights:
-        """Read this rank's weights and check them.
-
-        Args:
-            folder: The tag's.
-            model: Content of the model file.
-            strict: All names must be this model's; None: a function of the client's knows what to
-                do with any names and shapes.
-
-        Raises:
-            CheckpointError: A file is missing or damaged, shapes are not this model's, or
-                (`strict`) names aren't.
-        """
+        """Read this rank's weights and check them."""
         if self.is_layered:
             return ReadWeights(None, self.layered.read_state_dir(folder, strict=bool(strict)))
         self.refuse_layers(folder, model)
@@ -265,11 +222,7 @@ class ModelFiles:
 
     @staticmethod
     def refuse_layers(folder: str, model: Mapping[str, Any]) -> None:
-        """Raise if a folder, with a model file of this content, is a pipeline's.
-
-        Raises:
-            CheckpointError: Naming it.
-        """
+        """Raise if a folder, with a model file of this content, is a pipeline's."""
         if model[keys.MODULE] is None:
             raise CheckpointError(
                 f"{folder} holds a pipeline's layers: load it into a PipelineModule; num_stages=1 "
@@ -279,7 +232,6 @@ class ModelFiles:
     def load(
         self, read: ReadWeights, strict: bool, custom_load_fn: Callable[..., Any] | None
     ) -> None:
-        """Change the model's weights to those read."""
         if read.state is None:
             self.layered.load_layers(read.layers, strict=strict)
         elif custom_load_fn is not None:
@@ -288,9 +240,7 @@ class ModelFiles:
             self.module.load_state_dict(read.state, strict=strict)
 
     def check(self, saved: Mapping[str, Any], strict: bool = True) -> None:
-        """Raise what `load_state_dict` would, before anything is changed: it finds another shape
-        when others are loaded.
-        """
+        """Raise what `load_state_dict` would, before anything is changed."""
         own = self.module.state_dict(keep_vars=True)
         problems = [f"{name} is missing" for name in own if strict and name not in saved]
         problems += [f"{name} is not in this model" for name in saved if strict and name not in own]

@@ -1,9 +1,5 @@
 """The optimizer's state in a checkpoint folder: which file holds it, and how a run that is divided
-otherwise gets its own.
-
-State of an equal run is read from the one file that this rank would write. Where ranks, stages or
-parameter groups are others, it is put together by parameter name from all files
-(`optimizer_resharding`). Nothing here communicates; who calls it when is `checkpointing`'s.
+otherwise gets its own (`optimizer_resharding`). Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -41,20 +37,8 @@ NAMELESS = "a parameter that is not the module's"
 
 
 class OptimizerFiles:
-    """Writes and reads the state of one engine's optimizer.
-
-    Sharded state is in a file per data-parallel rank, whole state in the model file; with experts,
-    which differ from rank to rank, whole state is in a file per expert rank.
-
-    Args:
-        state: The engine.
-        model: The model's files.
-
-    Attributes:
-        sequence: The optimizer; None for an engine that does not train.
-        layout: How its state is spread over files.
-        experts: The layers with experts of the model.
-        names: Name of each of the model's parameters.
+    """Writes and reads the state of one engine's optimizer: in a file per data-parallel rank if it
+    is sharded, whole in the model file, or with experts in a file per expert rank.
 
     [Note: collected first]
     Shards may be cut otherwise in memory than in files, so the state of one file comes from several
@@ -77,43 +61,36 @@ class OptimizerFiles:
 
     @property
     def trained(self) -> set[nn.Parameter]:
-        """The parameters whose state is in its files."""
         groups = [] if self.sequence is None else self.sequence.numbered_params()
         return {param for params in groups for param in params}
 
     # Writing
 
     def collect(self) -> None:
-        """Make the state of this rank's shard as its file has it; called by all ranks before
-        `own_files`. See [Note: collected first].
+        """Make the state of this rank's shard as its file has it, on all ranks; [Note: collected
+        first].
         """
         if self.layout.shard is not None and self.sequence is not None:
             self._collected = self.sequence.state_dict()
 
     @property
     def file(self) -> str | None:
-        """Name of the file of its own that this rank's state is in; None: it is in the model
-        file.
-        """
+        """Name of the file of its own that this rank's state is in; None: the model file."""
         if self.layout.shard is not None:
             return self._shard_file(self.layout.shard, self._bf16)
         return self._expert_file() if self.experts.are_spread else None
 
     @property
     def model_file(self) -> str:
-        """Name of the model file that goes with it."""
         if self.layout.has_weights and self.layout.shard is not None:
             return file_names.stage3_model_file(self.layout.shard.rank, self._part)
         return file_names.model_file(self._part)
 
     def in_model_file(self) -> dict[str, Any] | None:
-        """What stands in the model file."""
         return None if self.experts.are_spread else self._whole_state()
 
     def own_files(self, node: StorageNode) -> dict[str, Any]:
-        """Name -> content of the files of their own that this rank writes; `node` are the ranks
-        that share the folder.
-        """
+        """Name -> content of the files of their own that this rank writes."""
         shard = self.layout.shard
         if shard is None or self.sequence is None:
             return self._expert_files(node)
@@ -129,8 +106,8 @@ class OptimizerFiles:
 
     @staticmethod
     def writes(shard: OwnShard, node: StorageNode) -> bool:
-        """Whether this rank writes the files of its shard. Where others hold copies they are those
-        of one of them alone, so offline tools read them as ever.
+        """Whether this rank writes its shard: of copies, one rank alone does, as offline tools
+        expect.
         """
         holders = shard.holders
         return holders is None or node.is_first(dist.get_all_ranks_from_group(holders))
@@ -163,9 +140,7 @@ class OptimizerFiles:
         return {**self.sequence.state_dict(), **self._numbering()}
 
     def param_shapes(self) -> list[OrderedDict[str, torch.Size]]:
-        """Name and shape of the parameters of each group, in the order in which the state numbers
-        them or lays them out.
-        """
+        """Name and shape of the parameters of each group, in the order of the state."""
         numbered = [] if self.sequence is None else self.sequence.numbered_params()
         return [
             OrderedDict(
@@ -176,9 +151,7 @@ class OptimizerFiles:
         ]
 
     def _numbering(self) -> dict[str, Any]:
-        """What the numbers of parameters in whole state mean, for runs that number them
-        otherwise.
-        """
+        """What the numbers of parameters in whole state mean, for runs that number otherwise."""
         numbering: dict[str, Any] = {keys.PARAM_SHAPES: self.param_shapes()}
         if self.experts.are_spread:
             numbering[keys.EXPERT_GROUP_SIZES] = self.experts.group_sizes
@@ -192,15 +165,6 @@ class OptimizerFiles:
     ) -> ReshardedState | None:
         """State as this rank would have saved it; None if the checkpoint, or this run, has no
         optimizer.
-
-        Args:
-            folder: The checkpoint.
-            model: Content of its model file.
-            slices: This rank's share of whole parameters, where files cannot be read as they are.
-
-        Raises:
-            CheckpointError: A file is missing or damaged.
-            CheckpointMismatchError: Parameters of this rank are not in it, or not all of one.
         """
         if self.sequence is None:
             return None
@@ -218,9 +182,7 @@ class OptimizerFiles:
     def _read_own_state(
         self, sequence: StepSequence, folder: str, model: Mapping[str, Any]
     ) -> dict[str, Any] | None:
-        """What this rank, or one in its place, wrote; None if the run that wrote it was divided
-        otherwise.
-        """
+        """What this rank, or one in its place, wrote; None if that run was divided otherwise."""
         if ParallelDegrees.of_file(model) != ParallelDegrees.of_this_run(self._map):
             return None
         state = self._read_whole_state(folder, model)
@@ -258,8 +220,8 @@ class OptimizerFiles:
         return state
 
     def _has_own_names(self, model: Mapping[str, Any]) -> bool:
-        """Whether the parameters are this run's, in its order: shards of stage 3 do not say so
-        themselves.
+        """Whether the parameters are this run's in its order, which shards of stage 3 do not
+        say.
         """
         saved, own = (
             [pair for group in groups for pair in group.items()]
@@ -276,14 +238,7 @@ class OptimizerFiles:
     def load(
         self, loaded: ReshardedState, load_optimizer_states: bool, load_from_fp32_weights: bool
     ) -> None:
-        """Give the optimizer what `read` returned.
-
-        Args:
-            loaded: The state.
-            load_optimizer_states: Moments too, not masters only.
-            load_from_fp32_weights: Masters, where there are any; otherwise they are rounded up from
-                the model's weights.
-        """
+        """Give the optimizer what `read` returned."""
         if self.sequence is None:
             return
         # Clients' optimizers may not expect what stands beside their own state.

@@ -1,11 +1,6 @@
-"""Optimizer state that was saved by other ranks, stages or parameter groups, resharded: made into
-what this rank would have saved.
-
-`checkpoint.resharding` says what the files hold, in fragments by parameter name; here they are
-copied to where this rank's optimizer has those elements. The result has the layout of the
-optimizer's own `state_dict()`, so everything that comes after is the same as for state that need
-not be resharded. Every element of every parameter of this rank must be there once; until that is
-known nothing changes.
+"""Optimizer state that was saved by other ranks, stages or parameter groups, made into what this
+rank would have saved, in the layout of `state_dict()`. Every element of every parameter of this
+rank must be there once; until that is known nothing changes.
 """
 
 from __future__ import annotations
@@ -46,9 +41,7 @@ class ReshardedState(NamedTuple):
     origins: Sequence[int] | None = None
 
     def schedule(self, saved: Any) -> Any:
-        """Saved state of a learning-rate schedule over the optimizer, for its groups as they are
-        now: each goes on with the rates of its parameters.
-        """
+        """Saved state of a schedule, for the groups as they are now."""
         if not self.origins or not isinstance(saved, dict):
             return saved
         found = dict(saved)
@@ -61,9 +54,7 @@ class ReshardedState(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a run of a parameter of `whole` elements lies in a tensor of this rank's optimizer; it
-    starts where it does in the whole parameter.
-    """
+    """Where a run of a parameter of `whole` elements lies in a tensor of this rank's optimizer."""
 
     target: _Target
     run: ParamRun
@@ -74,14 +65,8 @@ class _Place(NamedTuple):
 class _Target:
     """One tensor that this rank's optimizer updates, being filled.
 
-    Attributes:
-        own: The tensor.
-        names: The parameters in it.
-        values: Per-element state that was found, 1-D.
-        filled: How many elements of it were found.
-        found: How many elements have state.
-        shared: State that is not per element.
-        likeness: Of padding, how far it is what it resembles; 0: nothing is known yet.
+    `filled` counts elements found, `found` those with state; `likeness`: of padding, how far it is
+    what it resembles.
     """
 
     own: OwnTensor
@@ -94,7 +79,6 @@ class _Target:
 
     @property
     def numel(self) -> int:
-        """Elements, padding included."""
         return self.own.shape.numel()
 
     def take(self, run: ParamRun, fragment: SavedFragment) -> None:
@@ -140,8 +124,8 @@ class _Target:
         return self.own.used == 0 and self.own.has_state and self.own.beside is None
 
     def resemble(self, fragment: SavedFragment, likeness: int) -> None:
-        """Have the state of padding as the optimizer would have made it with what `fragment` is of,
-        unless there was something as like before.
+        """Have the state of padding as the optimizer would have made it with what `fragment` is
+        of.
         """
         if likeness <= self.likeness:
             return
@@ -179,11 +163,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class _Resharding:
-    """This rank's tensors, by the names of the parameters in them.
-
-    Attributes:
-        has_masters: Whether the master weight of all that is trained was saved.
-    """
+    """This rank's tensors, by the names of the parameters in them."""
 
     def __init__(self, sequence: StepSequence, name_of: NameOf) -> None:
         self.sequence = sequence
@@ -209,7 +189,6 @@ class _Resharding:
                 self.places.setdefault(name, []).append(place)
 
     def fill(self, saved: SavedOptimizer | RankSlices) -> None:
-        """Take everything that is this rank's."""
         padding = [target for target in self.targets if target.is_padding]
         for fragment in saved.fragments():
             for target in padding:
@@ -233,8 +212,8 @@ class _Resharding:
         self._num_saved_groups = len(saved.options)
 
     def _offer(self, target: _Target, fragment: SavedFragment) -> None:
-        """Have padding resemble what lies beside it on other ranks; if there is nothing, its group
-        being empty, what the optimizer treats as it does that group.
+        """Have padding resemble what lies beside it on other ranks, or what the optimizer treats
+        alike.
         """
         if not fragment.options:  # it was not trained
             return
@@ -268,7 +247,6 @@ class _Resharding:
 
     @property
     def origins(self) -> list[int] | None:
-        """See `ReshardedState`."""
         found = []
         for index in range(len(self.sequence.param_groups)):
             first = self._first.get(index)
@@ -320,17 +298,7 @@ class _Resharding:
 def reshard_optimizer_state(
     sequence: StepSequence, saved: SavedOptimizer | RankSlices, name_of: NameOf
 ) -> ReshardedState:
-    """What `sequence` would have saved on this rank.
-
-    Args:
-        sequence: This rank's optimizer.
-        saved: The checkpoint.
-        name_of: A parameter's name in checkpoints; experts are numbered over all ranks.
-
-    Raises:
-        CheckpointMismatchError: Something of a parameter is missing, or fits no tensor of this run.
-        CheckpointError: A file is missing or damaged.
-    """
+    """What `sequence` would have saved on this rank."""
     resharding = _Resharding(sequence, name_of)
     resharding.fill(saved)
     state = sequence.rebuilt_state(resharding.base_state(), resharding.masters(), saved.scaler)

@@ -1,11 +1,9 @@
-"""What each process alone has in a checkpoint: random states and its position in the data, and of a
-checkpoint that is saved inside an accumulation window, what it has summed since the last step.
+"""What each process alone has in a checkpoint: random states, its position in the data, and inside
+an accumulation window what it has summed since the last step.
 
-Random states belong to a process, so they are restored where as many processes hold the same parts
-of the model. The position in the data is counted in samples over all ranks, so any number of ranks
-can go on from it. Sums are divided by the window's micro-batches and lie as the ranks' buffers do,
-so only an equal run goes on with them; another says what differs, or begins the window anew
-(`checkpoint.open_window`).
+Random states are restored where as many processes hold the same parts of the model. The position is
+counted in samples over all ranks, so any number of them can go on. Sums lie as the ranks' buffers
+do, so only an equal run goes on with them (`checkpoint.open_window`).
 """
 
 from __future__ import annotations
@@ -44,16 +42,7 @@ def host_state(
     num_forwards: Sequence[int],
     window: bool,
 ) -> dict[str, Any]:
-    """This process's state.
-
-    Args:
-        loader: The engine's training dataloader, or None.
-        micro_steps: Micro-batches so far.
-        cut: `host_degrees` of this run.
-        num_forwards: Of each chunk of a pipeline's layers, which may be seeded by it; empty
-            without.
-        window: An accumulation window is open.
-    """
+    """This process's state."""
     import numpy  # startup: only needed here
 
     accelerator = get_accelerator()
@@ -123,12 +112,7 @@ _DIGEST = "sha256 "
 
 
 def window_is_open(state: TrainingState) -> bool:
-    """Whether some rank has gradients that no step has used; a pipeline has none between batches.
-    All ranks call it.
-
-    Raises:
-        CheckpointError: A backward is running.
-    """
+    """Whether some rank has gradients that no step has used. All ranks call it."""
     if torch._C._current_graph_task_id() != -1:
         raise CheckpointError(
             "save_checkpoint inside a backward: its gradients are not complete; call it afterwards"
@@ -177,16 +161,7 @@ def _digest(value: Any) -> str:
 def read_window(
     state: TrainingState, folder: str, host: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """This rank's file; None if the checkpoint was saved at a step, or its window begins anew.
-
-    Args:
-        state: The engine.
-        folder: The tag's.
-        host: State of the process in this one's place, or where that is not there, of any.
-
-    Raises:
-        CheckpointError: This run cannot go on with the window, or the file cannot be read.
-    """
+    """This rank's file; None if the checkpoint was saved at a step, or its window begins anew."""
     sequence, checkpoint = state._sequence, state._config.tree.checkpoint
     if not host.get("window") or sequence is None:
         return None

@@ -51,13 +51,7 @@ _CHUNK_BYTES = 16 << 20
 
 
 class SafeTensor(NamedTuple):
-    """One tensor of a file.
-
-    Attributes:
-        path: The file.
-        dtype, shape: The tensor's.
-        start: Where in the file its first byte is.
-    """
+    """One tensor of a file."""
 
     path: str
     dtype: torch.dtype
@@ -109,16 +103,7 @@ class SafetensorsFolder:
             ) from error
 
     def read(self, name: str, first: int, into: torch.Tensor) -> None:
-        """Read some of a tensor's elements.
-
-        Args:
-            name: The tensor.
-            first: Number of the first element that is wanted.
-            into: 1-D, of any dtype and device; receives as many as it has.
-
-        Raises:
-            CheckpointError: The file ends early, or cannot be read.
-        """
+        """Read some of a tensor's elements."""
         tensor = self.tensors[name]
         size = tensor.dtype.itemsize
         count = min(_CHUNK_BYTES // size, into.numel())
@@ -319,7 +304,6 @@ class _Loading:
                 tensor.copy_(whole)
 
     def tell(self) -> None:
-        """Have masters follow."""
         for tensor in self.targets:
             on_edit = record_of(tensor).on_edit if is_zero_param(tensor) else None
             if on_edit is not None:

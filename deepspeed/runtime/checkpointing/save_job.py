@@ -49,16 +49,7 @@ from deepspeed.utils.logging import log_once, logger
 
 @dataclass(frozen=True)
 class SaveJob:
-    """What one rank does for one checkpoint.
-
-    Attributes:
-        writer: Writes the files.
-        info: Which checkpoint.
-        node: Who shares its folder.
-        keep_last: How many published checkpoints stay; None: all.
-        head: What the publisher knows of all of it, for the manifest.
-        put_converter: Called with the folder of all checkpoints, by the publisher.
-    """
+    """What one rank does for one checkpoint."""
 
     writer: CheckpointEngine
     info: CheckpointCommitInfo
@@ -69,22 +60,16 @@ class SaveJob:
 
     @property
     def folder(self) -> str:
-        """Where the files are until all are there."""
         return os.path.join(self.info.save_dir, file_names.saving(self.info.tag))
 
     def prepare(self) -> None:
-        """Make the folder; the publisher does."""
         if self.node.publishes:
             shutil.rmtree(self.folder, ignore_errors=True)
             os.makedirs(self.folder)
 
     def write(self, description: Mapping[str, Any], fill: Callable[[Put], None]) -> None:
-        """Write this rank's files and its part of the manifest.
-
-        Args:
-            description: What this rank's files hold, for the manifest.
-            fill: Calls what it is given with name and content of each file, in which each tensor
-                has storage of its own: a client's engine may save them by `torch.save`.
+        """Write this rank's files and its part of the manifest; `fill`'s tensors have their own
+        storage.
         """
         paths: list[str] = []
 
@@ -109,9 +94,7 @@ class SaveJob:
         write_part(self.folder, self.node.rank, records, description)
 
     def publish(self) -> None:
-        """Give the folder its name, when all ranks have written; the publisher does. See [Note:
-        sequence of a save].
-        """
+        """Give the folder its name, when all ranks have written; see [Note: sequence of a save]."""
         if not self.node.publishes:
             return
         save_dir, tag = self.info.save_dir, self.info.tag
@@ -125,17 +108,13 @@ class SaveJob:
         logger.info(f"saved checkpoint {os.path.join(save_dir, tag)}")
 
     def abandon(self) -> None:
-        """Remove what was written, when not all ranks could: a full disk is why most saves fail.
-        The publisher does.
-        """
+        """Remove what was written, when not all ranks could: a full disk is why most saves fail."""
         if self.node.publishes:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def put_converter(save_dir: str) -> None:
-    """`zero_to_fp32.py` beside the checkpoints, as upstream's users expect: it runs without this
-    package.
-    """
+    """Leave `zero_to_fp32.py` beside the checkpoints, which runs without this package."""
     path = os.path.join(save_dir, "zero_to_fp32.py")
     source = converter().encode()
     if os.path.isfile(path):
@@ -154,8 +133,8 @@ def put_converter(save_dir: str) -> None:
 
 @functools.lru_cache(maxsize=1)
 def converter() -> str:
-    """The source of `utils.zero_to_fp32` as a program that stands alone: the modules of this
-    package that it reads by stand before it, all in one namespace.
+    """The source of `utils.zero_to_fp32` and of what it reads by, as one program that stands
+    alone.
     """
     parts: dict[str, str] = {}
     imports: set[str] = set()
@@ -198,7 +177,6 @@ def converter() -> str:
 
 
 def _is_of_the_module(node: ast.stmt) -> bool:
-    """Whether it is a docstring, for type checkers alone, or a name that Python has a use for."""
     return (
         (isinstance(node, ast.Expr) and node.lineno <= 2)
         or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")

@@ -1,10 +1,4 @@
-"""One save: what goes into which file, in the foreground or the background.
-
-In which order folders are made, written and renamed is `save_job`'s; how ranks agree in the
-background `background_save`'s. Names are in `checkpoint/constants`; weights are `model_files`',
-what stands beside them in the model file `description`'s, optimizer state `optimizer_files`', a
-process's own state `process_files`'. Loading is `loading`'s.
-"""
+"""One save: what goes into which file, in the foreground or the background."""
 
 from __future__ import annotations
 
@@ -48,11 +42,7 @@ from deepspeed.utils.logging import logger
 
 
 class Saver:
-    """Saves one engine.
-
-    Args:
-        state: What is saved.
-    """
+    """Saves one engine."""
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
@@ -66,15 +56,7 @@ class Saver:
         save_latest: bool,
         exclude_frozen_parameters: bool,
     ) -> BackgroundSave | None:
-        """See `DeepSpeedEngine.save_checkpoint`. All ranks call it.
-
-        Args:
-            engine: What writes the files.
-            save_dir, tag, client_state, save_latest, exclude_frozen_parameters: As there.
-
-        Returns:
-            What goes on in the background, if anything does.
-        """
+        """Save, on all ranks; returns what goes on in the background, if anything does."""
         state = self._state
         tag = self._agreed_tag(
             save_dir,
@@ -139,14 +121,7 @@ class Saver:
         return SaveJob(writer, info, node, checkpoint.keep_last, head, put_converter)
 
     def _agreed_tag(self, save_dir: str, tag: str) -> str:
-        """The tag under which all ranks save. Files of one checkpoint under several tags could
-        never be loaded.
-
-        Raises:
-            CheckpointTagError: Ranks gave different tags, and `checkpoint.tag_validation` is
-                "Fail"; "Warn" and "Ignore" take rank 0's, with and without a warning.
-            ValueError: It is no folder name, or some rank gave no `save_dir`; on all ranks.
-        """
+        """The tag under which all ranks save: files under several tags could never be loaded."""
         config = self._state._config
         if not self._is_tag_of_all(save_dir, tag):
             tags: list[Any] = [None] * dist.get_world_size()
@@ -165,12 +140,8 @@ class Saver:
         return tag
 
     def _is_tag_of_all(self, save_dir: str, tag: str) -> bool:
-        """Whether all ranks have the same, by one collective of numbers; which they are is asked
-        when they differ.
-
-        Raises:
-            ValueError: A rank has no folder to save in (`save_dir` is what users leave None on all
-                ranks but the first).
+        """Whether all ranks have the same tag, by one collective of numbers; raises if one has no
+        folder.
         """
         is_path = isinstance(save_dir, (str, os.PathLike)) and bool(os.fspath(save_dir))
         number = int.from_bytes(hashlib.sha256(tag.encode()).digest()[:7], "big")
@@ -190,9 +161,7 @@ class Saver:
         return bool(highest == -negative_of_lowest)
 
     def _writes_model_file(self, optimizer: OptimizerFiles, node: StorageNode) -> bool:
-        """Whether this rank does: one of those that hold the same part of the model, with sequence
-        parallelism more than the data-parallel ranks.
-        """
+        """Whether this rank does, of those that hold the same part of the model."""
         layout = optimizer.layout
         if layout.has_weights and layout.shard is not None:
             return optimizer.writes(layout.shard, node)
@@ -253,11 +222,7 @@ def _copied(fill: Callable[[Put], None], copy: HostCopy) -> Callable[[Put], None
 
 
 def check_loadable(content: Any, what: str) -> None:
-    """Raise now what `read_file` would raise when the file is needed; tensors are left out.
-
-    Raises:
-        ValueError: If `content` holds objects that are not data.
-    """
+    """Raise now what `read_file` would raise when the file is needed; tensors are left out."""
     buffer = io.BytesIO()
     try:
         if _is_data(content):

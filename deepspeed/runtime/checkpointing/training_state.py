@@ -1,7 +1,4 @@
-"""What saving and loading read and set of an engine: all that they know of it.
-
-`DeepSpeedEngine` has these attributes; whoever else has them can be saved and loaded too.
-"""
+"""What saving and loading read and set of an engine: all that they know of it."""
 
 from __future__ import annotations
 
@@ -21,20 +18,10 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 
 class TrainingState(Protocol):
-    """Where training stands.
+    """Where training stands; whoever has these attributes can be saved and loaded.
 
-    Attributes:
-        lr_scheduler: The schedule, or None.
-        training_dataloader: Whose position is saved, if it has a `state_dict`; or None.
-        parallel_map: Which ranks share what.
-        device: Of the model, and of what ranks agree by.
-        tracker: Counts micro-batches.
-        global_steps: Optimizer steps, skipped ones included.
-        skipped_steps: Steps skipped because the gradient was not finite.
-        global_samples: Samples seen.
-        loaded_checkpoint_tag: Set by loading.
-        parameter_offload: Gathers the model's parameters (stage 3).
-        _sequence_parts: Sums gradients of which tensor-parallel ranks have parts.
+    `global_steps` includes skipped ones; `_sequence_parts` sums gradients of which tensor-parallel
+    ranks have parts.
     """
 
     _config: DeepSpeedConfig
@@ -52,12 +39,10 @@ class TrainingState(Protocol):
     parameter_offload: DeepSpeedZeRoOffload | None
 
     @property
-    def module(self) -> nn.Module:
-        """The model."""
+    def module(self) -> nn.Module: ...
 
     @property
-    def config(self) -> dict[str, Any]:
-        """The configuration as a plain dict, for the files."""
+    def config(self) -> dict[str, Any]: ...
 
     def module_state_dict(
         self,

@@ -1,11 +1,6 @@
 """Weights of a checkpoint that other ranks or stages have saved: this rank's slices of consolidated
-parameters, and its shards at stage 3.
-
-Which slice of a parameter is whose is `checkpoint.resharding`'s; here the names and shapes of the
-model at hand are put to it. At stage 3 each rank reads its own elements of every parameter, so no
-parameter stands whole on any host (but one at a time where tensor-parallel slices have to be put
-together). Reading and loading are apart, so that every rank can read and check everything before
-any changes a weight.
+parameters, and its shards at stage 3, of which no parameter stands whole on any host. Reading and
+loading are apart, so that every rank can check everything before any changes a weight.
 """
 
 from __future__ import annotations
@@ -56,17 +51,8 @@ from deepspeed.utils.tensor_fragment import logical_shape
 def slices_of_this_rank(
     module: nn.Module, tensor: Axis, folder: str, model: Mapping[str, Any], universal: bool
 ) -> RankSlices | None:
-    """This rank's share of whole parameters; None for a folder whose files can be read as they are.
-
-    Args:
-        module: The model.
-        tensor: The tensor-parallel ranks.
-        folder: The checkpoint.
-        model: Content of one of its model files.
-        universal: It is to be a universal checkpoint.
-
-    Raises:
-        CheckpointError: It is none, or was sliced otherwise and nothing in it says how.
+    """This rank's share of whole parameters; None for a folder whose files can be read as they
+    are.
     """
     saved, own = ParallelDegrees.of_file(model).tensor, tensor.size
     if saved == own and not universal:
@@ -90,10 +76,8 @@ def slices_of_this_rank(
 
 
 def shards_as_whole(module: nn.Module, tensor: Axis, folder: str) -> RankSlices:
-    """The parameters of a folder of stage 3, for a run below it with as many tensor-parallel ranks.
-
-    Raises:
-        CheckpointError: A file is missing or damaged.
+    """The parameters of a folder of stage 3, for a run below it with as many tensor-parallel
+    ranks.
     """
     own = ConsolidatedCheckpoint(folder, tensor_rank=tensor.rank)
     return RankSlices(own, _shapes_of(module), 0, 1)
@@ -111,9 +95,7 @@ def _shapes_of(module: nn.Module) -> dict[str, torch.Size]:
 
 
 def saved_names(module: nn.Module) -> dict[str, str]:
-    """Name of each parameter in the model -> that in files: of tied weights the first, and experts
-    numbered over all ranks.
-    """
+    """Name of each parameter in the model -> that in files: of tied weights the first."""
     first = ModelExperts(module).first
     names: dict[int, str] = {}
     return {
@@ -123,12 +105,8 @@ def saved_names(module: nn.Module) -> dict[str, str]:
 
 
 def read_sliced_weights(files: ModelFiles, slices: RankSlices, strict: bool | None) -> ReadWeights:
-    """The model's weights: parameters rounded from what is whole, the rest from the files of
+    """The model's weights: parameters rounded from what is whole, the rest from files of
     weights.
-
-    Raises:
-        CheckpointError: Something is damaged or has another shape, or (`strict`) is missing or of
-            another model.
     """
     state: dict[str, Any] = {}
     for name, tensor, value in sliced_values(files, slices):
@@ -139,9 +117,7 @@ def read_sliced_weights(files: ModelFiles, slices: RankSlices, strict: bool | No
 
 
 def sliced_values(files: ModelFiles, slices: RankSlices) -> Iterator[tuple[str, Any, Any]]:
-    """Name, what the model has there, and what the checkpoint has: whole parameters in fp32, the
-    rest as it is in the files of weights. What is not in the checkpoint is left out.
-    """
+    """Name, what the model has there, and what the checkpoint has."""
     names, own = saved_names(files.module), files.module.state_dict(keep_vars=True)
     of_layers = dict(_in_layers(files, slices)) if files.is_layered else {}
     for name, tensor in own.items():
@@ -187,21 +163,14 @@ Parts = Mapping[nn.Parameter, torch.Tensor]
 
 
 class ShardWeights(NamedTuple):
-    """What this rank needs of a checkpoint's weights.
-
-    Attributes:
-        rest: What of the state dict is not of parameters: buffers and extra state.
-        parts: This rank's elements of parameters.
-    """
+    """What this rank needs of a checkpoint's weights."""
 
     rest: Mapping[str, Any]
     parts: Parts
 
 
 def read_own_model_file(folder: str, group: dist.Group, tensor_rank: int) -> dict[str, Any]:
-    """This rank's model file if as many ranks of stage 3 saved the folder, otherwise the first of
-    those that saved these slices of the model, or any.
-    """
+    """This rank's model file if as many ranks saved the folder, else the first of these slices."""
     rank, world = dist.get_rank(group=group), dist.get_world_size(group=group)
     path = os.path.join(folder, file_names.stage3_model_file(rank, tensor_rank))
     if os.path.isfile(path):
@@ -224,20 +193,8 @@ def read_shard_weights(
     strict: bool,
     tensor_rank: int,
 ) -> ShardWeights:
-    """Read and check what this rank needs.
-
-    Args:
-        files: The model's.
-        folder: The checkpoint.
-        model: Content of one of its model files.
-        slices: Whole parameters, where files cannot be read as they are.
-        wanted: Which parameters; others come with the optimizer's state.
-        strict: All names must be this model's.
-        tensor_rank: This rank's number among those that share the model's layers.
-
-    Raises:
-        CheckpointError: A file is missing or damaged, shapes are not this model's, elements are
-            missing, or (`strict`) names aren't this model's.
+    """Read and check this rank's elements of `wanted`; the rest comes with the optimizer's
+    state.
     """
     if slices is not None:
         return _of_slices(files, slices, wanted, strict)
@@ -270,9 +227,7 @@ def read_shard_weights(
 
 
 def _own_experts(files: ModelFiles, folder: str, model: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's experts by name, of which other ranks' files may have others: that all of their
-    elements are there is seen when they are taken. What is not of parameters comes with its value.
-    """
+    """This rank's experts by name, of which other ranks' files may have others."""
     found: dict[str, Any] = {}
     weights = None
     for name, own in files.module.state_dict(keep_vars=True).items():
@@ -289,9 +244,7 @@ def _own_experts(files: ModelFiles, folder: str, model: Mapping[str, Any]) -> di
 
 
 def own_fragment(param: torch.Tensor) -> Fragment:
-    """Which elements of a parameter are this rank's; of experts that are spread, those of all
-    ranks' rows are counted.
-    """
+    """Which elements of a parameter are this rank's, counted over all ranks' rows of experts."""
     own = record_of(param).own
     return own._replace(param_start=first_element(param) + own.param_start)
 
@@ -299,11 +252,7 @@ def own_fragment(param: torch.Tensor) -> Fragment:
 def _take(
     targets: Mapping[str, nn.Parameter], pieces: Iterable[WeightPiece], folder: str
 ) -> dict[nn.Parameter, torch.Tensor]:
-    """Copy this rank's elements together.
-
-    Raises:
-        CheckpointError: Not all of a parameter are there.
-    """
+    """Copy this rank's elements together."""
     parts: dict[nn.Parameter, torch.Tensor] = {}
     found = dict.fromkeys(targets.values(), 0)
     for piece in pieces:
@@ -329,7 +278,6 @@ def _take(
 def _of_slices(
     files: ModelFiles, slices: RankSlices, wanted: set[nn.Parameter], strict: bool
 ) -> ShardWeights:
-    """The same of whole parameters, one at a time."""
     rest: dict[str, Any] = {}
     seen: dict[str, Any] = {}
     parts: dict[nn.Parameter, torch.Tensor] = {}
@@ -353,14 +301,7 @@ def load_shard_weights(
     weights: ShardWeights,
     with_masters: bool,
 ) -> None:
-    """Change shards, and what follows from them, to what was read. All ranks call it.
-
-    Args:
-        offload: Gathers the parameters.
-        sequence: The optimizer, if there is one.
-        weights: What was read.
-        with_masters: Masters are what was saved; False: what the weights are rounded to.
-    """
+    """Change shards, and what follows from them, to what was read. All ranks call it."""
     offload.module.load_state_dict(weights.rest, strict=False)
     offload.before_update()
     for param, part in weights.parts.items():

@@ -1,8 +1,5 @@
-"""Whole weights for export: of the shards of stage 3, and of experts that ranks hold apart.
-
-A rank's model numbers the experts that it holds; the ranks of the first one's expert group hold all
-of them. They are sent one tensor at a time, so no rank holds more than one that is not its own.
-Checkpoints need none of it: there every rank writes what it holds.
+"""Whole weights for export: of the shards of stage 3, and of experts that ranks hold apart, which
+are sent one tensor at a time, so no rank holds more than one that is not its own.
 """
 
 from __future__ import annotations
@@ -29,9 +26,8 @@ from deepspeed.runtime.zero.parameters.zero_parameter import is_zero_param, reco
 
 
 def names_of_all(experts: ModelExperts, name: str) -> list[str]:
-    """What an entry of this rank's state dict stands for: with experts the same one of each rank of
-    its expert group, in their order and numbered over all of them; of what all hold alike the entry
-    itself.
+    """What an entry of this rank's state dict stands for: with experts, one of each rank of its
+    group.
     """
     prefix = expert_prefix(name)
     if prefix is None or prefix not in experts.layers:
@@ -41,9 +37,8 @@ def names_of_all(experts: ModelExperts, name: str) -> list[str]:
 
 
 def values_of_all(experts: ModelExperts, name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Each of `names_of_all` with its value, which is there until the next is asked for. All ranks
-    go through all of them, with an entry of the same name and shape; those that are in no group
-    with the first rank get their own value alone.
+    """Each of `names_of_all` with its value, until the next is asked for. All ranks go through
+    all.
     """
     names, prefix = names_of_all(experts, name), expert_prefix(name)
     if len(names) == 1 or prefix is None:
@@ -81,9 +76,8 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def state_of_all(experts: ModelExperts, state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
-    """A state dict with the experts of all ranks, whose tensors are in host memory; empty on ranks
-    that don't `keep` it. All ranks call it, with the same names. Entries that share their memory
-    share it there too.
+    """A state dict with the experts of all ranks, in host memory, empty where none is to be
+    kept.
     """
     found: dict[str, Any] = {}
     first: dict[Any, list[str]] = {}
@@ -106,7 +100,6 @@ def state_of_all(experts: ModelExperts, state: Mapping[str, Any], keep: bool) ->
 
 
 def _memory(name: str, value: Any) -> Any:
-    """What two entries have in common that are one tensor."""
     if not isinstance(value, torch.Tensor) or not value.numel():
         return name
     return value.data_ptr(), value.dtype, value.shape, value.stride()
@@ -241,18 +234,14 @@ of an expert there is one for each rank of its group, of what all ranks hold ali
 def _exported(
     offload: DeepSpeedZeRoOffload, experts: ModelExperts, exclude_frozen_parameters: bool
 ) -> Iterator[tuple[Exported, torch.Tensor]]:
-    """`whole_parameters` of the whole model, experts that other ranks hold too. All ranks go
-    through all of them; what is there on the first one counts.
-    """
+    """`whole_parameters` of the whole model, other ranks' experts too. All ranks go through all."""
     for param, value in whole_parameters(offload, exclude_frozen_parameters):
         values = values_of_all(experts, str(record_of(param).name), value)
         yield from (((param, number), whole) for number, (_, whole) in enumerate(values))
 
 
 def _rest(module: nn.Module, experts: ModelExperts, keep: bool) -> dict[str, Any]:
-    """What of the whole state dict is not of parameters in shards, on the host; empty on ranks that
-    don't `keep` it. All ranks call it.
-    """
+    """What of the state dict is not of parameters in shards, on the host. All ranks call it."""
     state = module.state_dict(keep_vars=True)
     rest = {name: value for name, value in state.items() if not is_zero_param(value)}
     kept: dict[str, Any] = clone_tensors_for_torch_save(state_of_all(experts, rest, keep))
