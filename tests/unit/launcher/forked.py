@@ -28,8 +28,12 @@ def start(command: Sequence[str], env: dict[str, str], **how: Any) -> subprocess
     def run() -> None:
         code: Any = 1
         try:
-            # Popen takes it for the start of the program that its own end of a pipe is closed.
-            os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+            # Popen takes it for the start of the program that its own end of a pipe is closed. The
+            # numbers stay taken: objects of the parent's close theirs when they are collected here.
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for number in map(int, os.listdir("/dev/fd")):
+                if number > 2 and number != nothing:
+                    os.dup2(nothing, number, inheritable=False)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
             os.environ.clear()

@@ -1,13 +1,17 @@
 """No process is left by a launch that failed or was interrupted: a share of the campaign's."""
 
+import gc
+import os
 import random
 import shutil
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from unit.launcher import forked
 from unit.launcher.zombies import CHILDREN, Round, hearing_hangups, leftovers, play, random_round
 
 pytestmark = pytest.mark.skipif(
@@ -78,3 +82,26 @@ def test_random_rounds_are_bad_enough() -> None:
         "SIGKILL",
     }
     assert leftovers("no such word", 0.0) == []
+
+
+OWN_FILES = """
+import gc, os
+own = [os.open(os.devnull, os.O_RDONLY) for _ in range(100)]
+gc.collect()
+print(*map(os.fstat, own), sep="\\n")
+"""
+
+
+def test_a_forked_program_keeps_the_files_that_it_opens(tmp_path: Path) -> None:
+    """Kills: numbers of files that the parent's objects close once more when they are collected."""
+    (tmp_path / "program.py").write_text(OWN_FILES)
+    gc.disable()
+    try:
+        cycle: list[object] = [open(os.devnull) for _ in range(20)]
+        cycle.append(cycle)
+        del cycle
+        command = [sys.executable, str(tmp_path / "program.py")]
+        program = forked.start(command, dict(os.environ), stdout=subprocess.PIPE, text=True)
+    finally:
+        gc.enable()
+    assert (len(program.communicate()[0].splitlines()), program.returncode) == (100, 0)
