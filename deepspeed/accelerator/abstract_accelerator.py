@@ -196,21 +196,21 @@ class DeepSpeedAccelerator(abc.ABC):
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         """The peak of `memory_allocated`."""
 
-    @abc.abstractmethod
     def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
         """Start the peak of `memory_allocated` anew."""
+        self.reset_peak_memory_stats(device_index)
 
-    @abc.abstractmethod
     def memory_cached(self, device_index: int | None = None) -> int:
         """Bytes held by the allocator; the older name of `memory_reserved`."""
+        return self.memory_reserved(device_index)
 
-    @abc.abstractmethod
     def max_memory_cached(self, device_index: int | None = None) -> int:
         """The peak of `memory_cached`."""
+        return self.max_memory_reserved(device_index)
 
-    @abc.abstractmethod
     def reset_max_memory_cached(self, device_index: int | None = None) -> None:
         """Start the peak of `memory_cached` anew."""
+        self.reset_peak_memory_stats(device_index)
 
     @abc.abstractmethod
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
@@ -254,40 +254,50 @@ class DeepSpeedAccelerator(abc.ABC):
         """Whether the device computes in float64."""
         return True
 
+    def _tensor_maker(self, dtype: torch.dtype) -> Any:
+        """Stands for the legacy tensor classes: called with a sequence or with sizes."""
+
+        def make(*args: Any) -> torch.Tensor:
+            if args and all(isinstance(arg, int) for arg in args):
+                return torch.empty(args, dtype=dtype, device=self.device_name())
+            return torch.tensor(args[0] if args else (), dtype=dtype, device=self.device_name())
+
+        return make
+
     @property
-    @abc.abstractmethod
     def BFloat16Tensor(self) -> Any:
         """Makes a bfloat16 tensor on the device from a sequence or a size."""
+        return self._tensor_maker(torch.bfloat16)
 
     @property
-    @abc.abstractmethod
     def ByteTensor(self) -> Any:
         """Makes a uint8 tensor on the device."""
+        return self._tensor_maker(torch.uint8)
 
     @property
-    @abc.abstractmethod
     def DoubleTensor(self) -> Any:
         """Makes a float64 tensor on the device."""
+        return self._tensor_maker(torch.float64)
 
     @property
-    @abc.abstractmethod
     def FloatTensor(self) -> Any:
         """Makes a float32 tensor on the device."""
+        return self._tensor_maker(torch.float32)
 
     @property
-    @abc.abstractmethod
     def HalfTensor(self) -> Any:
         """Makes a float16 tensor on the device."""
+        return self._tensor_maker(torch.float16)
 
     @property
-    @abc.abstractmethod
     def IntTensor(self) -> Any:
         """Makes an int32 tensor on the device."""
+        return self._tensor_maker(torch.int32)
 
     @property
-    @abc.abstractmethod
     def LongTensor(self) -> Any:
         """Makes an int64 tensor on the device."""
+        return self._tensor_maker(torch.int64)
 
     # -- profiling, communication, compilation, graphs ---------------------------------------------
 

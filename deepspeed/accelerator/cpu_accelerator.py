@@ -149,18 +149,6 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         self.get_rss()
         return self.max_mem
 
-    def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
-        self.reset_rss()
-
-    def memory_cached(self, device_index: int | None = None) -> int:
-        return self.get_rss()
-
-    def max_memory_cached(self, device_index: int | None = None) -> int:
-        return self.max_memory_allocated(device_index)
-
-    def reset_max_memory_cached(self, device_index: int | None = None) -> None:
-        self.reset_rss()
-
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         current = self.get_rss()
         return {"allocated_bytes.all.current": current, "allocated_bytes.all.peak": self.max_mem}
@@ -200,33 +188,16 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     def supported_dtypes(self) -> list[torch.dtype]:
         return [torch.float32, torch.float16, torch.bfloat16]
 
-    @property
-    def BFloat16Tensor(self) -> Any:
-        return torch.BFloat16Tensor
-
-    @property
-    def ByteTensor(self) -> Any:
-        return torch.ByteTensor
-
-    @property
-    def DoubleTensor(self) -> Any:
-        return torch.DoubleTensor
-
-    @property
-    def FloatTensor(self) -> Any:
-        return torch.FloatTensor
-
-    @property
-    def HalfTensor(self) -> Any:
-        return torch.HalfTensor
-
-    @property
-    def IntTensor(self) -> Any:
-        return torch.IntTensor
-
-    @property
-    def LongTensor(self) -> Any:
-        return torch.LongTensor
+    def _tensor_maker(self, dtype: torch.dtype) -> Any:
+        return {
+            torch.bfloat16: torch.BFloat16Tensor,
+            torch.uint8: torch.ByteTensor,
+            torch.float64: torch.DoubleTensor,
+            torch.float32: torch.FloatTensor,
+            torch.float16: torch.HalfTensor,
+            torch.int32: torch.IntTensor,
+            torch.int64: torch.LongTensor,
+        }[dtype]
 
     # -- profiling, compilation, graphs ------------------------------------------------------------
 

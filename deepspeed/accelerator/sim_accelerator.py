@@ -183,18 +183,6 @@ class Sim_Accelerator(CPU_Accelerator):
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         return self.simulator.allocator.max_allocated
 
-    def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
-        self.reset_peak_memory_stats()
-
-    def memory_cached(self, device_index: int | None = None) -> int:
-        return self.memory_reserved()
-
-    def max_memory_cached(self, device_index: int | None = None) -> int:
-        return self.max_memory_reserved()
-
-    def reset_max_memory_cached(self, device_index: int | None = None) -> None:
-        self.reset_peak_memory_stats()
-
     def memory_reserved(self, device_index: int | None = None) -> int:
         return self.simulator.allocator.reserved
 

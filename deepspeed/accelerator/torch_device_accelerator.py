@@ -129,18 +129,6 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         return int(self._call("max_memory_allocated", device_index, default=0))
 
-    def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
-        self.reset_peak_memory_stats(device_index)
-
-    def memory_cached(self, device_index: int | None = None) -> int:
-        return self.memory_reserved(device_index)
-
-    def max_memory_cached(self, device_index: int | None = None) -> int:
-        return self.max_memory_reserved(device_index)
-
-    def reset_max_memory_cached(self, device_index: int | None = None) -> None:
-        self.reset_peak_memory_stats(device_index)
-
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         return dict(self._call("memory_stats", device_index, default={}))
 
@@ -180,44 +168,6 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         if self.is_bf16_supported():
             supported.append(torch.bfloat16)
         return supported
-
-    def _tensor_maker(self, dtype: torch.dtype) -> Any:
-        """Stands for the legacy tensor classes: called with a sequence or with sizes."""
-
-        def make(*args: Any) -> torch.Tensor:
-            if args and all(isinstance(arg, int) for arg in args):
-                return torch.empty(args, dtype=dtype, device=self.device_name())
-            return torch.tensor(args[0] if args else (), dtype=dtype, device=self.device_name())
-
-        return make
-
-    @property
-    def BFloat16Tensor(self) -> Any:
-        return self._tensor_maker(torch.bfloat16)
-
-    @property
-    def ByteTensor(self) -> Any:
-        return self._tensor_maker(torch.uint8)
-
-    @property
-    def DoubleTensor(self) -> Any:
-        return self._tensor_maker(torch.float64)
-
-    @property
-    def FloatTensor(self) -> Any:
-        return self._tensor_maker(torch.float32)
-
-    @property
-    def HalfTensor(self) -> Any:
-        return self._tensor_maker(torch.float16)
-
-    @property
-    def IntTensor(self) -> Any:
-        return self._tensor_maker(torch.int32)
-
-    @property
-    def LongTensor(self) -> Any:
-        return self._tensor_maker(torch.int64)
 
     # -- profiling, compilation, graphs ------------------------------------------------------------
 

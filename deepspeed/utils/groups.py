@@ -10,12 +10,13 @@ Groups that nobody has made yet are made when they are first asked for, collecti
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from deepspeed import comm as dist
 from deepspeed.comm import group_store
-from deepspeed.comm.parallel_map import OptimizerInstances, ParallelMap
+from deepspeed.comm.parallel_map import ExpertAxes, OptimizerInstances, ParallelMap
 
 # An object with Megatron's getters, or None. Clients read and assign it.
 mpu: Any = None
@@ -128,37 +129,41 @@ def reset() -> None:
     group_store.forget()
 
 
-def _clone_world_group() -> Any:
-    """The group of all ranks."""
-    return dist.get_world_group()
+_clone_world_group = dist.get_world_group
 
+
+Answer = TypeVar("Answer")
+
+
+def _asks(question: Callable[[ParallelMap], Answer]) -> Callable[[], Answer]:
+    """A getter of the map in force."""
+
+    def getter() -> Answer:
+        return question(current())
+
+    return getter
+
+
+def _asks_experts(question: Callable[[ExpertAxes], Answer]) -> Callable[[str], Answer]:
+    """A getter of the experts "ep_size_N" of the map in force; KeyError if they are not made."""
+
+    def getter(group_name: str) -> Answer:
+        return question(current().experts(group_name))
+
+    return getter
+
+
+# Groups, their sizes, this process's rank in them, and the global ranks of their members: what each
+# is, `ParallelMap` says.
 
 # -- data parallel ---------------------------------------------------------------------------------
 
 
-def _get_data_parallel_group() -> Any:
-    """The ranks that hold the same model (piece) and see different data."""
-    return current().data.group
-
-
-def _get_data_parallel_group_ranks() -> list[int]:
-    """The global ranks of the data-parallel group."""
-    return current().data.ranks
-
-
-def _get_data_parallel_world_size() -> int:
-    """The number of ranks in the data-parallel group."""
-    return current().data.size
-
-
-def _get_data_parallel_rank() -> int:
-    """This process's rank in the data-parallel group."""
-    return current().data.rank
-
-
-def _get_broadcast_src_rank() -> int:
-    """The global rank from which the data-parallel group takes its first weights."""
-    return current().replicas.first_rank
+_get_data_parallel_group = _asks(lambda here: here.data.group)
+_get_data_parallel_group_ranks = _asks(lambda here: here.data.ranks)
+_get_data_parallel_world_size = _asks(lambda here: here.data.size)
+_get_data_parallel_rank = _asks(lambda here: here.data.rank)
+_get_broadcast_src_rank = _asks(lambda here: here.replicas.first_rank)
 
 
 def _get_optimizer_instances(count: int) -> OptimizerInstances:
@@ -174,38 +179,13 @@ def _get_optimizer_instances(count: int) -> OptimizerInstances:
 # -- sequence parallel -----------------------------------------------------------------------------
 
 
-def _get_sequence_parallel_world_size() -> int:
-    """The number of ranks that share one sequence."""
-    return current().sequence.size
-
-
-def _get_sequence_parallel_rank() -> int:
-    """This process's rank among those that share its sequence."""
-    return current().sequence.rank
-
-
-def _get_sequence_parallel_group() -> Any:
-    """The ranks that share one sequence.
-
-    Raises:
-        KeyError: neither an mpu nor a mesh says which they are.
-    """
-    return current().sequence.group
-
-
-def _get_sequence_data_parallel_group() -> Any:
-    """The ranks over which dense gradients are reduced: data parallel times sequence parallel."""
-    return current().replicas.group
-
-
-def _get_sequence_data_parallel_world_size() -> int:
-    """The number of ranks over which dense gradients are reduced."""
-    return current().replicas.size
-
-
-def _get_sequence_data_parallel_rank() -> int:
-    """This process's rank among those over which dense gradients are reduced."""
-    return current().replicas.rank
+_get_sequence_parallel_world_size = _asks(lambda here: here.sequence.size)
+_get_sequence_parallel_rank = _asks(lambda here: here.sequence.rank)
+# KeyError where neither an mpu nor a mesh says which they are.
+_get_sequence_parallel_group = _asks(lambda here: here.sequence.group)
+_get_sequence_data_parallel_group = _asks(lambda here: here.replicas.group)
+_get_sequence_data_parallel_world_size = _asks(lambda here: here.replicas.size)
+_get_sequence_data_parallel_rank = _asks(lambda here: here.replicas.rank)
 
 
 # -- expert parallel: who holds different experts, and who holds the same ones ---------------------
@@ -231,9 +211,7 @@ def _create_expert_data_and_model_parallel(
     current().make_experts(expert_parallel_size_, use_data_before_expert_parallel_, sharded=True)
 
 
-def _get_expert_parallel_group(group_name: str) -> Any:
-    """The ranks that hold the different experts of "ep_size_N"."""
-    return current().experts(group_name).expert.group
+_get_expert_parallel_group = _asks_experts(lambda axes: axes.expert.group)
 
 
 def _get_expert_parallel_group_dict() -> dict[str, Any]:
@@ -241,29 +219,11 @@ def _get_expert_parallel_group_dict() -> dict[str, Any]:
     return {name: axes.expert.group for name, axes in current().all_experts.items()}
 
 
-def _get_expert_parallel_group_ranks(group_name: str) -> list[int]:
-    """The global ranks of the expert group."""
-    return current().experts(group_name).expert.ranks
-
-
-def _get_expert_parallel_world_size(group_name: str) -> int:
-    """The number of ranks that hold different experts."""
-    return current().experts(group_name).expert.size
-
-
-def _get_expert_parallel_rank(group_name: str) -> int:
-    """This process's rank among those that hold different experts."""
-    return current().experts(group_name).expert.rank
-
-
-def _get_expert_parallel_src_rank(group_name: str) -> int:
-    """The global rank of the first rank of the expert group."""
-    return current().experts(group_name).expert.first_rank
-
-
-def _get_expert_data_parallel_group(group_name: str) -> Any:
-    """The ranks that hold the same experts of "ep_size_N" as this one."""
-    return current().experts(group_name).data.group
+_get_expert_parallel_group_ranks = _asks_experts(lambda axes: axes.expert.ranks)
+_get_expert_parallel_world_size = _asks_experts(lambda axes: axes.expert.size)
+_get_expert_parallel_rank = _asks_experts(lambda axes: axes.expert.rank)
+_get_expert_parallel_src_rank = _asks_experts(lambda axes: axes.expert.first_rank)
+_get_expert_data_parallel_group = _asks_experts(lambda axes: axes.data.group)
 
 
 def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
@@ -271,24 +231,10 @@ def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
     return {name: axes.data.group for name, axes in current().all_experts.items()}
 
 
-def _get_expert_data_parallel_group_ranks(group_name: str) -> list[int]:
-    """The global ranks of the expert-data group."""
-    return current().experts(group_name).data.ranks
-
-
-def _get_expert_data_parallel_world_size(group_name: str) -> int:
-    """The number of ranks that hold the same experts."""
-    return current().experts(group_name).data.size
-
-
-def _get_expert_data_parallel_rank(group_name: str) -> int:
-    """This process's rank among those that hold the same experts."""
-    return current().experts(group_name).data.rank
-
-
-def _get_expert_broadcast_src_rank(group_name: str) -> int:
-    """The global rank from which the expert-data group takes its first weights."""
-    return current().experts(group_name).data.first_rank
+_get_expert_data_parallel_group_ranks = _asks_experts(lambda axes: axes.data.ranks)
+_get_expert_data_parallel_world_size = _asks_experts(lambda axes: axes.data.size)
+_get_expert_data_parallel_rank = _asks_experts(lambda axes: axes.data.rank)
+_get_expert_broadcast_src_rank = _asks_experts(lambda axes: axes.data.first_rank)
 
 
 def _get_max_expert_size() -> int:
@@ -331,9 +277,7 @@ def _pretend(field: str, value: int | None) -> None:
         _pretended[field] = value
 
 
-def get_tensor_model_parallel_group() -> Any:
-    """The ranks that hold pieces of the same layers."""
-    return current().tensor.group
+get_tensor_model_parallel_group = _asks(lambda here: here.tensor.group)
 
 
 def get_tensor_model_parallel_world_size() -> int:
@@ -346,9 +290,7 @@ def get_tensor_model_parallel_rank() -> int:
     return _as_pretended().tensor.rank
 
 
-def get_tensor_model_parallel_src_rank() -> int:
-    """The global rank of the first rank in the tensor-parallel group."""
-    return current().tensor.first_rank
+get_tensor_model_parallel_src_rank = _asks(lambda here: here.tensor.first_rank)
 
 
 def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
@@ -361,9 +303,7 @@ def set_tensor_model_parallel_rank(rank: int | None) -> None:
     _pretend("tensor_rank", rank)
 
 
-def _get_model_parallel_group() -> Any:
-    """The ranks that hold pieces of one model: tensor times pipeline parallel."""
-    return current().model.group
+_get_model_parallel_group = _asks(lambda here: here.model.group)
 
 
 def _get_model_parallel_world_size() -> int:

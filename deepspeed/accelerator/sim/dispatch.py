@@ -9,10 +9,6 @@
   is.
 - Random operators use up the generator when they are issued, exactly as on the host, so numbers
   don't depend on when they run.
-
-Shapes, strides and dtypes of results come from running the operator once on numbers that don't
-matter: meta kernels disagree with the host's kernels in strides and dtypes here and there, and a
-result must be bit for bit the host's.
 """
 
 from __future__ import annotations
@@ -28,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed.accelerator import operators
 from deepspeed.accelerator.sim.host_waits import Counting
 from deepspeed.accelerator.sim.memory import Allocator
+from deepspeed.accelerator.sim.plans import Fresh, Plan, dummies_of, generator_of, made_plan
 from deepspeed.accelerator.sim.queues import Scheduler, Stream, Work
 
 
@@ -120,33 +117,6 @@ def _facts_of(func: Any) -> _Facts:
     if known is None:
         known = _facts[id(func)] = _Facts(func, kind_of(func), func.name())
     return known
-
-
-class Fresh(NamedTuple):
-    """A tensor that an operator returns in memory of its own."""
-
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        if 0 in self.size:
-            return 0
-        last = sum(stride * (size - 1) for stride, size in zip(self.stride, self.size, strict=True))
-        return (last + 1) * self.dtype.itemsize
-
-
-class Plan(NamedTuple):
-    """What an operator returns for arguments of certain shapes: an argument's position or name, a
-    `Fresh`, a list of these, or None. Not `deferrable` is what only the real arguments can tell;
-    `reads` and `writes` count the arguments' tensors in order.
-    """
-
-    results: tuple[Any, ...]
-    deferrable: bool
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
 
 
 class Operators(TorchDispatchMode):
@@ -349,9 +319,9 @@ class Operators(TorchDispatchMode):
 
     def _random(self, func: Any, shadows: Any, shadow_kwargs: Any) -> Callable[[], Any]:
         """Use the generator up now; the work, later, with the generator as it was."""
-        generator = _generator(shadows, shadow_kwargs)
+        generator = generator_of(shadows, shadow_kwargs)
         before = generator.get_state()
-        func(*_dummies(shadows, 0), **_dummies(shadow_kwargs, 0))
+        func(*dummies_of(shadows, 0), **dummies_of(shadow_kwargs, 0))
 
         def work() -> Any:
             now = generator.get_state()
@@ -366,7 +336,7 @@ class Operators(TorchDispatchMode):
     # Results' shapes
 
     def _plan(self, func: Any, args: Any, kwargs: Any, key: Any) -> Plan | None:
-        plan = self._plans.get(key) or _made_plan(func, args, kwargs)
+        plan = self._plans.get(key) or made_plan(func, args, kwargs)
         if plan is not None:
             self._plans[key] = plan
         return plan
@@ -402,13 +372,6 @@ class Operators(TorchDispatchMode):
         source, target = self._allocator.shadow(old), self._allocator.shadow(new)
         self.launch(func.name(), _bind(target.copy_, (source,), {}), [old], [new])
         return tensor.set_(grown.untyped_storage(), 0, needed.size, needed.stride)
-
-
-def _generator(args: Any, kwargs: Mapping[str, Any]) -> torch.Generator:
-    return next(
-        (v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)),
-        torch.default_generator,
-    )
 
 
 def _bind(
@@ -491,98 +454,3 @@ def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, torch.Generator) or (tensors and isinstance(value, float)):
         return type(value)  # with tensors in front, a float's value is no matter of shapes
     return (type(value), value)  # 1, 1.0 and True are equal and make different dtypes
-
-
-def _dummies(tree: Any, fill: int) -> Any:
-    if isinstance(tree, torch.Tensor):
-        dummy = torch.empty_strided(tree.size(), tree.stride(), dtype=tree.dtype)
-        return (
-            dummy.fill_(fill)
-            if 0 not in tree.stride()
-            else dummy.zero_()
-            if not fill
-            else torch.full_like(tree, fill)
-        )
-    if isinstance(tree, (list, tuple)):
-        return type(tree)([_dummies(item, fill) for item in tree]) if tree else tree
-    return (
-        {name: _dummies(value, fill) for name, value in tree.items()}
-        if isinstance(tree, Mapping)
-        else tree
-    )
-
-
-def _made_plan(func: Any, args: Any, kwargs: Any) -> Plan | None:
-    """Run the operator on numbers that don't matter: zeros, which every index may be, or ones,
-    which integers may divide by.
-    """
-    generator = _generator(args, kwargs) if torch.Tag.nondeterministic_seeded in func.tags else None
-    state = None if generator is None else generator.get_state()
-    for fill in (0, 1):
-        dummies, dummy_kwargs = _dummies(args, fill), _dummies(kwargs, fill)
-        try:
-            result = func(*dummies, **dummy_kwargs)
-        except (
-            RuntimeError,
-            IndexError,
-            ValueError,
-            TypeError,
-            NotImplementedError,
-            ZeroDivisionError,
-        ):
-            continue  # the user's mistake, or numbers that do matter: the real call will tell
-        finally:
-            if generator is not None and state is not None:
-                generator.set_state(state)
-        return _plan_of(func, result, args, kwargs, dummies, dummy_kwargs)
-    return None
-
-
-def _plan_of(
-    func: Any, result: Any, args: Any, kwargs: Any, dummies: Any, dummy_kwargs: Any
-) -> Plan:
-    returns = func._schema.returns
-    values = [] if not returns else [result] if len(returns) == 1 else list(result)
-    entries = []
-    for declared, value in zip(returns, values, strict=True):
-        alias = declared.alias_info
-        entries.append(
-            _aliased(func, alias, len(args))
-            if alias is not None and alias.is_write
-            else _spec(value)
-        )
-    before, after = (
-        operators.tensors_in((args, kwargs)),
-        operators.tensors_in((dummies, dummy_kwargs)),
-    )
-    # `out=` may be given another size.
-    keeps_sizes = all(t.shape == d.shape for t, d in zip(before, after, strict=True))
-    on_host = all(
-        t.device.type == "cpu" and t.layout == torch.strided for t in operators.tensors_in(values)
-    )
-    return Plan(tuple(entries), keeps_sizes and on_host, *_read_and_written(func, args, kwargs))
-
-
-def _aliased(func: Any, alias: Any, num_positional: int) -> int | str:
-    """Find the argument that is returned: its position if it was given so, else its name."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.before_set == alias.before_set:
-            return position if position < num_positional else str(argument.name)
-    raise RuntimeError(f"{func}: the schema returns an argument that it does not have")
-
-
-def _read_and_written(func: Any, args: Any, kwargs: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Count the arguments' tensors in order: those that are only read, and those that are
-    written.
-    """
-    written, given = operators.written_names(func), operators.arguments(func, args, kwargs)
-    writes = [name in written for name, value in given.items() for _ in operators.tensors_in(value)]
-    return tuple(i for i, yes in enumerate(writes) if not yes), tuple(
-        i for i, yes in enumerate(writes) if yes
-    )
-
-
-def _spec(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return Fresh(value.dtype, tuple(value.size()), value.stride())
-    return [_spec(item) for item in value] if isinstance(value, (list, tuple)) else None
