@@ -1,14 +1,11 @@
 """Runs a function on several ranks, each a process forked from a template that has everything
 imported.
 
-The template is forked from pytest's process when collection is over: torch, deepspeed and all test
-modules are imported by then and no test has run. It stays single-threaded and makes no process
-group, so that forking it is safe; a rank costs milliseconds instead of the seconds that importing
-torch takes.
-
-Lifetime: the template lives as long as pytest's end of the socket. When that closes, however pytest
-ends, the template kills what runs and exits. Each rank leads a process group of its own, which is
-killed when the rank is done: whatever it started ends with it.
+The template is forked when collection is over and no test has run. It stays single-threaded and
+makes no process group, so that forking it is safe; a rank costs milliseconds instead of the seconds
+that importing torch takes. When pytest's end of the socket closes, however it ends, the template
+kills what runs and exits. Each rank leads a process group of its own, which is killed when the rank
+is done.
 """
 
 from __future__ import annotations
@@ -69,14 +66,9 @@ PASSED, SKIPPED, XFAILED, FAILED = "passed", "skipped", "xfailed", "failed"
 
 @dataclass
 class Job:
-    """What every rank runs: ``body(rank, payload)``.
+    """What every rank runs: ``body(rank, payload)``, in at most `timeout_s` and with `env` set.
 
-    Attributes:
-        body: a module-level function, named because functions of test modules do not all pickle.
-        payload: its second argument; pickled.
-        num_ranks: how many processes.
-        timeout_s: after that the ranks are given up.
-        env: variables set in every rank.
+    `body` is named, because functions of test modules do not all pickle.
     """
 
     body: tuple[str, str]
@@ -89,15 +81,8 @@ class Job:
 
 @dataclass
 class RankResult:
-    """How one rank ended.
-
-    Attributes:
-        rank: which.
-        outcome: one of PASSED, SKIPPED, XFAILED, FAILED.
-        text: the reason of a skip, the traceback of a failure.
-        output: what it wrote to stdout and stderr.
-        ended_at: when it ended, for finding the first failure; infinite when it was given up.
-        stacks: where it was when it was given up.
+    """How one rank ended; `text` is a skip's reason or a failure's traceback, `output` what it
+    wrote. One that was given up has an infinite `ended_at`, and `stacks`.
     """
 
     rank: int
@@ -112,9 +97,7 @@ class RankResult:
 
 
 def _redirect_output(path: Path) -> None:
-    """Send fd 1 and 2 to a file: what the template inherited is pytest's capture, which is not ours
-    to write to.
-    """
+    """Send fd 1 and 2 to a file: what the template inherited is pytest's capture."""
     output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -460,11 +443,7 @@ class RankServer:
         os.waitpid(self._pid, 0)
 
     def run(self, job: Job) -> list[RankResult]:
-        """Run a job to its end; one result per rank.
-
-        Raises:
-            RuntimeError: the template is gone.
-        """
+        """Run a job to its end; one result per rank. RuntimeError if the template is gone."""
         job.directory = tempfile.mkdtemp(prefix="ranks-")
         job.payload = pickle.dumps(job.payload)
         try:
@@ -497,9 +476,7 @@ def _read(path: Path) -> str:
 
 
 def _own_frames(stacks: str) -> str:
-    """faulthandler's text without the frames below a rank's start: they are the harness's and
-    pytest's.
-    """
+    """faulthandler's text without the frames of the harness and of pytest."""
     kept: list[str] = []
     skipping = False
     for line in stacks.splitlines():

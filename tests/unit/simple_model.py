@@ -194,3 +194,16 @@ def args_from_dict(tmpdir: Any, config_dict: Mapping[str, Any]) -> argparse.Name
     args = create_deepspeed_args()
     args.deepspeed_config = create_config_from_dict(tmpdir, config_dict)
     return args
+
+
+class Wide(nn.Module):
+    """Square layers without bias: much state and next to no activations; the loss is their sum."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width, bias=False) for _ in range(layers)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().sum()

@@ -15,7 +15,7 @@ from deepspeed.runtime.zero import stage3
 from deepspeed.runtime.zero import stage_1_and_2 as zero
 from deepspeed.runtime.zero.estimates.stages_1_and_2 import plan_model_states
 from unit.common import TORCH, DistributedTest
-from unit.wide_model import Wide
+from unit.simple_model import Wide
 
 MIB = 2**20
 LAYERS = 4

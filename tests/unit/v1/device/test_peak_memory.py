@@ -11,8 +11,8 @@ from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.runtime.zero.estimates.replicated import plan_whole_gradients
 from deepspeed.runtime.zero.estimates.stages_1_and_2 import plan_model_states
 from unit.common import DistributedTest
+from unit.simple_model import Wide
 from unit.v1.looping import each
-from unit.wide_model import Wide
 
 LAYERS = 12
 WIDTH = 256

@@ -19,7 +19,7 @@ from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
-from unit.wide_model import Wide
+from unit.simple_model import Wide
 
 LR = 0.125
 LAYERS = 32

@@ -6,8 +6,8 @@ from deepspeed import comm as dist
 from deepspeed.runtime.zero.estimates.stage3 import ModelShape, plan_sharded_parameters
 from deepspeed.runtime.zero.gathering.units import GatherSettings
 from unit.common import DistributedTest
+from unit.simple_model import Wide
 from unit.v1.device.test_peak_memory import LAYERS, TOLERANCE, WIDTH, peak_of
-from unit.wide_model import Wide
 
 LAYER = WIDTH * WIDTH
 NUMEL = LAYERS * LAYER
