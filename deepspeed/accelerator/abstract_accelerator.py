@@ -6,6 +6,7 @@ Nothing outside of `deepspeed.accelerator` may name a kind of device: it asks th
 """
 
 import abc
+import contextlib
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -301,13 +302,13 @@ class DeepSpeedAccelerator(abc.ABC):
 
     # -- profiling, communication, compilation, graphs ---------------------------------------------
 
-    @abc.abstractmethod
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> Any:
-        """Open a named range in the device's profiler."""
+        """Open a named range in the device's profiler, if it has one."""
+        return None
 
-    @abc.abstractmethod
     def range_pop(self, domain: str | None = None) -> Any:
         """Close the innermost range."""
+        return None
 
     @abc.abstractmethod
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
@@ -317,27 +318,26 @@ class DeepSpeedAccelerator(abc.ABC):
         """The torch.distributed backend that moves this device's tensors."""
         return self._communication_backend_name
 
-    @abc.abstractmethod
     def is_triton_supported(self) -> bool:
         """Whether Triton kernels run on the device."""
+        return False
 
     def prefer_triton_grouped_mm(self) -> bool:
         """Whether a Triton grouped matrix product is faster here than torch's own."""
         return False
 
-    @abc.abstractmethod
     def create_graph(self) -> Any:
         """An empty graph for `capture_to_graph`, or None where the device has no graphs."""
+        return None
 
-    @abc.abstractmethod
     def capture_to_graph(
         self, graph: Any, pool: Any = None, stream: streams.Stream | None = None
     ) -> AbstractContextManager[Any]:
-        """A context manager that captures the work issued under it into ``graph``."""
+        """Capture the work issued under it into ``graph``; without graphs it just runs."""
+        return contextlib.nullcontext()
 
-    @abc.abstractmethod
-    def replay_graph(self, graph: Any) -> None:
-        """Run a captured graph."""
+    def replay_graph(self, graph: Any) -> None:  # noqa: B027  most devices have no graphs
+        """Run a captured graph, if the device has graphs."""
 
     def get_compile_backend(self) -> str:
         """The backend for `torch.compile`."""

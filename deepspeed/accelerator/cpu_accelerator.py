@@ -201,29 +201,8 @@ class CPU_Accelerator(DeepSpeedAccelerator):
 
     # -- profiling, compilation, graphs ------------------------------------------------------------
 
-    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
-        """The host has no range profiler; torch.profiler sees `record_function` instead."""
-
-    def range_pop(self, domain: str | None = None) -> None:
-        """See `range_push`."""
-
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
         return callback()
-
-    def is_triton_supported(self) -> bool:
-        return False
-
-    def create_graph(self) -> None:
-        return None
-
-    def capture_to_graph(
-        self, graph: Any, pool: Any = None, stream: streams.Stream | None = None
-    ) -> AbstractContextManager[Any]:
-        """The host has no graphs: the work under the context manager just runs."""
-        return contextlib.nullcontext()
-
-    def replay_graph(self, graph: Any) -> None:
-        """The host has no graphs: see `capture_to_graph`."""
 
     # -- host memory -------------------------------------------------------------------------------
 

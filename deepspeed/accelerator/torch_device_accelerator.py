@@ -3,7 +3,6 @@ overrides what its device does differently; what a module lacks is an error that
 for what is meaningless without it (peaks, ranges).
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -171,33 +170,9 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
 
     # -- profiling, compilation, graphs ------------------------------------------------------------
 
-    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> Any:
-        """This device's torch module has no ranges; torch.profiler sees `record_function`
-        instead.
-        """
-
-    def range_pop(self, domain: str | None = None) -> Any:
-        """See `range_push`."""
-
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
         lazy = getattr(self._module, "_lazy_call", None)
         return callback() if lazy is None else lazy(callback)
-
-    def is_triton_supported(self) -> bool:
-        return False
-
-    def create_graph(self) -> Any:
-        """None: this device has no graphs."""
-        return None
-
-    def capture_to_graph(
-        self, graph: Any, pool: Any = None, stream: streams.Stream | None = None
-    ) -> AbstractContextManager[Any]:
-        """This device has no graphs: the work under the context manager just runs."""
-        return contextlib.nullcontext()
-
-    def replay_graph(self, graph: Any) -> None:
-        """This device has no graphs: see `capture_to_graph`."""
 
     # -- host memory -------------------------------------------------------------------------------
 

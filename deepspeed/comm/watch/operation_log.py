@@ -70,6 +70,24 @@ def calc_bw_log(
     return algorithm, algorithm
 
 
+Statistics = dict[str, dict[int, dict[str, Any]]]
+"""Of each record name and message size."""
+
+# Titles of columns and what stands in them.
+_SUMMARY = {
+    "Total Latency(ms)": "total_latency_ms",
+    "Avg Latency(ms)": "avg_latency_ms",
+    "tput_avg (Gbps)": "tput_avg_gbps",
+    "busbw_avg (Gbps)": "busbw_avg_gbps",
+}
+_STRAGGLER = {
+    "Total comm lat(ms)": "total_comm_lat_ms",
+    "Total straggler(ms)": "total_straggler_ms",
+    "Avg comm lat(ms)": "avg_comm_lat_ms",
+    "Avg straggler(ms)": "avg_straggler_ms",
+}
+
+
 def _row(*cells: str) -> str:
     return "".join(f"{cell:<20}" for cell in cells)
 
@@ -243,9 +261,9 @@ class CommsLogger:
         summary = {name: self.get_operation_summary(name) for name in self.comms_dict}
         stragglers = self._straggler_analysis() if show_straggler else None
         if print_log:
-            print_rank_0(self._summary_text(summary))
+            print_rank_0(_table("", _SUMMARY, summary))
             if stragglers is not None:
-                print_rank_0(self._straggler_text(stragglers))
+                print_rank_0(_table("Breakdown with straggler effect", _STRAGGLER, stragglers))
         if not return_dict:
             return None
         initialized = is_initialized()
@@ -256,7 +274,7 @@ class CommsLogger:
         }
         return {"summary": summary, "straggler_analysis": stragglers, "metadata": metadata}
 
-    def _straggler_analysis(self) -> dict[str, dict[int, dict[str, Any]]]:
+    def _straggler_analysis(self) -> Statistics:
         mine = {
             name: {size: entry[1] for size, entry in sizes.items()}
             for name, sizes in self.comms_dict.items()
@@ -298,33 +316,13 @@ class CommsLogger:
             "msg_size_str": convert_size(size),
         }
 
-    @staticmethod
-    def _summary_text(summary: dict[str, dict[int, dict[str, Any]]]) -> str:
-        lines = [
-            _row("Comm. Op", "Message Size", "Count")
-            + _row("Total Latency(ms)", "Avg Latency(ms)", "tput_avg (Gbps)", "busbw_avg (Gbps)")
-        ]
-        columns = ("total_latency_ms", "avg_latency_ms", "tput_avg_gbps", "busbw_avg_gbps")
-        for name, by_size in summary.items():
-            lines.append(name)
-            for _, entry in sorted(by_size.items()):
-                values = [f"{entry[column]:.2f}" for column in columns]
-                lines.append(_row("", entry["msg_size_str"], str(entry["count"]), *values))
-        return "\n".join(lines)
 
-    @staticmethod
-    def _straggler_text(stragglers: dict[str, dict[int, dict[str, Any]]]) -> str:
-        lines = [
-            "Breakdown with straggler effect",
-            _row("Comm. Op", "Message Size", "Count")
-            + _row(
-                "Total comm lat(ms)", "Total straggler(ms)", "Avg comm lat(ms)", "Avg straggler(ms)"
-            ),
-        ]
-        columns = ("total_comm_lat_ms", "total_straggler_ms", "avg_comm_lat_ms", "avg_straggler_ms")
-        for name, by_size in stragglers.items():
-            lines.append(name)
-            for _, entry in sorted(by_size.items()):
-                values = [f"{entry[column]:.2f}" for column in columns]
-                lines.append(_row("", entry["msg_size_str"], str(entry["count"]), *values))
-        return "\n".join(lines)
+def _table(title: str, columns: dict[str, str], entries: Statistics) -> str:
+    lines = [title] if title else []
+    lines.append(_row("Comm. Op", "Message Size", "Count", *columns))
+    for name, by_size in entries.items():
+        lines.append(name)
+        for _, entry in sorted(by_size.items()):
+            values = [f"{entry[key]:.2f}" for key in columns.values()]
+            lines.append(_row("", entry["msg_size_str"], str(entry["count"]), *values))
+    return "\n".join(lines)
