@@ -24,8 +24,7 @@ LARGE: dict[str, str] = {
     "PipelineParallelGrid": "upstream's face of a grid: a method and an attribute for each axis",
     **dict.fromkeys(("IMPIRunner", "MVAPICHRunner"), "upstream's classes of launchers"),
     **dict.fromkeys(("Bucketed", "Units"), "the sites of fixes 1 and 2, which stand together"),
-    **dict.fromkeys(("GradientLedger", "Channel", "GatherUnit"), STATE),
-    "DeepSpeedZeRoOffload": STATE,
+    **dict.fromkeys(("GradientLedger", "Channel"), STATE),
 }
 """Classes that may be larger or deeper, and why."""
 

@@ -38,7 +38,7 @@ class _Registrations:
             for handle in self._handles:
                 handle.remove()
 
-    def _on_registration(self, module: nn.Module, name: str, given: Any) -> None:
+    def _on_registration(self, module: nn.Module, name: str, given: object) -> None:
         self.count += 1
 
 
@@ -46,11 +46,17 @@ registrations = _Registrations()
 
 
 class LateParameters:
-    """Finds what a model has been given; `is_known`: a parameter is gathered for it."""
+    """Finds what a model has been given; `is_known`: a parameter is gathered for it. All ranks
+    `cut` what they find.
+    """
 
-    def __init__(self, model: nn.Module, is_known: Callable[[nn.Parameter], bool]) -> None:
-        self._model = model
-        self._is_known = is_known
+    def __init__(
+        self,
+        model: nn.Module,
+        is_known: Callable[[nn.Parameter], bool],
+        cut: Callable[[Iterable[nn.Parameter]], None],
+    ) -> None:
+        self._model, self._is_known, self.cut = model, is_known, cut
         self._listens = True
         registrations.listen()
         self._seen = registrations.count

@@ -91,8 +91,12 @@ class PendingParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if func not in _NO_READ:
             for value in flat_values((*args, *kwargs.values())):

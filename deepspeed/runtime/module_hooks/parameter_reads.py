@@ -8,9 +8,9 @@ Iterating over parameters tells those whose class has `ds_was_listed`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
 from functools import partial
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch import nn
 
@@ -30,21 +30,21 @@ class ModuleHook(partial[Any]):
         return _no_hook, ()
 
 
-class ParameterDict(dict[str, Any]):
+class ParameterDict(dict[str, nn.Parameter | None]):
     """The `_parameters` of a module, which tell parameters that they are read or listed."""
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> nn.Parameter | None:
         param = super().__getitem__(name)
         heard = getattr(type(param), "ds_was_read", None)
         if heard is not None:
             heard(param)
         return param
 
-    def items(self) -> Any:
+    def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]  # dict's own view
         self._list_all()
         return super().items()
 
-    def values(self) -> Any:
+    def values(self) -> ValuesView[nn.Parameter | None]:  # type: ignore[override]  # dict's own view
         self._list_all()
         return super().values()
 
@@ -54,13 +54,13 @@ class ParameterDict(dict[str, Any]):
             if heard is not None:
                 heard(param)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
         """Copy as a plain dictionary, unless a copy of a parameter is told things too."""
         copied = {name: copy.deepcopy(param, memo) for name, param in super().items()}
         told = any(hasattr(type(param), "ds_was_read") for param in copied.values())
         return ParameterDict(copied) if told else copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         """Pickle as the plain dictionary that it stands for."""
         return dict, (dict(super().items()),)
 

@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from types import EllipsisType
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -25,6 +25,8 @@ from deepspeed.runtime.sharding.exchange import Layout, LayoutExchange
 from deepspeed.runtime.sharding.fragments import Fragment, NumEl, ParamIndex, ShardRank
 from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.utils.tensor_fragment import logical_shape
+
+_Told = TypeVar("_Told")
 
 
 def deal(
@@ -230,7 +232,7 @@ class DealtParameters(WholeParameters):
         """The non-empty parameters that are dealt to this rank, in the order of `wholes`."""
         return [fragment.param for fragment in self.table.of_shard(self._group.shard_rank)]
 
-    def from_owner(self, param: ParamIndex, value: Any) -> Any:
+    def from_owner(self, param: ParamIndex, value: _Told) -> _Told:
         """Send what the owner of a parameter gives, and others need not have, to every rank."""
         if self._group.num_shards == 1:
             return value

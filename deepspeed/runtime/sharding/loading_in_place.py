@@ -36,7 +36,7 @@ def load_apart(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         own[key] = own[key].clone()
 
 
-def check_apart(optimizer: Any) -> None:
+def check_apart(optimizer: object) -> None:
     """Raise AssertionError if two parameters' state shares memory: steps would count twice."""
     for own, key in _in_common(_states(optimizer)):
         raise AssertionError(
@@ -45,7 +45,7 @@ def check_apart(optimizer: Any) -> None:
         )
 
 
-def _states(optimizer: Any) -> Iterable[Any]:
+def _states(optimizer: object) -> Iterable[Any]:
     return getattr(optimizer, "state", {}).values()
 
 
@@ -60,8 +60,8 @@ def _in_common(
         taken.update(memory.values())
 
 
-def _memory(state: Any) -> dict[str, Memory]:
-    """By key, the storage of a parameter's state; none of subclasses, or without elements."""
+def _memory(state: object) -> dict[str, Memory]:
+    """Map keys of a parameter's state to storage; none of subclasses, or without elements."""
     entries = state.items() if isinstance(state, dict) else ()
     return {
         key: (value.device, value.untyped_storage().data_ptr())

@@ -20,7 +20,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import nn
@@ -49,6 +49,8 @@ from deepspeed.runtime.zero.parameters.zero_parameter import (
 from deepspeed.utils import groups
 
 _DIFFERENT = "zero.Init: ranks make different parameters"
+_STAGE_3 = ("3", "3.0", "auto", "None")
+_Arguments = ParamSpec("_Arguments")
 
 
 class _Construction:
@@ -107,13 +109,11 @@ class _Construction:
                 publish(read, keep=self.keep_drawn)
                 let_go(read)
 
-    def construct(
-        self, module: nn.Module, init: Callable[..., None], args: Any, kwargs: Any
-    ) -> None:
+    def construct(self, module: nn.Module, init: Callable[[], None]) -> None:
         self.running.append(module)
         try:
             with self.reading():
-                init(module, *args, **kwargs)
+                init()
         finally:
             self.running.pop()
         if self.contexts and self.copies:
@@ -127,13 +127,15 @@ class _Construction:
 _construction = _Construction()
 
 
-def _with_end(init: Callable[..., None]) -> Callable[..., None]:
+def _with_end(
+    init: Callable[Concatenate[nn.Module, _Arguments], None],
+) -> Callable[Concatenate[nn.Module, _Arguments], None]:
     @functools.wraps(init)
-    def constructor(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def constructor(self: nn.Module, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
         if _construction.running and _construction.running[-1] is self:
             init(self, *args, **kwargs)  # of a base class, called by that of the class
         else:
-            _construction.construct(self, init, args, kwargs)
+            _construction.construct(self, lambda: init(self, *args, **kwargs))
 
     return constructor
 
@@ -147,11 +149,13 @@ def _apply(self: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
     return self
 
 
-def _to_empty(self: nn.Module, **kwargs: Any) -> nn.Module:
+def _to_empty(
+    self: nn.Module, *, device: torch.device | str | int, recurse: bool = True
+) -> nn.Module:
     """Stand for `Module.to_empty`: what a constructor left on the meta device has memory now, and
     is cut. It is zero: all ranks have to have the same.
     """
-    _patches.to_empty(self, **kwargs)
+    _patches.to_empty(self, device=device, recurse=recurse)
     for below in self.modules():
         for param in dict.values(below._parameters):
             if param is not None and not is_zero_param(param) and not is_lazy(param):
@@ -172,7 +176,7 @@ class _Patches:
         for cls in _subclasses(nn.Module):
             self._patch(cls)
 
-        def on_subclass(cls: type[nn.Module], **kwargs: Any) -> None:
+        def on_subclass(cls: type[nn.Module], **kwargs: object) -> None:
             super(nn.Module, cls).__init_subclass__(**kwargs)
             self._patch(cls)
 
@@ -185,7 +189,7 @@ class _Patches:
         init = cls.__dict__.get("__init__")
         if init is not None:
             self._inits.append((cls, init))
-            cls.__init__ = _with_end(init)  # type: ignore[method-assign]  # until `remove`
+            cls.__init__ = _with_end(init)  # type: ignore[assignment, method-assign]  # until `remove`
 
     def remove(self) -> None:
         ordinary_copies.end()
@@ -265,8 +269,8 @@ class Init:
         mem_efficient_linear: bool = True,
         remote_device: str | None = None,
         pin_memory: bool = False,
-        config_dict_or_path: Any = None,
-        config: Any = None,
+        config_dict_or_path: object = None,
+        config: object = None,
         enabled: bool = True,
         dtype: torch.dtype | None = None,
         mpu: Any = None,
@@ -274,17 +278,26 @@ class Init:
         zero_quantized_weights: bool = False,
         zero_quantized_nontrainable_weights: bool = False,
         sequence_data_parallel_group: dist.Group = None,
-        param_swapper: Any = None,
-        tensor_overrides: Any = None,
+        param_swapper: object = None,
+        tensor_overrides: object = None,
     ) -> None:
         source = config_dict_or_path if config_dict_or_path is not None else config
-        self.enabled = enabled and _shards_parameters(source)
+        given = _mapping(source) if enabled else {}
+        # One that names no stage counts.
+        self.enabled = enabled and str(_zero_block(given).get("stage", 3)) in _STAGE_3
         if not self.enabled:
             return
-        _refuse("zero_param_parallel_group", zero_param_parallel_group)
-        _refuse("zero_quantized_weights", zero_quantized_weights)
-        _refuse("zero_quantized_nontrainable_weights", zero_quantized_nontrainable_weights)
-        _refuse("param_swapper", param_swapper)
+        refused = {
+            "zero_param_parallel_group": zero_param_parallel_group,
+            "zero_quantized_weights": zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
+            "param_swapper": param_swapper,
+        }
+        for name, value in refused.items():
+            if value is not None and value is not False:
+                raise DeepSpeedConfigError(
+                    f"zero.Init({name}={value!r}) is not supported; leave it out"
+                )
         if remote_device not in (None, "none", "cpu"):
             raise DeepSpeedConfigError(
                 f'zero.Init(remote_device={remote_device!r}) is not supported; use "cpu" or None'
@@ -293,13 +306,13 @@ class Init:
         group = sequence_data_parallel_group or data_parallel_group
         if group is None and mpu is not None:
             group = mpu.get_data_parallel_group()
-        self.instances = _instances(group if group is not None else dist.get_world_group(), source)
-        self._data_before_experts = source is not None and _is_on(
-            _mapping(source).get(DATA_BEFORE_EXPERTS)
-        )
-        self.dtype = dtype if dtype is not None else _configured_dtype(source)
+        self.instances = _instances(group if group is not None else dist.get_world_group(), given)
+        self._data_before_experts = _is_on(given.get(DATA_BEFORE_EXPERTS))
+        if dtype is None and source is not None:
+            dtype = _configured_dtype(given)
+        self.dtype = dtype
         self.device = torch.device(get_accelerator().current_device_name())
-        self.memory = _shard_memory(remote_device, pin_memory, source)
+        self.memory = _shard_memory(remote_device, pin_memory, given)
         if module is not None:
             for below in module.modules():
                 self.cut_own(below)
@@ -406,40 +419,37 @@ class Init:
         return OptimizerInstances(here.experts(name).data.group)
 
 
-def _refuse(name: str, value: Any) -> None:
-    if value is not None and value is not False:
-        raise DeepSpeedConfigError(f"zero.Init({name}={value!r}) is not supported; leave it out")
-
-
-def _instances(group: dist.Group, source: Any) -> OptimizerInstances:
+def _instances(group: dist.Group, config: Mapping[str, Any]) -> OptimizerInstances:
     """Divide `group` as the configuration says. Collective over the world when first asked."""
-    count = _number(source, "num_optimizer_instances", 1)
-    size = configured_shard_size(source)
+    count = _number(config, "num_optimizer_instances", 1)
+    size = _number(config, "mics_shard_size", -1)
     ranks = dist.get_world_size(group=group)
     return split_into_instances(group, instances_at_stage_3(count, size, ranks))
 
 
-def configured_shard_size(source: Any) -> int:
+def configured_shard_size(source: object) -> int:
     """Read `mics_shard_size` of a configuration whose rest may be "auto"; 0 or less: none."""
-    return _number(source, "mics_shard_size", -1)
+    return _number(_mapping(source), "mics_shard_size", -1)
 
 
-def _number(source: Any, key: str, otherwise: int) -> int:
+def _number(config: Mapping[str, Any], key: str, otherwise: int) -> int:
     """Read a number of `zero_optimization`; `otherwise` for "auto" and what is not there."""
     # startup: configuration models load pydantic.
     from deepspeed.runtime.config_models.base import plain_number
 
-    number = plain_number(_zero_block(source).get(key))
+    number = plain_number(_zero_block(config).get(key))
     return int(number) if isinstance(number, (int, float)) else otherwise
 
 
-def _zero_block(source: Any) -> Mapping[str, Any]:
-    block = {} if source is None else _mapping(source).get("zero_optimization")
+def _zero_block(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    block = config.get("zero_optimization")
     return block if isinstance(block, Mapping) else {}
 
 
-def _shard_memory(remote_device: str | None, pin_memory: bool, source: Any) -> ShardMemory:
-    block = _zero_block(source).get("offload_param")
+def _shard_memory(
+    remote_device: str | None, pin_memory: bool, config: Mapping[str, Any]
+) -> ShardMemory:
+    block = _zero_block(config).get("offload_param")
     offload = block if isinstance(block, Mapping) else {}
     device = remote_device or offload.get("device")
     return ShardMemory(
@@ -447,7 +457,7 @@ def _shard_memory(remote_device: str | None, pin_memory: bool, source: Any) -> S
     )
 
 
-def _is_on(value: Any) -> bool:
+def _is_on(value: object) -> bool:
     """Whether a value means true; "auto" and what is not there do not."""
     # startup: configuration models load pydantic.
     from deepspeed.runtime.config_models.base import read_boolean
@@ -458,22 +468,14 @@ def _is_on(value: Any) -> bool:
         return False
 
 
-def _mapping(source: Any) -> Mapping[str, Any]:
-    config: Mapping[str, Any] = source if isinstance(source, Mapping) else load_config(source)
-    return config
-
-
-def _shards_parameters(source: Any) -> bool:
-    """Whether a configuration, if any, is one of stage 3; one that names no stage counts."""
-    stage = _zero_block(source).get("stage")
-    return stage is None or str(stage) in ("3", "3.0", "auto")
-
-
-def _configured_dtype(source: Any) -> torch.dtype | None:
-    """Find the precision that a configuration, of which the rest may be "auto", trains in."""
+def _mapping(source: object) -> Mapping[str, Any]:
     if source is None:
-        return None
-    config = _mapping(source)
+        return {}
+    return source if isinstance(source, Mapping) else load_config(source)
+
+
+def _configured_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """Find the precision that a configuration, of which the rest may be "auto", trains in."""
 
     def is_enabled(*names: str) -> bool:
         blocks = (config.get(name) for name in names)

@@ -110,8 +110,6 @@ class DeepSpeedZeRoOffload:
     ) -> None:
         self.module = module
         self.instances = instances
-        self._settings = settings
-        self._cut = cut
         # An optimizer hears of edits too, and tells us.
         self._on_edit: Callable[[nn.Parameter], None] | None = self.shard_changed
         self.give_up: Callable[[], None] | None = None
@@ -133,7 +131,7 @@ class DeepSpeedZeRoOffload:
         self._plan(param_names)
         self._untrained = module.register_state_dict_post_hook(_leave_out_persistent)
         self._register_deepspeed_module(module)
-        self._late = LateParameters(module, self._has)
+        self._late = LateParameters(module, self._has, cut)
 
     # Units
 
@@ -144,21 +142,25 @@ class DeepSpeedZeRoOffload:
         plans = plan_units(self.module, z3_leaf_module)
         for plan in plans:
             plan.own = [param for param in plan.own if not self._has(param)]
-        self._make_units(plans, self._settings)
-        limits = self._settings
-        self.param_coordinator = PartitionedParameterCoordinator(
+        limits = self.resources.settings
+        self._make_units(plans, limits)
+        self.backward_order.coordinator = PartitionedParameterCoordinator(
             self.units, limits.prefetch, limits.max_live, limits.max_reuse
         )
         self._uses = {plan.module: self._units_of(plan) for plan in plans}
-        self._params = {plan.module: plan.params for plan in plans}
-        self._beside_small = set(self._modules_beside_small(plans))
-        self.backward_order.coordinator = self.param_coordinator
+        self._plans = {plan.module: plan for plan in plans}
+        for plan in self._beside_small(plans):
+            plan.is_beside_small = True
         self.resources.mark_updated()
         self.gather_persistent()
 
-    def _modules_beside_small(self, plans: Sequence[UnitPlan]) -> Iterator[nn.Module]:
-        """Find modules with units beside something trained without hooks: those in the innermost
-        module around it that has any. See [Note: frozen modules].
+    @property
+    def param_coordinator(self) -> PartitionedParameterCoordinator:
+        return self.backward_order.coordinator
+
+    def _beside_small(self, plans: Sequence[UnitPlan]) -> Iterator[UnitPlan]:
+        """Find what has units beside something trained without hooks: in the innermost module
+        around it that has any. See [Note: frozen modules].
         """
         hooked = [plan for plan in plans if self._uses[plan.module]]
         around = {
@@ -170,7 +172,7 @@ class DeepSpeedZeRoOffload:
             inside = {
                 name: [plan for plan in hooked if is_below(plan.name, name)] for name in around
             }
-            yield from (plan.module for found in inside.values() for plan in found)
+            yield from chain.from_iterable(inside.values())
             around = {
                 name.rpartition(".")[0] for name, found in inside.items() if name and not found
             }
@@ -228,7 +230,7 @@ class DeepSpeedZeRoOffload:
             what = f"stage 3 taking in {next(iter(late.values()))}"
             told = "ranks were given different parameters"
             agree_on_parameters(named, self.instances.everyone, what, told)
-            self._cut(late)
+            self._late.cut(late)
         if late or has_modules:
             self.param_coordinator.release_all()
             live_numel = self.param_coordinator.live_numel
@@ -272,7 +274,9 @@ class DeepSpeedZeRoOffload:
 
     # Forward
 
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_forward(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
         if not self._frames:
             self.have_persistent()
             recomputes = in_backward()
@@ -296,10 +300,11 @@ class DeepSpeedZeRoOffload:
             self.backward_order.watch(place, inputs)
 
     def _frame_of(self, module: nn.Module, external: Sequence[GatherUnit]) -> Frame:
-        params = chain(self._params.get(module, ()), *(unit.params for unit in external))
+        plan = self._plans.get(module)
+        params = chain(plan.params if plan else (), *(unit.params for unit in external))
         self._carries = (
             self._carries
-            or module in self._beside_small
+            or (plan is not None and plan.is_beside_small)
             or any(param.requires_grad for param in params)
         )
         return Frame(module, self.backward_order.enter(), self._carries)
@@ -312,7 +317,7 @@ class DeepSpeedZeRoOffload:
         units = (record_of(param).unit for _, param in registered if is_zero_param(param))
         return [unit for unit in dict.fromkeys(units) if unit is not None and not unit.persists]
 
-    def _after_forward(self, module: nn.Module, args: Any, outputs: Any) -> None:
+    def _after_forward(self, module: nn.Module, args: object, outputs: object) -> None:
         if not self._frames or self._frames[-1].module is not module:
             return  # it failed before its frame was there
         frame = self._frames.pop()
@@ -328,7 +333,7 @@ class DeepSpeedZeRoOffload:
             self.param_coordinator.end_forward()
             self._saved.end()
 
-    def _hand_up(self, frame: Frame, above: Frame, outputs: Any) -> None:
+    def _hand_up(self, frame: Frame, above: Frame, outputs: object) -> None:
         """Lend a parameter, or a view of one, that a forward returns to its caller."""
         for tensor in _tensors(outputs):
             buffer = self._saved.buffer_of(tensor)
@@ -356,7 +361,7 @@ class DeepSpeedZeRoOffload:
     def give_shape(self, param: nn.Parameter) -> None:
         self._shapes.give(param)
 
-    def _write_down(self, frame: Frame, use: Use, outputs: Any) -> None:
+    def _write_down(self, frame: Frame, use: Use, outputs: object) -> None:
         """Let backward know what a forward that is over has used. What is trained is gathered on
         all ranks, though some may read nothing of it; but for an embedding, which reads indices,
         and for what the module shares with others and only took an attribute of.
@@ -479,7 +484,9 @@ def external_parameters(module: nn.Module) -> list[tuple[int, Any]]:
     return list(module.__dict__.get("_external_params", {}).items())
 
 
-def _leave_out_persistent(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+def _leave_out_persistent(
+    module: nn.Module, state: dict[str, torch.Tensor], prefix: str, metadata: object
+) -> None:
     """Leave what persists out of state dicts, as what does not, until the first backward or update:
     small parameters alone are no state of a model, and Lightning's tests count on their absence.
     """
@@ -497,7 +504,7 @@ def _are_fused(frame: Frame) -> bool:
     return all(unit.is_fused for unit in frame.units)
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
+def _tensors(values: object) -> list[torch.Tensor]:
     if isinstance(values, torch.Tensor):
         return [values]
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

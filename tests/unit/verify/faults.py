@@ -276,11 +276,11 @@ streams: stage 3
   a shard is gathered before it is updated => never waits for
     GatherResources.loading: stream.wait_event(self.shards_updated) -> pass
   rows are copied out before they are gathered => never waits for(.|\n)*copy_out
-    GatherUnit._finish: current.wait_event(self._gathered) -> pass
+    GatherUnit._finish: current.wait_event(done) -> pass
   a buffer of the pool is handed out early => never waits for
     MemoryPool.take: buffer.wait_for_reads(get_accelerator().current_stream()) -> pass
   a second stream does not wait for the copy-out => never waits for(.|\n)*_finish(.|\n)*forward
-    GatherUnit.fetch: stream.wait_event(self._copied) -> pass
+    GatherUnit.fetch: stream.wait_event(self._memory.filled) -> pass
   whole memory goes back without its readers => never waits for(.|\n)*forward(.|\n)*copy_out
     GatherUnit.forget: self.resources.whole.give_back(self._memory, self._readers) ->
       self.resources.whole.give_back(self._memory)

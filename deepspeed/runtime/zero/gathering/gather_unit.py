@@ -30,13 +30,14 @@ Who needs a unit, and when it goes, is the coordinator's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from deepspeed import comm as dist
-from deepspeed.accelerator import Stream, get_accelerator
+from deepspeed.accelerator import Event, Stream, get_accelerator
 from deepspeed.comm.shard_ops import PendingShards, gather_from_owners
 from deepspeed.comm.watch import lone_waits
 from deepspeed.comm.watch.observation import announce
@@ -65,6 +66,14 @@ def _refuse_lost(names: Sequence[str]) -> None:
             "change parameters inside `with deepspeed.zero.GatheredParameters(param, "
             "modifier_rank=0)`, which may stand in a forward too"
         )
+
+
+class _Gather(NamedTuple):
+    """A gather under way; `done` is behind it on the gather stream, if there is one."""
+
+    rows: PoolBuffer
+    pending: PendingShards
+    done: Event | None
 
 
 class GatherUnit:
@@ -99,28 +108,19 @@ class GatherUnit:
         self.index = -1
         self.coordinator: Any = None
         self.records: list[ShardRecord] = [record_of(param) for param in params]
-        self.group = self.records[0].group
-        self.num_shards = dist.get_world_size(group=self.group)
-        self.rank = dist.get_rank(group=self.group)
         self.table = ParameterCutTable.cut(
-            tuple(record.numel for record in self.records), self.num_shards
+            [record.numel for record in self.records], dist.get_world_size(group=self.group)
         )
-        self.numel = self.table.numel
-        near = None if persists else resources.secondary_group
+        near = None if persists else resources.settings.secondary_group
         self._secondary = None if near is None else SecondaryShards(near, self.table)
-        self.device = self.records[0].device
         self.shard = joined([record.shard for record in self.records])
         # What is not is copied before the host goes on.
         self._is_locked = get_accelerator().is_pinned(self.shard)
-        self._whole_numel = WholeViews.numel_of(self.table, self.shard.dtype)
         self.holds = 0
         self.is_kept_for_backward = False
         self.num_read_apart = 0
         self.resources = resources
-        self._rows: PoolBuffer | None = None
-        self._pending: PendingShards | None = None
-        self._gathered: Any = None  # event behind the all-gather
-        self._copied: Any = None  # event behind the copy-out
+        self._under_way: _Gather | None = None
         self._memory: PoolBuffer | None = None
         self._own_memory: PoolBuffer | None = None  # of what persists
         self._readers: set[Stream] = set()
@@ -139,6 +139,22 @@ class GatherUnit:
             record.shard = shard[start : start + cut]
 
     @property
+    def group(self) -> dist.Group:
+        return self.records[0].group
+
+    @property
+    def device(self) -> torch.device:
+        return self.records[0].device
+
+    @property
+    def numel(self) -> int:
+        return self.table.numel
+
+    @cached_property
+    def _whole_numel(self) -> int:
+        return WholeViews.numel_of(self.table, self.shard.dtype)
+
+    @property
     def label(self) -> str:
         return f"the gather of {self.name or 'parameters of the model itself'}"
 
@@ -150,7 +166,7 @@ class GatherUnit:
 
     @property
     def is_on_its_way(self) -> bool:
-        return self._rows is not None
+        return self._under_way is not None
 
     @property
     def is_covered(self) -> bool:
@@ -202,27 +218,27 @@ class GatherUnit:
             filled[own].copy_(shard, non_blocking=self._is_locked)
         try:
             with shared.gather.issue():
-                self._issue(filled, group)
+                pending, done = self._issue(filled, group)
         except BaseException:
             # Not to be used again: what was issued before it failed may still write there.
             shared.rows.drop(rows)
             raise
-        self._rows = rows
+        self._under_way = _Gather(rows, pending, done)
         for record in self.records:
             if record.status is ZeroParamStatus.NOT_AVAILABLE:
                 record.status = ZeroParamStatus.INFLIGHT
 
-    def _issue(self, rows: torch.Tensor, group: dist.Group) -> None:
+    def _issue(self, rows: torch.Tensor, group: dist.Group) -> tuple[PendingShards, Event | None]:
         shared, tag = self.resources, _FIRST_TAG + self.index
-        pending = gather_from_owners(rows, group, shared.by_broadcast, async_op=True, tag=tag)
-        if shared.gather.stream is not None:
-            # The gather stream waits, not the host; what comes later on it comes after.
-            pending.wait()
-            self._keep(rows)
-            self._gathered = get_accelerator().Event()
-            self._gathered.record(shared.gather.stream)
-            shared.last_gather = self._gathered
-        self._pending = pending
+        in_turn = shared.settings.by_broadcast
+        pending = gather_from_owners(rows, group, in_turn, async_op=True, tag=tag)
+        if shared.gather.stream is None:
+            return pending, None
+        # The gather stream waits, not the host; what comes later on it comes after.
+        pending.wait()
+        self._keep(rows)
+        shared.last_gather = shared.gather.stream.record_event()
+        return pending, shared.last_gather
 
     def _source(self) -> tuple[dist.Group, slice, torch.Tensor, int]:
         """Say over which ranks to gather, what of the rows this one has, where it lies, and its
@@ -233,7 +249,8 @@ class GatherUnit:
             return near.group, near.own, near.shard, near.update
         if near is not None:
             near.expect(num_updates)
-        return self.group, self.table.row(self.rank), self.shard, num_updates
+        row = self.table.row(dist.get_rank(group=self.group))
+        return self.group, row, self.shard, num_updates
 
     def _keep(self, rows: torch.Tensor) -> None:
         if self._secondary is not None:
@@ -257,7 +274,7 @@ class GatherUnit:
         """Have the parameters whole for what is issued from now on on the current stream."""
         if self._memory is None:
             self.start()
-            self._finish()
+            self._memory = self._finish()
         if self._update != self.resources.num_updates:
             raise RuntimeError(
                 f"unit {self.name} was gathered before update {self.resources.num_updates} of the "
@@ -266,23 +283,22 @@ class GatherUnit:
         if self.resources.gather.has_streams:
             stream = get_accelerator().current_stream()
             if stream not in self._readers:
-                stream.wait_event(self._copied)
+                stream.wait_event(self._memory.filled)
                 self._readers.add(stream)
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _finish(self) -> None:
-        shared, rows = self.resources, self._rows
-        assert rows is not None and self._pending is not None, (
-            f"unit {self.name}: finished before it was started"
-        )
+    def _finish(self) -> PoolBuffer:
+        shared = self.resources
+        assert self._under_way is not None, f"unit {self.name}: finished before it was started"
+        rows, pending, done = self._under_way
         current = get_accelerator().current_stream() if shared.gather.has_streams else None
-        if current is not None:
-            current.wait_event(self._gathered)
-            lone_waits.watch.issued(lambda: self.label, self._gathered.query)
+        if current is not None and done is not None:
+            current.wait_event(done)
+            lone_waits.watch.issued(lambda: self.label, done.query)
         else:
             with lone_waits.watch.waiting(lambda: self.label):
-                self._wait(self._pending)
+                self._wait(rows, pending)
             self._keep(rows.tensor[: self.table.padded_numel])
         memory = self._take_memory()
         views = memory.views.get(self)
@@ -291,15 +307,14 @@ class GatherUnit:
             views = memory.views[self] = WholeViews(self.table, shapes, memory.tensor)
         views.copy_out(rows.tensor[: self.table.padded_numel])
         shared.rows.give_back(rows, () if current is None else (current,))
-        self._rows, self._pending = None, None
-        self._memory = memory
+        self._under_way = None
         if current is not None:
-            self._copied = get_accelerator().Event()
-            self._copied.record(current)
+            memory.filled = current.record_event()
             self._readers = {current}
         for param, record, whole in zip(self.params, self.records, views.params, strict=True):
             if not record.readers:
                 show(param, whole)
+        return memory
 
     def _take_memory(self) -> PoolBuffer:
         if not self.persists:
@@ -361,26 +376,26 @@ class GatherUnit:
         self._readers = set()
 
     def _abandon(self) -> None:
-        if self._rows is None or self._pending is None:
+        if self._under_way is None:
             return
         # The host waits where there are no streams; on others who fills the rows next waits.
-        self._wait(self._pending)
+        rows, pending, _ = self._under_way
+        self._wait(rows, pending)
         stream = self.resources.gather.stream
-        self.resources.rows.give_back(self._rows, () if stream is None else (stream,))
+        self.resources.rows.give_back(rows, () if stream is None else (stream,))
         self._has_no_gather()
 
     def _has_no_gather(self) -> None:
-        self._rows, self._pending = None, None
+        self._under_way = None
         for record in self.records:
             if record.status is ZeroParamStatus.INFLIGHT:
                 record.status = ZeroParamStatus.NOT_AVAILABLE
 
-    def _wait(self, pending: PendingShards) -> None:
+    def _wait(self, rows: PoolBuffer, pending: PendingShards) -> None:
         try:
             pending.wait()
         except BaseException:
-            if self._rows is not None:
-                self.resources.rows.drop(self._rows)  # others may still write there
+            self.resources.rows.drop(rows)  # others may still write there
             self._has_no_gather()
             raise
 

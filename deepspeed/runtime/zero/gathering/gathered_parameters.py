@@ -211,7 +211,7 @@ class GatheredParameters:
 
     def __init__(
         self,
-        params: Any,
+        params: Iterable[object],
         modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
@@ -356,7 +356,7 @@ class GatheredParameters:
         if names:
             raise RuntimeError(_lost(names))
 
-    def _said_by_all(self, found: Any) -> list[Any]:
+    def _said_by_all(self, found: object) -> list[Any]:
         return said_by_all(found, self._sharers()[0], lambda: "the end of GatheredParameters")
 
     def _may_lose(self, modified: Container[nn.Parameter]) -> bool:

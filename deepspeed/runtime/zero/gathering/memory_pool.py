@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 
-from deepspeed.accelerator import Stream, get_accelerator
+from deepspeed.accelerator import Event, Stream, get_accelerator
 from deepspeed.runtime.streams import SideStream
 from deepspeed.runtime.zero.gathering.units import GatherSettings
 
 
 class PoolBuffer:
-    """A piece of memory, 1-D; `views` are owners' views, dearer than copying."""
+    """A piece of memory, 1-D, the event behind what `filled` it, and owners' views, dear."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+        self.filled: Event | None = None
         self.owner: Any = None
         self.views: dict[Any, Any] = {}
         self._last_reads: list[Any] = []
@@ -142,8 +143,7 @@ class GatherResources:
         gather: SideStream | None = None,
     ) -> None:
         self.owner = owner
-        self.by_broadcast = settings.by_broadcast
-        self.secondary_group = settings.secondary_group
+        self.settings = settings
         self.gather = gather or SideStream(settings.overlap, "gather stream")
         self.load = (
             SideStream(settings.overlap, "parameter load stream")

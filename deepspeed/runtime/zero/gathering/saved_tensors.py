@@ -60,7 +60,7 @@ class SavedTensors:
             self._hooks.__exit__(None, None, None)
             self._hooks = None
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def _pack(self, tensor: torch.Tensor) -> SavedPlace | tuple[torch.Tensor, int]:
         buffer = self.buffer_of(tensor)
         if buffer is None:
             # Without its node, which would keep itself alive by it; the version is checked in
@@ -73,8 +73,8 @@ class SavedTensors:
         when, offset = self._order.here, int(tensor.storage_offset())
         return SavedPlace(when, buffer.owner, tensor.size(), tensor.stride(), offset)
 
-    def _unpack(self, saved: Any) -> torch.Tensor:
-        if type(saved) is not SavedPlace:
+    def _unpack(self, saved: SavedPlace | tuple[torch.Tensor, int]) -> torch.Tensor:
+        if not isinstance(saved, SavedPlace):
             tensor, version = saved
             if tensor._version != version:
                 raise RuntimeError(
@@ -82,8 +82,7 @@ class SavedTensors:
                     f"inplace operation: a {tuple(tensor.shape)} {tensor.dtype} tensor is at "
                     f"version {tensor._version}, expected version {version}"
                 )
-            whole: torch.Tensor = tensor
-            return whole
+            return tensor
         if saved.when is not None:
             self._order.come_to(saved.when)
         self._order.coordinator.use_in_backward(saved.unit, from_memory=True)
@@ -99,7 +98,7 @@ class GradientShapes:
         self._shaped: list[nn.Parameter] = []
 
     def handles(self, units: Iterable[GatherUnit]) -> list[Any]:
-        def shape_of(param: nn.Parameter) -> Any:
+        def shape_of(param: nn.Parameter) -> Callable[[torch.Tensor], None]:
             def on_gradient(grad: torch.Tensor) -> None:
                 self.give(param)
 

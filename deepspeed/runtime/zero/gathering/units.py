@@ -63,12 +63,16 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass(eq=False)
 class UnitPlan:
-    """The module whose forward needs `params`, and those that belong to the unit (`own`)."""
+    """The module whose forward needs `params`, and those that belong to the unit (`own`).
+
+    `is_beside_small`: see `parameter_offload`, [Note: frozen modules].
+    """
 
     name: str
     module: nn.Module
     params: list[nn.Parameter] = field(default_factory=list)
     own: list[nn.Parameter] = field(default_factory=list)
+    is_beside_small: bool = False
 
 
 def is_called(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.parameters.zero_parameter import is_zero_param, reco
 
 
 def agree(
-    said: Any,
+    said: object,
     group: dist.Group,
     what: Callable[[], str],
     difference: Callable[[Sequence[Any]], str],
@@ -50,7 +50,7 @@ def agree(
 
 
 def _compared(
-    said: Any,
+    said: object,
     group: dist.Group,
     what: Callable[[], str],
     difference: Callable[[Sequence[Any]], str],
@@ -61,13 +61,13 @@ def _compared(
     return (None if len(told) == 1 else difference(told)), is_alike
 
 
-def said_by_all(said: Any, group: dist.Group, what: Callable[[], str]) -> list[Any]:
+def said_by_all(said: object, group: dist.Group, what: Callable[[], str]) -> list[Any]:
     """Collect what all ranks of `group` say, in their order; once if all say the same."""
     return _told(said, group, what, None)[0]
 
 
 def _told(
-    said: Any, group: dist.Group, what: Callable[[], str], beside: torch.Tensor | None
+    said: object, group: dist.Group, what: Callable[[], str], beside: torch.Tensor | None
 ) -> tuple[list[Any], bool]:
     if dist.get_world_size(group=group) == 1:
         return [said], True

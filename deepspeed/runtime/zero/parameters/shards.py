@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 
@@ -60,14 +60,14 @@ class OwnShard(torch.Tensor):
     def data(self, values: torch.Tensor) -> None:
         self._replace(values)
 
-    def set_(self, values: Any, *place: Any) -> OwnShard:
+    def set_(self, values: Any, *place: object) -> OwnShard:
         self._replace(values)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.detach().clone()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         return self.detach().__reduce_ex__(protocol)
 
 
@@ -92,7 +92,7 @@ class ShardedValue(torch.Tensor):
         tell_saved()
         return super().data_ptr()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         if not self.numel():  # a sum over it has one
             tell_saved()
         with torch._C.DisableTorchFunctionSubclass():

@@ -343,8 +343,12 @@ class ShardedParameter(ZeroParameter):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         """Raise, by name, for all that would compute with the placeholder, or write to it."""
         name = getattr(func, "__name__", str(func))
         if name == "_has_compatible_shallow_copy_type" and isinstance(args[0], ShardedParameter):
@@ -360,7 +364,7 @@ class ShardedParameter(ZeroParameter):
             if sharded is not None and sharded._zero3.numel:
                 raise RuntimeError(refusal(sharded._zero3, name))
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
+            result: Any = func(*args, **(kwargs or {}))
         if name == "detach" and args[0]._zero3.numel:
             result = result.as_subclass(ShardedValue)
         return result
@@ -380,7 +384,7 @@ class ShardedParameter(ZeroParameter):
             self.ds_was_read()
 
 
-def is_zero_param(parameter: Any) -> bool:
+def is_zero_param(parameter: object) -> bool:
     """Whether it is a parameter of stage 3."""
     return isinstance(parameter, ZeroParameter) and hasattr(parameter, "_zero3")
 

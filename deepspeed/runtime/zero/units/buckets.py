@@ -98,7 +98,7 @@ def buckets_of(
     for (dtype, _), at in kinds.items():
         for chunk in _chunks(sorted(at), groups, limit):
             numels = tuple(groups[group].table.numels[index] for group, index in chunk)
-            table = ParameterCutTable.cut(numels, unit.num_shards)
+            table = ParameterCutTable.cut(numels, unit.table.num_shards)
             yield UnitBucket(table, tuple(chunk), _parts(chunk, table, groups), dtype)
 
 
