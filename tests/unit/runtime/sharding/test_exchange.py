@@ -1,4 +1,4 @@
-"""What shards send each other when a layout changes: every element once, both ends alike."""
+"""What shards send each other when a group's layout changes, as integers."""
 
 import itertools
 import random
@@ -8,7 +8,6 @@ from deepspeed.runtime.sharding.fragments import FragmentTable
 
 
 def layouts(seed: int = 5) -> list[tuple[FragmentTable, FragmentTable]]:
-    """The same parameters in one section and in several, for several worlds."""
     generator = random.Random(seed)
     found = []
     for world in (1, 2, 3, 5, 37) * 6:
@@ -38,7 +37,7 @@ def values(table: FragmentTable) -> list[list[int]]:
 
 
 def moved(source: FragmentTable, target: FragmentTable, limit: int) -> list[list[int]]:
-    """The shards of `target`, from those of `source` by messages of at most `limit` elements."""
+    """Move shards from `source` to `target` by messages of at most `limit` elements."""
     count, there = source.num_shards, values(source)
     result = [[0] * target.shard_numel for _ in range(count)]
     rounds = -(-max(source.shard_numel, 1) // limit)

@@ -1,4 +1,4 @@
-"""Parameters move into a flat buffer with their values and views, within the device's memory."""
+"""Parameters move into a flat buffer, within the memory that the device has."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The fragment table as integers: every element once, in order, padding at sections' ends."""
+"""The fragment table as integers: every element once, in order, padding at the end of parts."""
 
 import itertools
 import random
@@ -37,7 +37,6 @@ def cut(numels: tuple[int, ...], generator: random.Random) -> list[list[int]] | 
 
 
 def tables(seed: int = 3) -> list[FragmentTable]:
-    """Layouts in one section and in several, for several worlds."""
     generator = random.Random(seed)
     return [
         FragmentTable.build(numels, world, alignment, cut(numels, generator))

@@ -1,6 +1,4 @@
-"""Copy, reduction and accumulation of successive buckets go on beside one another; shown by what
-waits for what, not by time.
-"""
+"""Copy, reduction and sum of successive buckets run beside one another: who waits for whom."""
 
 from __future__ import annotations
 
@@ -62,7 +60,6 @@ class Order:
 
 
 def engine_of(stage: int, overlap: bool, **zero: Any) -> Any:
-    """One layer per bucket."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     config = {
@@ -96,8 +93,6 @@ def on_stream(launches: list[Launched], name: str, operator: str) -> list[Launch
 
 
 class TestOverlap(DistributedTest):
-    """Two ranks on the simulated device."""
-
     world_size = 2
     backend = "gloo"
 

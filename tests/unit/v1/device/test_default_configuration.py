@@ -28,8 +28,6 @@ Forward = Callable[[Any, torch.dtype, int], torch.Tensor]
 
 
 class Checkpointed(nn.Module):
-    """Two blocks that are computed again in backward."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
@@ -98,7 +96,6 @@ STAGES = {
 
 
 def config_of(stage: int, precision: str, more: dict[str, Any]) -> dict[str, Any]:
-    """What an engine must be told, and nothing else."""
     return {
         "train_micro_batch_size_per_gpu": 3,
         "gradient_accumulation_steps": ACCUMULATION,
@@ -110,7 +107,6 @@ def config_of(stage: int, precision: str, more: dict[str, Any]) -> dict[str, Any
 
 
 def train(name: str, stage: int, precision: str, on_device: bool) -> list[torch.Tensor]:
-    """The losses and parameters of a run."""
     make, more = ENGINES[name]
     groups.reset()
     with (

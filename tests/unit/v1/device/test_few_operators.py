@@ -20,7 +20,7 @@ from unit.common import DistributedTest
 
 
 class Operators(TorchDispatchMode):
-    """Counts operators by name; `slow` are scans and grouped ones over two dtypes."""
+    """Operators by name; `slow` are scans over other elements, and grouped ones of two dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,8 +83,6 @@ def test_an_exchange_is_packed_by_few_copies_for_any_number_of_ranks(
 
 
 class _Group:
-    """What an accumulator asks of a group."""
-
     def __init__(self, params: list[torch.nn.Parameter]) -> None:
         self.params = params
         self.flat = torch.zeros(sum(param.numel() for param in params))

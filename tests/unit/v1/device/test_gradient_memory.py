@@ -1,8 +1,4 @@
-"""How much memory gradients take while the host runs ahead of the device.
-
-On the simulated device nothing runs before the host waits, so a host that waits nowhere is as far
-ahead as it can be.
-"""
+"""How much memory gradients take while the host, which waits nowhere here, is far ahead."""
 
 import itertools
 from collections.abc import Iterator
@@ -45,7 +41,7 @@ def micro_batch(engine: Any) -> None:
 
 
 def peaks(engine: Any) -> list[int]:
-    """Of each micro-batch of a step: how far memory rises above what the step began with."""
+    """How far each micro-batch of a step rises above what the step began with."""
     for _ in range(MICRO_BATCHES):
         micro_batch(engine)  # buffers are made
     accelerator = get_accelerator()
@@ -59,7 +55,6 @@ def peaks(engine: Any) -> list[int]:
 
 
 def in_all_configurations(stage: int) -> Iterator[list[int]]:
-    """The peaks with and without overlap, with one and with several producer streams."""
     for overlap, streams in itertools.product((False, True), (0, 3)):
         with simulate(backward_streams=streams), check_streams():
             engine = engine_of(stage, overlap)
@@ -68,8 +63,6 @@ def in_all_configurations(stage: int) -> Iterator[list[int]]:
 
 
 class TestPeak(DistributedTest):
-    """Two ranks, nothing read by the host but at the step."""
-
     world_size = 2
     backend = "gloo"
 

@@ -1,6 +1,5 @@
-"""How often the host waits for the device in a training step: at most once, for a skipped step.
-
-Never before the update is queued, and never in a micro-batch.
+"""How often the host waits for the device in a training step: at most once, for whether it was
+skipped, when the update is queued; never in a micro-batch.
 """
 
 import dataclasses
@@ -32,12 +31,8 @@ BAD_STEP = 2
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A configuration, and how often it may wait.
-
-    Attributes:
-        precision: What is enabled, with its settings; None is fp32.
-        waits: How often the host waits per step, by all that it is asked for.
-        ahead: Whether the update is queued by then.
+    """A configuration, and how often the host may wait per step; `ahead`: the update is queued
+    then.
     """
 
     stage: int
@@ -51,11 +46,9 @@ class Case:
 
     @property
     def skips(self) -> bool:
-        """Whether steps are skipped."""
         return ("check_grad_overflow", False) not in self.settings
 
     def config(self) -> dict[str, Any]:
-        """For `deepspeed.initialize`."""
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": ROWS,
             "gradient_accumulation_steps": ACCUMULATION,
@@ -104,13 +97,11 @@ def batches(steps: int) -> Iterator[list[torch.Tensor]]:
 
 
 def waited(waits: HostWaits) -> int:
-    """How often the host waited so far. The throughput timer reads spans that are over by then."""
+    """Count waits so far. The throughput timer reads spans that are over by then."""
     return waits.total - sum(waits.inside("deepspeed/utils/timer.py").values())
 
 
 class Queued:
-    """Notes how often the host had waited when the update was queued."""
-
     def __init__(self, optimizer: torch.optim.Optimizer, waits: HostWaits) -> None:
         self.before: list[int] = []
         optimizer.register_step_post_hook(lambda *_: self.before.append(waited(waits)))

@@ -1,6 +1,4 @@
-"""Parameters that are gathered while the next forward runs (`overlap_param_gather`): who waits for
-what, and that every read finds the updated values. `unit.verify.gather_faults` undoes the waits.
-"""
+"""`overlap_param_gather`: who waits for what, and that every read finds updated values."""
 
 import copy
 import itertools
@@ -17,13 +15,13 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.comm.watch.observation import CollectiveCall, add_observer, remove_observer
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.module_hooks.parameter_arrivals import PendingParameter
 from deepspeed.runtime.module_hooks.parameter_reads import ParameterDict
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
 from unit.v1.device.test_bucket_overlap import Order, on_stream
+from unit.v1.gathering import collectives
 from unit.v1.looping import each
 from unit.verify.gather_scenarios import LAYERS, make_engine, train
 
@@ -35,17 +33,6 @@ CASES: list[dict[str, Any]] = [
     {"stage": 2, "allgather_partitions": False},
     {"stage": 2, "overlap_comm": True},
 ]
-
-
-class Names:
-    """Writes down what collectives are issued."""
-
-    def __init__(self) -> None:
-        self.issued: list[str] = []
-
-    def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
-        self.issued.append(call.name)
-        return proceed()
 
 
 def weights(engine: Any) -> list[torch.Tensor]:
@@ -158,16 +145,13 @@ class TestGathers(DistributedTest):
     def test_costs(self) -> None:
         # Kills: a collective, or a wait of the host, that only the overlap has.
         def cost(overlapped: bool) -> tuple[list[str], int]:
-            names = Names()
             with simulate():
                 engine = make_engine(dtype="fp16", overlap_param_gather=overlapped)
                 train(engine, 2)
-                add_observer(names)
-                with get_accelerator().count_host_waits() as waits:
+                with collectives() as issued, get_accelerator().count_host_waits() as waits:
                     train(engine, 2)
-                remove_observer(names)
                 engine.destroy()
-            return names.issued, waits.total
+            return issued, waits.total
 
         assert cost(True) == cost(False)
 

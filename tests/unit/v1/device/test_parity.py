@@ -1,4 +1,4 @@
-"""Training on a device equals plain torch there, with small buckets, side streams and offload."""
+"""Training on a device equals plain torch there: what only a device has, streams and copies."""
 
 import copy
 from typing import Any
@@ -21,7 +21,7 @@ ACCUMULATION = 2
 
 
 class Streamed(nn.Module):
-    """Every other layer runs on a side stream: gradients of a bucket come from two."""
+    """Every other layer runs on a side stream, so a bucket has gradients of two."""
 
     def __init__(self) -> None:
         super().__init__()

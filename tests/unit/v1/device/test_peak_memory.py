@@ -30,7 +30,6 @@ def peak_of(
     micro_batches: int = 4,
     **zero: Any,
 ) -> int:
-    """Most bytes that steps of two micro-batches hold on the device."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 2,
@@ -62,8 +61,6 @@ def peak_of(
 
 
 class Case(NamedTuple):
-    """Of stages 1 and 2 on several ranks."""
-
     stage: int
     precision: str
     overlap: bool

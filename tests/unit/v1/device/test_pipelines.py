@@ -1,4 +1,4 @@
-"""Pipelines with the default configuration on the simulated device: as one process, no hang."""
+"""Pipelines on the simulated device: as one process, and no wait that hangs a device."""
 
 from typing import Any
 
@@ -40,21 +40,18 @@ def loss_of(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def batch(step: int) -> list[tuple[torch.Tensor, ...]]:
-    """Inputs and labels of each micro-batch."""
     generator = torch.Generator().manual_seed(step)
     shape = (MICRO_BATCHES, 2, ROWS, WIDTH)
     return [pair.unbind(0) for pair in torch.randn(*shape, generator=generator)]
 
 
 def expected() -> list[float]:
-    """The losses of one process that has all layers."""
     layers = nn.Sequential(*make_layers())
     one = OneProcess(layers, LR, lambda model, pair: loss_of(model(pair[0]), pair[1]))
     return [one.step(batch(step)) for step in range(BATCHES)]
 
 
 def make_engine(schedule: str, **keys: Any) -> PipelineEngine:
-    """An engine over all ranks whose configuration says what it must and nothing else."""
     module = PipelineModule(
         make_layers(),
         num_stages=dist.get_world_size(),
@@ -75,7 +72,6 @@ def make_engine(schedule: str, **keys: Any) -> PipelineEngine:
 
 
 def train(schedule: str, **keys: Any) -> tuple[list[float], dict[str, int]]:
-    """The losses, and the waits for the whole device by place."""
     with simulate() as accelerator:
         engine = make_engine(schedule, **keys)
         with accelerator.count_host_waits() as waits, check_budgets(*BUDGETS):
@@ -86,7 +82,7 @@ def train(schedule: str, **keys: Any) -> tuple[list[float], dict[str, int]]:
 
 
 def train_waiting(schedule: str, stage: int) -> list[float]:
-    """The losses, if a stage's host waits for all that it has posted after each instruction."""
+    """Train; a stage waits for what it has posted after each instruction, as an allocator does."""
     with simulate():
         engine = make_engine(schedule)
         issued = engine.channels.issued

@@ -1,6 +1,4 @@
-"""Stage 0 on a device: `.grad` is a view of the buffer that is reduced, and clients notice nothing
-but the memory.
-"""
+"""Stage 0: `.grad` is a view of the reduced buffer, and clients notice nothing but memory."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ WIDTH = 128
 
 
 class Net(nn.Module):
-    """A parameter that is used now and then, and one that does not lie in the order of its
-    elements.
-    """
+    """A parameter used now and then, and one that lies in another order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,9 +86,7 @@ class TestMemory(DistributedTest):
 def trained(
     config: dict[str, Any],
 ) -> Iterator[tuple[Any, nn.Module, torch.optim.Optimizer, Sim_Accelerator]]:
-    """An engine on checked streams, with gradients accumulated on two more, and the same model with
-    plain SGD.
-    """
+    """Make an engine whose gradients come on two more streams, and plain SGD."""
     torch.manual_seed(0)
     model = Net()
     reference = copy.deepcopy(model)
@@ -127,8 +121,6 @@ def plain_step(
 
 
 class TestClients(DistributedTest):
-    """What clients do to `.grad`, and what they see there."""
-
     world_size = 1
 
     def test_a_view_from_the_first_micro_batch_on(self) -> None:
@@ -206,8 +198,6 @@ class TestClients(DistributedTest):
 
 
 class TestSharedMemory(DistributedTest):
-    """Gradients in the model's dtype and in the masters', in one piece of memory."""
-
     world_size = 1
 
     @pytest.mark.parametrize("precision", ["bf16", "fp16"])

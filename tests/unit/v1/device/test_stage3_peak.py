@@ -14,17 +14,8 @@ NUMEL = LAYERS * LAYER
 
 
 class Case(NamedTuple):
-    """What of a configuration changes the peak.
-
-    Attributes:
-        precision: Of the model.
-        params, optimizer: Whether they are on the host.
-        ahead: Layers gathered ahead.
-        fused: Layers that are one unit.
-        ratio: How much of the optimizer is on the host, if it is.
-        reuse: Layers within which what is used again stays.
-        ranks: That share the parameters.
-        copies: As many ranks keep copies of gathered shards.
+    """What of a configuration changes the peak: places of state, layers gathered `ahead`, `fused`
+    or kept for `reuse`, the `ratio` of the optimizer on the host, ranks that keep `copies`.
     """
 
     precision: str
@@ -39,7 +30,6 @@ class Case(NamedTuple):
 
     @property
     def zero(self) -> dict[str, Any]:
-        """Its configuration."""
         places: dict[str, dict[str, Any]] = {}
         if self.params:
             places["offload_param"] = {"device": "cpu"}
@@ -58,7 +48,6 @@ class Case(NamedTuple):
 
     @property
     def formula(self) -> int:
-        """The table of docs/zero3.md, in bytes."""
         settings = GatherSettings(
             prefetch=self.ahead * LAYER,
             max_reuse=self.reuse * LAYER,

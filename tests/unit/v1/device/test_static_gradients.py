@@ -52,7 +52,6 @@ def train(stage: int, micro_batches: int, overlap: bool, **more: Any) -> list[to
 
 
 def reference(micro_batches: int) -> list[torch.Tensor]:
-    """Parameters of one process with the whole batch."""
     one = OneProcess(make_model(static=False), LR, mean_square)
     return list(one.train(batch, STEPS, micro_batches).values())
 
@@ -72,8 +71,6 @@ def runs() -> Iterator[tuple[int, list[torch.Tensor]]]:
 
 
 class TestStaticGradients(DistributedTest):
-    """Two ranks on the simulated device."""
-
     world_size = 2
     backend = "gloo"
 

@@ -1,7 +1,5 @@
-"""Stream order on real devices: races forced by slow kernels, hooks with streams, the checker.
-
-A slow producer (`torch.cuda._sleep`) makes a missing wait a wrong number every time. Where there is
-no device the same situations run on the simulated one, which keeps the tests themselves right.
+"""Stream order on real devices: races forced by slow kernels, hooks with a stream of their own,
+and the checker that finds both; without a device on the simulated one.
 """
 
 from collections.abc import Callable
@@ -39,7 +37,6 @@ def batch(rank: int) -> torch.Tensor:
 
 
 def config(stage: int, **zero: Any) -> dict[str, Any]:
-    """Two layers per bucket, so that one bucket meets gradients of two streams."""
     return {
         "train_micro_batch_size_per_gpu": ROWS,
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
@@ -58,9 +55,7 @@ def sleep() -> None:
 
 
 def arrives_late(side: Any, kept: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A gradient hook: the gradient is NaN in memory for a long time before it is written, on
-    `side`; `kept` gets what that stream reads.
-    """
+    """A gradient hook: NaN for long before it is written, on `side`, which reads `kept`."""
 
     def hook(grad: torch.Tensor) -> torch.Tensor:
         accelerator = get_accelerator()
@@ -77,7 +72,6 @@ def arrives_late(side: Any, kept: list[torch.Tensor]) -> Callable[[torch.Tensor]
 
 
 def expected() -> list[torch.Tensor]:
-    """Parameters after one step of a single process with all ranks' batches, on the host."""
     model = make_model()
     for rank in range(dist.get_world_size()):
         (model(batch(rank)).square().mean() / dist.get_world_size()).backward()
@@ -89,12 +83,7 @@ def expected() -> list[torch.Tensor]:
 def one_step(
     settings: dict[str, Any], late: Callable[[int], bool], under_side: bool = False
 ) -> list[torch.Tensor]:
-    """Parameters after one step, on the host.
-
-    Args:
-        late: Whether the gradients of a layer arrive late, and are accumulated on the side stream.
-        under_side: Build the engine under the side stream too.
-    """
+    """Parameters after one step, on the host; `late`: those of a layer come on the side stream."""
     accelerator = get_accelerator()
     model = make_model()
     side = accelerator.Stream()
@@ -129,7 +118,7 @@ def deviates(found: list[torch.Tensor]) -> bool:
 
 
 def first_in_its_bucket(layer: int) -> bool:
-    """Buckets fill from the model's end: the other layer completes this one's."""
+    """Buckets fill from the model's end: the other layer completes it on the default stream."""
     return layer % 2 == 1
 
 
@@ -205,7 +194,6 @@ class TestHookAffinity:
     """The facts that fix 2 stands on, as in the unit test of Megatron-LM issue 3670."""
 
     def hook_streams(self, node_under_side: bool) -> tuple[Any, Any]:
-        """The stream that a hook registered under a side stream ran on, and that side stream."""
         side, seen = torch.cuda.Stream(), []
         param = torch.randn(10, requires_grad=True, device="cuda")
         side.wait_stream(torch.cuda.current_stream())

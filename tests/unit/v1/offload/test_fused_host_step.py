@@ -1,4 +1,4 @@
-"""The optimizer step on the host in one pass: the bits of several, and weights written by it."""
+"""The optimizer step on the host in one pass: the same bits, and low-precision weights by it."""
 
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""The offloaded step in pieces: the same bits as in one piece, in the right order, and without a
-race on a device with streams.
-"""
+"""The offloaded step in pieces: the bits of one piece, in order, and without a race."""
 
 from __future__ import annotations
 
@@ -63,7 +61,6 @@ def micro_batch(engine: Any, generator: torch.Generator, scale: float = 1.0) -> 
 
 
 def trained(settings: dict[str, Any], piece: int, staged: int) -> list[torch.Tensor]:
-    """Weights and masters after two steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(publisher, "UPDATE_NUMEL", piece)
         patch.setattr(sink, "STAGE_NUMEL", staged)

@@ -1,4 +1,4 @@
-"""`engine.offload_states` and `reload_states`: memory back, equal values, errors between."""
+"""`offload_states` and `reload_states`: memory given back, equal bits, errors in between."""
 
 import copy
 import gc
@@ -59,7 +59,7 @@ def masters(engine: Any) -> Tensors:
 def run(
     engine: Any, between: Callable[[int], None] = lambda index: None
 ) -> tuple[Tensors, torch.Tensor]:
-    """Masters, moments and outputs after six micro-batches; `between` is called after each."""
+    """Masters, moments and outputs of six micro-batches; `between` is called after each."""
     for index in range(5):
         micro_batches(engine, index, index + 1)
         between(index)

@@ -1,6 +1,4 @@
-"""Parameters in host memory between uses (`offload_param`): the same bits as on the device, copies
-behind one another on a stream of their own, and a device without shards.
-"""
+"""`offload_param`: the bits of the device, copies behind one another on their own stream."""
 
 from __future__ import annotations
 
@@ -33,9 +31,11 @@ from unit.v1.zero.stage3.models import (
     loss_of,
     make_net,
     reference,
+    same,
     tokens_of,
     train,
     trained,
+    values_of,
 )
 
 PARAMS: dict[str, Any] = {"offload_param": {"device": "cpu"}}
@@ -51,14 +51,7 @@ GATHERS: tuple[dict[str, Any], ...] = tuple(
 )
 
 
-def same(found: Tensors, wanted: Tensors) -> bool:
-    return found.keys() == wanted.keys() and all(
-        torch.equal(found[name], wanted[name]) for name in wanted
-    )
-
-
 def adam_trained(precision: str, **zero: Any) -> Tensors:
-    """Parameters after training in half precision with the native optimizer of the host."""
     with deepspeed.zero.Init(config_dict_or_path=config_of(3, **zero)):
         model = make_net()
     optimizer = DeepSpeedCPUAdam([p for p in model.parameters() if p.requires_grad], lr=0.01)
@@ -66,12 +59,10 @@ def adam_trained(precision: str, **zero: Any) -> Tensors:
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     train(engine)
     engine.destroy()
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
+    return values_of(model)
 
 
 class TestSameBits(DistributedTest):
-    """On the host's own accelerator, where host memory is the device's."""
-
     world_size = [2, 3]
 
     def test_fp32(self) -> None:
@@ -90,8 +81,6 @@ class TestSameBits(DistributedTest):
 
 
 class TestOnStreams(DistributedTest):
-    """On the simulated device, where host memory is what is page-locked."""
-
     world_size = [1, 2]
 
     def test_silent_and_the_same_bits(self) -> None:
@@ -140,8 +129,7 @@ class TestOnStreams(DistributedTest):
                 with deepspeed.zero.GatheredParameters(params):
                     seen.append(params[0].clone())
             engine.destroy()
-            values = {name: param.detach().clone() for name, param in model.named_parameters()}
-            return values, seen
+            return values_of(model), seen
 
         with simulate():
             wanted, outputs = run({})
@@ -159,7 +147,6 @@ class Launches:
         self.loads = 0
 
     def launched(self, operator: str, stream: Any, accesses: Any) -> None:
-        """Work was put on a stream."""
         self.loads += stream.name == "parameter load stream" and operator.startswith("aten::copy_")
 
     def __getattr__(self, name: str) -> Any:
@@ -174,8 +161,6 @@ def one_step(engine: Any, device: Any) -> Iterator[tuple[Launches, Any]]:
 
 
 class TestCosts(DistributedTest):
-    """Copies, waits and memory of a step on the simulated device."""
-
     world_size = 2
 
     def test_one_copy_per_gather_and_no_wait_per_unit(self) -> None:
@@ -230,8 +215,6 @@ class TestCosts(DistributedTest):
 
 
 class TestPlaces(DistributedTest):
-    """Where `zero.Init` and engines leave shards."""
-
     world_size = 2
 
     def test_init_and_engine(self) -> None:
@@ -257,7 +240,7 @@ class TestPlaces(DistributedTest):
                 assert pinned == {bool(second)}
                 train(engine)
                 engine.destroy()
-            found = {name: param.detach() for name, param in model.named_parameters()}
+            found = values_of(model)
             assert distance(found, wanted) < 1e-5
 
     def test_checkpoints(self, tmp_path: Path) -> None:
@@ -275,7 +258,7 @@ class TestPlaces(DistributedTest):
             other.load_checkpoint(str(tmp_path), tag=tag)
             train(other, 1, first=1)
             other.destroy()
-            return {name: param.detach().clone() for name, param in model.named_parameters()}
+            return values_of(model)
 
         wanted = trained(3)
         for number, (first, second) in enumerate(((BOTH, BOTH), ({}, PARAMS), (PARAMS, {}))):

@@ -37,10 +37,8 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Tied, unused and frozen parameters, and one that is read outside its own module.
-
-    Args:
-        recompute: None, or `use_reentrant` of torch's activation checkpointing of each block.
+    """Tied, unused and frozen parameters, and one that is read outside its module. `recompute`:
+    `use_reentrant` of torch's checkpointing of each block.
     """
 
     def __init__(self, width: int = 5, depth: int = 2, recompute: bool | None = None) -> None:
@@ -71,34 +69,28 @@ class Net(nn.Module):
 
 
 def make_net(**kwargs: Any) -> Net:
-    """The same on every rank."""
     return seeded(Net, **kwargs)
 
 
 def tokens_of(index: int, rank: int) -> torch.Tensor:
-    """A micro-batch: other data on each rank."""
     return tokens(100 * index + rank, VOCABULARY, 4, 6)
 
 
 def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Prediction of the next token."""
     logits = model(tokens)[:, :-1].reshape(-1, VOCABULARY).float()
     return nn.functional.cross_entropy(logits, tokens[:, 1:].reshape(-1))
 
 
 def config_of(stage: int, accumulation: int = 2, **zero: Any) -> dict[str, Any]:
-    """A configuration of this model."""
     return models.config_of(stage, 4, accumulation, zero_optimization=zero)
 
 
 def engine_of(model: nn.Module, config: dict[str, Any]) -> Any:
-    """An engine with SGD, in which an error of a gradient shows in proportion."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
 def train(engine: Any, steps: int = STEPS, accumulation: int = 2, first: int = 0) -> None:
-    """Optimizer steps on this rank's data."""
     for index in range(first * accumulation, (first + steps) * accumulation):
         engine.backward(loss_of(engine, tokens_of(index, dist.get_rank())))
         engine.step()
@@ -110,21 +102,32 @@ def trained(stage: int, model: nn.Module | None = None, steps: int = STEPS, **ze
     engine = engine_of(model, config_of(stage, **zero))
     train(engine, steps)
     engine.destroy()
+    return values_of(model)
+
+
+def values_of(model: nn.Module) -> Tensors:
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
 def reference(steps: int = STEPS, accumulation: int = 2) -> Tensors:
-    """One process that sees the batches of all ranks."""
     return OneProcess(make_net(), LR, loss_of).train(tokens_of, steps, accumulation)
 
 
 def distance(found: Tensors, wanted: Tensors) -> float:
-    """The largest difference of an element."""
     assert found.keys() == wanted.keys()
     return max((found[name] - wanted[name]).abs().max().item() for name in wanted)
 
 
+def same(found: Tensors, wanted: Tensors) -> bool:
+    return found.keys() == wanted.keys() and all(
+        torch.equal(found[name], wanted[name]) for name in wanted
+    )
+
+
 def check_as_one_process(model: nn.Module) -> None:
-    """Training has left in `model` what it leaves in one process; its sums have another order."""
-    found = {name: param.detach() for name, param in model.named_parameters()}
-    assert distance(found, reference()) < 1e-5
+    assert distance(values_of(model), reference()) < 1e-5
+
+
+def end_as_one_process(engine: Any) -> None:
+    engine.destroy()
+    check_as_one_process(engine.module)

@@ -12,7 +12,16 @@ from deepspeed.runtime.zero import Init
 from unit.common import DistributedTest
 from unit.models import drawn, seeded
 from unit.one_process import OneProcess, mean_square
-from unit.v1.zero.stage3.models import LR, SHARDED, STEPS, Tensors, config_of, distance, engine_of
+from unit.v1.zero.stage3.models import (
+    LR,
+    SHARDED,
+    STEPS,
+    Tensors,
+    config_of,
+    distance,
+    engine_of,
+    values_of,
+)
 
 WIDTH = 7
 
@@ -55,12 +64,10 @@ def trained(
         engine.backward(loss)
         engine.step()
     engine.destroy()
-    return {name: param.detach() for name, param in model.named_parameters()}
+    return values_of(model)
 
 
 class TestDtypes(DistributedTest):
-    """Parameters of several dtypes."""
-
     world_size = 2
 
     def test_a_base_in_bf16_and_adapters_in_fp32(self) -> None:
@@ -117,8 +124,6 @@ def give(model: nn.Sequential, step: int, rank: int) -> None:
 
 
 class TestLate(DistributedTest):
-    """Modules that come after `deepspeed.initialize`."""
-
     world_size = 2
 
     def test_frozen_ones_are_taken_in(self) -> None:
@@ -144,8 +149,7 @@ class TestLate(DistributedTest):
             optimizer.step()
             optimizer.zero_grad()
         engine.destroy()
-        wanted = {name: param.detach() for name, param in plain.named_parameters()}
-        assert distance({n: p.detach() for n, p in model.named_parameters()}, wanted) < 1e-6
+        assert distance(values_of(model), values_of(plain)) < 1e-6
 
     def test_trained_ones_are_refused(self) -> None:
         # Kills: an adapter that no optimizer trains, in silence.

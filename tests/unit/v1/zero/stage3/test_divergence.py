@@ -1,6 +1,4 @@
-"""Ranks that take different ways at stage 3: an error on all of them with the collective check, a
-report without it.
-"""
+"""Ranks that take different ways at stage 3: all raise with the collective check, or it is told."""
 
 import logging
 import os
@@ -44,9 +42,7 @@ class Forks(nn.Module):
 
 
 class Routed(nn.Module):
-    """Experts, of which a forward takes one. By the name of `experts` they would be one unit, and
-    ranks could take what they like.
-    """
+    """One expert each time. Called `experts` they were one unit, and ranks could take any."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,8 +148,6 @@ class TestChecked(DistributedTest):
 
 
 class TestReported(DistributedTest):
-    """Without it."""
-
     world_size = 3
 
     def test_a_gather_that_stays_alone(self) -> None:

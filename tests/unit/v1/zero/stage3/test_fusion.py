@@ -1,6 +1,4 @@
-"""Many tiny layers at stage 3, gathered together: against one process, in whatever order they run,
-by few collectives and in bounded memory.
-"""
+"""Tiny layers at stage 3, gathered together: as one process, few collectives, bounded memory."""
 
 import gc
 from typing import Any
@@ -13,14 +11,22 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.comm.watch.observation import add_observer, remove_observer
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import set_z3_leaf_modules
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
 from unit.models import drawn, seeded
 from unit.one_process import OneProcess, mean_square
-from unit.v1.zero.stage3.models import LR, STEPS, Tensors, config_of, distance, engine_of
+from unit.v1.gathering import collectives
+from unit.v1.zero.stage3.models import (
+    LR,
+    STEPS,
+    Tensors,
+    config_of,
+    distance,
+    engine_of,
+    values_of,
+)
 
 WIDTH = 5
 LAYERS = 24
@@ -42,8 +48,6 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 
 
 class Pair(nn.Module):
-    """Two layers, which run together or not at all."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH)
@@ -54,11 +58,8 @@ class Pair(nn.Module):
 
 
 class Many(nn.Module):
-    """Tiny layers, of which some are frozen, unused, tied, used twice or read by others.
-
-    Args:
-        recompute: None, or `use_reentrant` of torch's activation checkpointing of each layer.
-        at_once: All layers are one checkpoint instead.
+    """Tiny layers, of which some are frozen, unused, tied, used twice or read by others; recomputed
+    (`use_reentrant`) one by one or `at_once`.
     """
 
     def __init__(self, recompute: bool | None = None, at_once: bool = False) -> None:
@@ -98,7 +99,6 @@ class Many(nn.Module):
 
 
 def make_many(**kwargs: Any) -> Many:
-    """The same on every rank."""
     return seeded(Many, **kwargs)
 
 
@@ -123,7 +123,7 @@ def trained(stage: int, model: nn.Module | None = None, **zero: Any) -> Tensors:
     engine = engine_of(model, config_of(stage, **zero))
     train(engine)
     engine.destroy()
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
+    return values_of(model)
 
 
 def reference() -> Tensors:
@@ -245,14 +245,6 @@ class TestSteps(DistributedTest):
     def test_collectives_and_names(self) -> None:
         # Kills: a gather or a reduction for each layer, a unit that is gathered again when its
         # next module runs, a report that does not say which modules it is about.
-        class Issued:
-            def __init__(self) -> None:
-                self.names: list[str] = []
-
-            def run(self, call: Any, proceed: Any) -> Any:
-                self.names.append(call.name)
-                return proceed()
-
         for zero, recompute in (
             (FUSED, None),
             (BOUNDED, None),
@@ -273,22 +265,19 @@ class TestSteps(DistributedTest):
             order = list(range(LAYERS - 1))
             for step in range(3):
                 model.order = list(order)
-                issued = Issued()
-                add_observer(issued)
-                engine.backward(model_loss(engine, step))
-                engine.step()
-                remove_observer(issued)
-                gathers = issued.names.count("broadcast") / dist.get_world_size()
+                with collectives() as issued:
+                    engine.backward(model_loss(engine, step))
+                    engine.step()
+                gathers = issued.count("broadcast") / dist.get_world_size()
                 if step:
                     # The first layers' unit three times: layer 5's weight is read beside the
                     # others, which then go on, and layer 0 runs once more.
                     assert gathers <= 2 * (len(units) + 3) + 1, (zero, gathers)
-                    assert issued.names.count("all_reduce") == len(units) + 1  # and the norm
+                    assert issued.count("all_reduce") == len(units) + 1  # and the norm
             engine.destroy()
 
 
 def model_loss(model: Any, step: int) -> torch.Tensor:
-    """Layers in one order."""
     loss: torch.Tensor = model(torch.full((2, WIDTH), 0.5 + step)).square().mean()
     return loss
 
@@ -328,8 +317,6 @@ class Shifted(nn.Linear):
 
 
 class TestBounds(DistributedTest):
-    """Which keys say how much goes together, and what stays."""
-
     world_size = 1
 
     def test_memory_stays(self) -> None:

@@ -1,9 +1,5 @@
-"""Stage 3 inside groups of ranks: several copies of the shards (`mics_shard_size`,
-`num_optimizer_instances`), and copies of gathered shards for backward
-(`zero_hpz_partition_size`).
-
-Checkpoints are `v1/checkpoint/test_instances`'s, the product of settings
-`v1/contract/test_stage3`'s.
+"""Stage 3 inside groups of ranks: several copies of the shards, and copies of gathered shards
+for backward (`zero_hpz_partition_size`).
 """
 
 from collections import Counter
@@ -28,13 +24,14 @@ from unit.v1.looping import each
 from unit.v1.zero.stage3.models import (
     SHARDED,
     Net,
-    check_as_one_process,
     config_of,
     distance,
+    end_as_one_process,
     engine_of,
     loss_of,
     make_net,
     reference,
+    same,
     tokens_of,
     train,
     trained,
@@ -52,13 +49,7 @@ SHAPES: tuple[dict[str, Any], ...] = (
 )
 
 
-def bit_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
 class TestTraining(DistributedTest):
-    """Tied, frozen, unused and external parameters; a block that is used twice."""
-
     world_size = 4
 
     def test_equals_one_process_and_other_stages(self) -> None:
@@ -68,10 +59,10 @@ class TestTraining(DistributedTest):
         of_two = trained(2, num_optimizer_instances=2)
         assert distance(plain, wanted) < 1e-5 and distance(of_two, wanted) < 1e-5
         for shape in SHAPES[::2]:
-            assert bit_equal(trained(3, **shape, **NEAR), plain), shape
+            assert same(trained(3, **shape, **NEAR), plain), shape
         for shape in SHAPES[1::2]:
-            assert bit_equal(trained(3, **shape, **IN_PAIRS), of_two), shape
-        assert bit_equal(trained(3, **BOUNDED, num_optimizer_instances=2), of_two)
+            assert same(trained(3, **shape, **IN_PAIRS), of_two), shape
+        assert same(trained(3, **BOUNDED, num_optimizer_instances=2), of_two)
         assert distance(trained(3, **BOUNDED, mics_shard_size=1), wanted) < 1e-5
         for keys, recompute in ((IN_PAIRS, True), (NEAR, False)):
             found = trained(3, make_net(recompute=recompute), **BOUNDED, **keys)
@@ -88,8 +79,7 @@ class TestTraining(DistributedTest):
             train(engine)
             for unit in engine.parameter_offload.units if keys is NEAR else ():
                 assert unit._secondary._memory.isnan().all()  # forgotten by the update
-            engine.destroy()
-            check_as_one_process(model)
+            end_as_one_process(engine)
 
     def test_one_rank_overflows(self) -> None:
         # Kills: a decision to skip that an instance takes alone.
@@ -129,9 +119,7 @@ def set_local(model: Net) -> None:
 
 
 def edited(zero: dict[str, Any], folder: Path) -> list[dict[str, torch.Tensor]]:
-    """Parameters, after each kind of change between a forward and its backward, or between passes;
-    what one pass has made the next must not take.
-    """
+    """Parameters after each change in or between passes, of which the next takes nothing."""
     model = make_net()
     engine = engine_of(model, config_of(3, 1, **zero))
     train(engine, 1, 1)
@@ -166,8 +154,6 @@ def edited(zero: dict[str, Any], folder: Path) -> list[dict[str, torch.Tensor]]:
 
 
 class TestCopiesAreNeverOld(DistributedTest):
-    """`zero_hpz_partition_size`."""
-
     world_size = 4
 
     def test_changes_inside_and_between_passes(self, tmp_path: Path) -> None:
@@ -176,8 +162,8 @@ class TestCopiesAreNeverOld(DistributedTest):
         wanted = edited(BOUNDED, tmp_path / "plain")
         found = edited({**BOUNDED, **NEAR}, tmp_path / "near")
         for index, (one, other) in enumerate(zip(wanted, found, strict=True)):
-            assert bit_equal(other, one), index
-        assert not bit_equal(wanted[0], wanted[1])
+            assert same(other, one), index
+        assert not same(wanted[0], wanted[1])
 
     def test_inference_sees_an_edit(self) -> None:
         # Kills: copies that only an optimizer's step makes old.
@@ -221,12 +207,10 @@ class Counts:
         self.seen: Counter[tuple[str, int]] = Counter()
 
     def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
-        """See `deepspeed.comm.watch.observation`."""
         self.seen[call.name, dist.get_world_size(group=call.group)] += 1
         return proceed()
 
     def of(self, name: str) -> dict[int, int]:
-        """Number of ranks -> how often."""
         return {size: count for (found, size), count in self.seen.items() if found == name}
 
 
@@ -241,10 +225,6 @@ def counting() -> Iterator[Counts]:
 
 
 class TestSimulated(DistributedTest):
-    """As on a device: one operation for each gather and reduction, and streams that wait for
-    nothing by themselves.
-    """
-
     world_size = 4
 
     @each(keys=(IN_PAIRS, NEAR))
@@ -300,8 +280,6 @@ class TestSimulated(DistributedTest):
 
 
 class TestParameters(DistributedTest):
-    """Of several copies of the shards."""
-
     world_size = 4
 
     @each(form=("Init", "MiCS_Init"))
@@ -322,8 +300,7 @@ class TestParameters(DistributedTest):
                 assert torch.equal(param, wanted.get_parameter(name)), name
         engine = engine_of(model, config)
         train(engine)
-        engine.destroy()
-        check_as_one_process(model)
+        end_as_one_process(engine)
 
     def test_edits_reach_all_copies(self) -> None:
         # Kills: an edit that stays in the modifier's instance, a master that keeps the old value in

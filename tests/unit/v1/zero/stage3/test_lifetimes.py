@@ -1,4 +1,4 @@
-"""How long what is whole at stage 3 is right: edits in forwards, split passes, failed gathers."""
+"""How long what is whole is right: edits in forwards, blocks over passes, failing gathers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,12 +22,14 @@ from unit.v1.zero.stage3.models import (
     check_as_one_process,
     config_of,
     distance,
+    end_as_one_process,
     engine_of,
     loss_of,
     make_net,
     tokens_of,
     train,
     trained,
+    values_of,
 )
 
 WIDTH = 5
@@ -89,8 +91,6 @@ def evaluating(model: nn.Module, **zero: Any) -> Any:
 
 
 class TestEdits(DistributedTest):
-    """Parameters that change while a forward runs."""
-
     world_size = 2
 
     def test_an_edit_is_seen_without_an_optimizer(self) -> None:
@@ -130,8 +130,6 @@ class TestEdits(DistributedTest):
 
 
 class TestBlocks(DistributedTest):
-    """`GatheredParameters` that begins in one pass and ends in another."""
-
     world_size = 2
 
     def test_a_block_around_a_forward(self) -> None:
@@ -145,8 +143,7 @@ class TestBlocks(DistributedTest):
                     loss = loss_of(engine, tokens_of(index, dist.get_rank()))
                 engine.backward(loss)
                 engine.step()
-            engine.destroy()
-            check_as_one_process(model)
+            end_as_one_process(engine)
 
     def test_an_edit_after_a_forward_inside_the_block(self) -> None:
         # Kills: a unit that has stayed whole, in which a recomputation finds the old value.
@@ -188,8 +185,6 @@ class TestBlocks(DistributedTest):
 
 
 class TestEmptied(DistributedTest):
-    """`empty_partition_cache`, by which a script gets memory for something else."""
-
     world_size = 2
 
     @pytest.mark.parametrize("recompute", [None, False, True])
@@ -225,7 +220,7 @@ class TestEmptied(DistributedTest):
             engine.step()
         engine.empty_partition_cache()
         with GatheredParameters(model.parameters()):
-            values = {name: param.detach().clone() for name, param in model.named_parameters()}
+            values = values_of(model)
         engine.destroy()
         assert all(torch.equal(param, values[name]) for name, param in model.named_parameters())
         check_as_one_process(model)
@@ -243,8 +238,7 @@ class TestEmptied(DistributedTest):
                         engine(tokens_of(step, dist.get_rank()))
                     engine.empty_partition_cache()
             engine.destroy()
-        found = {name: param.detach() for name, param in model.named_parameters()}
-        assert distance(found, wanted) < 1e-5
+        assert distance(values_of(model), wanted) < 1e-5
 
     def test_what_a_block_shows_stays(self) -> None:
         # Kills: a block whose parameters go.
@@ -268,8 +262,6 @@ class TestEmptied(DistributedTest):
 
 
 class TestFailedGather(DistributedTest):
-    """A gather that raises, on all ranks."""
-
     world_size = 2
 
     def test_its_memory_is_not_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,8 +297,7 @@ class TestFailedGather(DistributedTest):
             used = {buffer.tensor.data_ptr() for buffer in rows.by_pointer.values()}
             assert not used & {tensor.data_ptr() for tensor in held}
         assert rows.num_bytes < 2 * before  # other sizes than before, perhaps
-        engine.destroy()
-        check_as_one_process(model)
+        end_as_one_process(engine)
 
 
 def _raise() -> None:

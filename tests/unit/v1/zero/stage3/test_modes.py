@@ -17,6 +17,7 @@ from unit.v1.zero.stage3.models import (
     STEPS,
     check_as_one_process,
     config_of,
+    end_as_one_process,
     engine_of,
     loss_of,
     make_net,
@@ -26,8 +27,6 @@ from unit.v1.zero.stage3.models import (
 
 
 class TestModes(DistributedTest):
-    """What stands around training."""
-
     world_size = 2
 
     def test_inference_mode_between_steps(self) -> None:
@@ -39,8 +38,7 @@ class TestModes(DistributedTest):
                 engine.eval()(tokens_of(0, dist.get_rank()))
             engine.train()
             train(engine, 1, first=step)
-        engine.destroy()
-        check_as_one_process(model)
+        end_as_one_process(engine)
 
     def test_gradients_are_checked(self) -> None:
         # Kills: a ledger that takes placeholders for parameters, and so cries wolf or sees nothing.
@@ -49,8 +47,7 @@ class TestModes(DistributedTest):
         model = make_net()
         engine = engine_of(model, config)
         train(engine)
-        engine.destroy()
-        check_as_one_process(model)
+        end_as_one_process(engine)
 
     def test_optimizer_on_the_host(self) -> None:
         # Kills: masters on the host whose update does not come to the shards.
@@ -60,13 +57,10 @@ class TestModes(DistributedTest):
         model = make_net()
         engine = engine_of(model, config)
         train(engine)
-        engine.destroy()
-        check_as_one_process(model)
+        end_as_one_process(engine)
 
 
 class TestCompiled(DistributedTest):
-    """`engine.compile` against eager."""
-
     world_size = 2
 
     def test_same_gradients(self) -> None:
@@ -90,8 +84,6 @@ class TestCompiled(DistributedTest):
 
 
 class TestFailedGather(DistributedTest):
-    """A gather that raises, on all ranks."""
-
     world_size = 2
 
     def test_leaves_what_it_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,13 +117,10 @@ class TestFailedGather(DistributedTest):
                 assert not any(record_of(param).readers for param in model.parameters())
             train(engine, 1, first=step)
             assert offload.param_coordinator.live_numel == 0
-        engine.destroy()
-        check_as_one_process(model)
+        end_as_one_process(engine)
 
 
 class TestPoison(DistributedTest):
-    """`"verify": {"poison": true}`."""
-
     world_size = 2
 
     def test_what_is_let_go_is_nan(self) -> None:
@@ -161,8 +150,7 @@ class TestPoison(DistributedTest):
         assert kept["small"].isnan().all()
         engine.reload_states()
         train(engine, 1, first=1)
-        engine.destroy()
-        check_as_one_process(model)
+        end_as_one_process(engine)
 
     def test_only_at_stage_3(self) -> None:
         # Kills: a switch that is accepted and does nothing.

@@ -1,4 +1,4 @@
-"""Modules that use parameters without a forward: attention, cells, parametrizations, clones."""
+"""Modules that use parameters in other ways: attention, cells, parametrizations, transforms."""
 
 import copy
 import io
@@ -173,8 +173,6 @@ KINDS = (
 
 
 class AllKinds(nn.ModuleDict):
-    """The mean square of what each gives."""
-
     def __init__(self) -> None:
         super().__init__({kind.__name__: kind() for kind in KINDS})
 
@@ -187,7 +185,6 @@ def data(step: int, rank: int) -> Tensor:
 
 
 def one_process(model: nn.Module) -> Tensor:
-    """Train as all ranks together; what each part gives afterwards."""
     OneProcess(model, LR, lambda model, x: model(x).sum()).train(data, 2)
     model.eval()
     with torch.no_grad():
@@ -205,8 +202,6 @@ def engine_of(model: nn.Module, **zero: Any) -> Any:
 
 
 class TestModules(DistributedTest):
-    """Trained with nothing that persists, equal to one process."""
-
     world_size = 2
 
     @pytest.mark.parametrize("made_in_shards", [False, True])

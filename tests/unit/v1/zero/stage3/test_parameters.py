@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,15 +11,16 @@ from torch.nn.utils import skip_init
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.comm.watch.observation import CollectiveCall, add_observer, remove_observer
 from deepspeed.runtime.zero import GatheredParameters, Init, ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from unit.common import DistributedTest
+from unit.v1.gathering import collectives
 from unit.v1.zero.stage3.models import (
     SHARDED,
     Net,
     check_as_one_process,
     config_of,
+    end_as_one_process,
     engine_of,
     make_net,
     tokens_of,
@@ -78,8 +77,6 @@ def plain() -> Composite:
 
 
 class TestInit(DistributedTest):
-    """Models whose parameters are cut as they are made."""
-
     world_size = [1, 3]
 
     def test_same_weights_as_without(self) -> None:
@@ -143,13 +140,6 @@ class TestInit(DistributedTest):
     def test_collectives(self) -> None:
         # Kills: ranks that agree, or exchange values, for each parameter, for each base class's
         # constructor or again for each module above.
-        counts: Counter[str] = Counter()
-
-        class Seen:
-            def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
-                counts[call.name] += 1
-                return proceed()
-
         class Many(nn.Module):
             def __init__(self, numel: int) -> None:
                 super().__init__()
@@ -161,18 +151,13 @@ class TestInit(DistributedTest):
                 super().__init__(20)
                 self.below = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Sequential(Many(2)))
 
-        seen = Seen()
-        add_observer(seen)
-        try:
-            with Init():
-                model = More()
-        finally:
-            remove_observer(seen)
+        with collectives() as issued, Init():
+            model = More()
         owners = [module for module in model.modules() if module._parameters]
         assert len(owners) == 3
         if dist.get_world_size() > 1:
-            assert counts.pop("all_reduce") == len(owners)
-            assert sum(counts.values()) == len(owners), counts
+            assert issued.count("all_reduce") == len(owners)
+            assert len(issued) == 2 * len(owners), issued
 
     def test_trains_like_a_plain_model(self) -> None:
         # Kills: shards of another order, tied weights that are cut twice.
@@ -181,13 +166,10 @@ class TestInit(DistributedTest):
             model = Net()
         engine = engine_of(model, config_of(3, **SHARDED))
         train(engine)
-        engine.destroy()
-        check_as_one_process(model)
+        end_as_one_process(engine)
 
 
 class TestInterface(DistributedTest):
-    """What clients ask a parameter, and what it refuses."""
-
     world_size = 2
 
     def test_a_sharded_parameter(self) -> None:
@@ -235,8 +217,7 @@ class TestInterface(DistributedTest):
         with GatheredParameters([]), GatheredParameters(weight, enabled=False):
             assert not weight.numel()
         train(engine)
-        engine.destroy()
-        check_as_one_process(model)
+        end_as_one_process(engine)
 
     def test_conversions_of_modules(self) -> None:
         # Kills: `model.to()` and `model.cpu()`, which Lightning calls after each fit, that raise; a
@@ -332,9 +313,7 @@ class TestInterface(DistributedTest):
 
 
 def edits_lost(turns: int) -> int:
-    """Two ranks in turn write 16 parameters in one block: how many writes are not there in the
-    next one.
-    """
+    """Let two ranks in turn write 16 parameters; count writes that the next block does not see."""
     with Init():
         params = [nn.Linear(4, 5).weight for _ in range(16)]
     lost = 0
@@ -350,8 +329,6 @@ def edits_lost(turns: int) -> int:
 
 
 class TestDisagreement(DistributedTest):
-    """Ranks that enter with different parameters: all raise, and can go on."""
-
     world_size = [2, 3]
 
     def test_on_all_ranks(self) -> None:
@@ -386,8 +363,6 @@ class TestDisagreement(DistributedTest):
 
 
 class TestShards(DistributedTest):
-    """Shards that a script lets be in other memory."""
-
     world_size = 2
 
     @pytest.mark.parametrize("block", [{}, {"bf16": {"enabled": True}}])

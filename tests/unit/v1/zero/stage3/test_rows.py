@@ -43,17 +43,18 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.comm.watch import intent
-from deepspeed.comm.watch.observation import add_observer, remove_observer
 from deepspeed.profiling.flops_profiler.report import get_module_params
 from deepspeed.runtime.zero import GatheredParameters
 from unit.common import DistributedTest
 from unit.models import drawn, seeded
 from unit.one_process import OneProcess, mean_square, of_all_ranks
+from unit.v1.gathering import collectives
 from unit.v1.zero.stage3.models import (
     LR,
     SHARDED,
     STEPS,
     Tensors,
+    check_as_one_process,
     config_of,
     distance,
     engine_of,
@@ -62,6 +63,7 @@ from unit.v1.zero.stage3.models import (
     reference,
     tokens_of,
     train,
+    values_of,
 )
 
 WIDTH = 5
@@ -154,12 +156,7 @@ def data_of(index: int, rank: int) -> torch.Tensor:
     return drawn(100 * index + rank, 4, WIDTH)
 
 
-def values_of(model: nn.Module) -> Tensors:
-    return {name: param.detach() for name, param in model.named_parameters()}
-
-
 def one_process(model: nn.Module, orders: Any, steps: int = 5) -> Tensors:
-    """SGD over the batches of all ranks."""
     one = OneProcess(model, LR, mean_square)
     for step in range(steps):
         if orders:
@@ -169,7 +166,6 @@ def one_process(model: nn.Module, orders: Any, steps: int = 5) -> Tensors:
 
 
 def at_stage_3(model: nn.Module, orders: Any, steps: int = 5, **zero: Any) -> Tensors:
-    """The same, every rank on its own batch."""
     engine = engine_of(model, config_of(3, 1, **zero))
     for step in range(steps):
         if orders:
@@ -181,8 +177,6 @@ def at_stage_3(model: nn.Module, orders: Any, steps: int = 5, **zero: Any) -> Te
 
 
 class TestRows(DistributedTest):
-    """See module."""
-
     world_size = 2
 
     def test_another_order_every_time(self) -> None:
@@ -253,26 +247,18 @@ class TestRows(DistributedTest):
         engine = engine_of(Wrapper(Wrapper(model)), config_of(3, **BOUNDED))
         train(engine)
         engine.destroy()
-        assert distance(values_of(model), reference()) < 1e-5
+        check_as_one_process(model)
 
     def test_generation_gathers_once(self) -> None:
         # Kills: a gather for every token although the parameters are whole, numbers of
         # parameters that count placeholders.
         model = make_net()
         engine = engine_of(model, config_of(3, **BOUNDED))
-        issued: list[str] = []
-
-        class Listener:
-            def run(self, call: Any, proceed: Any) -> Any:
-                issued.append(call.name)
-                return proceed()
-
-        listener, tokens = Listener(), tokens_of(0, 0)
+        tokens = tokens_of(0, 0)
         with torch.no_grad(), GatheredParameters(model.parameters()):
             numel = sum(param.numel() for param in model.parameters())
-            add_observer(listener)
-            outputs = [engine(tokens) for _ in range(3)]
-            remove_observer(listener)
+            with collectives() as issued:
+                outputs = [engine(tokens) for _ in range(3)]
         assert not issued and get_module_params(model) == numel
         assert all(torch.equal(output, make_net()(tokens)) for output in outputs)
         engine.destroy()

@@ -8,15 +8,19 @@ import pytest
 import torch
 from torch import nn
 
+import deepspeed
+from deepspeed import DeepSpeedConfigError
 from deepspeed import comm as dist
-from deepspeed.comm.watch.observation import add_observer, remove_observer
 from unit.common import DistributedTest
+from unit.one_process import OneProcess
+from unit.v1.gathering import collectives
 from unit.v1.zero.stage3.models import (
+    LR,
     SHARDED,
     STEPS,
-    check_as_one_process,
     config_of,
     distance,
+    end_as_one_process,
     engine_of,
     loss_of,
     make_net,
@@ -24,6 +28,7 @@ from unit.v1.zero.stage3.models import (
     tokens_of,
     train,
     trained,
+    values_of,
 )
 
 SETTINGS: tuple[dict[str, Any], ...] = (
@@ -37,21 +42,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 )
 
 
-class Counter:
-    """Counts collectives by name."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-
-    def run(self, call: Any, proceed: Any) -> Any:
-        """See `deepspeed.comm.watch.observation`."""
-        self.counts[call.name] = self.counts.get(call.name, 0) + 1
-        return proceed()
-
-
 class TestTraining(DistributedTest):
-    """Tied, frozen, unused and external parameters; a block that is used twice."""
-
     world_size = [1, 2, 3]
 
     def test_equals_one_process_and_stage_2(self) -> None:
@@ -76,8 +67,6 @@ class TestTraining(DistributedTest):
 
 
 class TestSteps(DistributedTest):
-    """What happens between and inside steps."""
-
     world_size = 2
 
     def test_nothing_is_whole_after_a_step_or_an_evaluation(self) -> None:
@@ -93,9 +82,7 @@ class TestSteps(DistributedTest):
             engine.train()
             loss_of(engine, tokens_of(1, 0))  # a forward whose backward never comes
             assert all(not unit.holds for unit in engine.parameter_offload.units)
-        engine.destroy()
-        wanted = reference()
-        assert distance({n: p.detach() for n, p in model.named_parameters()}, wanted) < 1e-5
+        end_as_one_process(engine)
         assert type(model.embed.weight) is nn.Parameter
         assert type(model.embed._parameters) is dict
 
@@ -103,37 +90,29 @@ class TestSteps(DistributedTest):
         # Kills: parameters that are dealt in turn, an order that no file of stage 3 has.
         orders = []
         for dealt in (False, True):
-            zero = {**SHARDED, "round_robin_gradients": dealt}
-            engine = engine_of(make_net(), config_of(3, **zero))
-            orders.append(
-                [engine.optimizer.masters.names(at) for at in range(len(engine.optimizer.groups))]
-            )
+            engine = engine_of(make_net(), config_of(3, **SHARDED, round_robin_gradients=dealt))
+            groups = range(len(engine.optimizer.groups))
+            orders.append([engine.optimizer.masters.names(at) for at in groups])
             engine.destroy()
         assert orders[0] == orders[1]
 
     def test_several_forwards_one_backward(self) -> None:
         # Kills: memory of the first forward that the second one overwrites.
-        model, plain = make_net(), make_net()
+        def two(net: Any, at: tuple[int, int]) -> torch.Tensor:
+            first, second = (loss_of(net, tokens_of(2 * at[0] + i, at[1])) for i in (0, 1))
+            return first + 2 * second
+
+        model = make_net()
         engine = engine_of(model, config_of(3, 1, **SHARDED))
         for step in range(STEPS):
-            losses = [loss_of(engine, tokens_of(2 * step + i, dist.get_rank())) for i in (0, 1)]
-            engine.backward(losses[0] + 2 * losses[1])
+            engine.backward(two(engine, (step, dist.get_rank())))
             engine.step()
-            for rank in (0, 1):
-                ours = [loss_of(plain, tokens_of(2 * step + i, rank)) for i in (0, 1)]
-                ((ours[0] + 2 * ours[1]) / 2).backward()
-            with torch.no_grad():
-                for param in plain.parameters():
-                    if param.grad is not None:
-                        param -= 0.5 * param.grad
-                        param.grad = None
         engine.destroy()
-        wanted = {name: param.detach() for name, param in plain.named_parameters()}
-        assert distance({n: p.detach() for n, p in model.named_parameters()}, wanted) < 1e-5
+        wanted = OneProcess(make_net(), LR, two).train(lambda *at: at, STEPS)
+        assert distance(values_of(model), wanted) < 1e-5
 
     def test_no_sync_and_plain_backward(self) -> None:
         # Kills: gradients lost while parameters are sharded, a backward that nobody announced.
-        wanted = reference()
         model = make_net()
         engine = engine_of(model, config_of(3, **SHARDED))
         for step in range(STEPS):
@@ -142,8 +121,7 @@ class TestSteps(DistributedTest):
             engine.tracker.advance()
             loss_of(engine, tokens_of(2 * step + 1, dist.get_rank())).backward()
             engine.step()
-        engine.destroy()
-        assert distance({n: p.detach() for n, p in model.named_parameters()}, wanted) < 1e-5
+        end_as_one_process(engine)
 
     def test_collectives_of_a_step(self) -> None:
         # Kills: a gather per parameter, a second gather of what is still whole, a reduction per
@@ -156,29 +134,21 @@ class TestSteps(DistributedTest):
             ],
             lr=0.1,
         )
-        import deepspeed
-
         config = config_of(3, 1, **SHARDED, allgather_partitions=False, reduce_scatter=False)
         config["zero_optimization"] |= {"stage3_max_reuse_distance": 0}
         engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
         train(engine, 1, accumulation=1)
-        counter = Counter()
-        add_observer(counter)
-        try:
+        with collectives() as issued:
             train(engine, 1, accumulation=1, first=1)
-        finally:
-            remove_observer(counter)
         units = engine.parameter_offload.units
         trainable = [u for u in units if any(p.requires_grad for p in u.params)]
         # By broadcast: as many operations as ranks for each gather. The first block is used twice.
-        assert counter.counts["broadcast"] <= 2 * (2 * len(units) + 2)
-        assert counter.counts["all_reduce"] == len(trainable) + 1  # and the norm
+        assert issued.count("broadcast") <= 2 * (2 * len(units) + 2)
+        assert issued.count("all_reduce") == len(trainable) + 1  # and the norm
         engine.destroy()
 
 
 class TestRefusals(DistributedTest):
-    """What is not supported says so."""
-
     world_size = 1
 
     @pytest.mark.parametrize(
@@ -192,15 +162,11 @@ class TestRefusals(DistributedTest):
     )
     def test_keys(self, key: str, value: Any) -> None:
         # Kills: a key that is accepted and ignored.
-        from deepspeed import DeepSpeedConfigError
-
         with pytest.raises(DeepSpeedConfigError, match=key.removeprefix("stage3_")):
             engine_of(make_net(), config_of(3, **{key: value}))
 
     def test_an_engine_that_only_evaluates_hands_the_model_on(self) -> None:
         # Kills: hooks of the first engine that gather its old shards.
-        import deepspeed
-
         model = make_net()
         first = deepspeed.initialize(model=model, config=config_of(3, **SHARDED))
         with torch.no_grad():
@@ -208,5 +174,4 @@ class TestRefusals(DistributedTest):
             assert torch.equal(before, make_net()(tokens_of(0, 0)))
         engine = engine_of(model, config_of(3, **SHARDED))
         train(engine)
-        engine.destroy()
-        check_as_one_process(model)
+        end_as_one_process(engine)

@@ -1,6 +1,4 @@
-"""Parameters that some ranks use in a micro-batch and others do not, at stage 3: as in one process,
-by the same collectives in one order on all ranks.
-"""
+"""Parameters that some ranks use and others do not: as one process, collectives in one order."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -14,11 +12,19 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed import comm as dist
 from deepspeed.comm.watch import intent
-from deepspeed.comm.watch.observation import add_observer, remove_observer
 from unit.common import DistributedTest
 from unit.models import drawn
 from unit.one_process import OneProcess
-from unit.v1.zero.stage3.models import LR, SHARDED, Tensors, config_of, distance, engine_of
+from unit.v1.gathering import collectives
+from unit.v1.zero.stage3.models import (
+    LR,
+    SHARDED,
+    Tensors,
+    config_of,
+    distance,
+    engine_of,
+    values_of,
+)
 
 WIDTH = 5
 STEPS = 2
@@ -49,7 +55,6 @@ class Passing(nn.Linear):
     """A unit of its own, of which nothing may be used."""
 
     def forward(self, x: torch.Tensor, wanted: bool) -> torch.Tensor:  # type: ignore[override]  # it has a second input
-        """See class."""
         return super().forward(x).tanh() if wanted else x
 
 
@@ -57,7 +62,6 @@ class Apart(nn.Linear):
     """Of data alone, and cut off where it is not wanted: backward never comes here then."""
 
     def forward(self, x: torch.Tensor, wanted: bool) -> torch.Tensor:  # type: ignore[override]  # it has a second input
-        """See class."""
         result: torch.Tensor = super().forward(x)
         return result if wanted else torch.zeros_like(x)
 
@@ -76,10 +80,8 @@ class Mixture(nn.Module):
 
 
 class Uneven(nn.Module):
-    """Places where ranks may part: at the beginning, between blocks and at the end.
-
-    Args:
-        recompute: None, or `use_reentrant` of torch's activation checkpointing of each block.
+    """Places where ranks may part: at the beginning, between blocks (perhaps recomputed), at the
+    end.
     """
 
     PLACES = 8
@@ -113,7 +115,6 @@ class Uneven(nn.Module):
         return out
 
     def run(self, block: nn.Module, x: torch.Tensor, wanted: bool) -> torch.Tensor:
-        """A block, perhaps recomputed."""
         if self.recompute is None:
             result: torch.Tensor = block(x, wanted)
             return result
@@ -153,12 +154,8 @@ def made_branches() -> Branches:
 
 
 class Frozen(nn.Module):
-    """Frozen blocks, through which gradients flow on the ranks that use what is trained before.
-
-    Args:
-        trained: Where that is: a module with a unit, a parameter that is read, or a small one that
-            stays whole.
-        recompute: Recompute the block behind it.
+    """Frozen blocks, through which gradients flow on the ranks that use what is trained before: a
+    module with a unit, a parameter that is read, or a small one that stays whole.
     """
 
     def __init__(self, trained: str, recompute: bool = False) -> None:
@@ -232,9 +229,7 @@ def loss_of_two(model: Any, index: int, rank: int) -> torch.Tensor:
 
 
 def loss_and_penalty(model: Any, index: int, rank: int) -> torch.Tensor:
-    """A gradient is asked for before the backward, of the same graph; the engine would take that of
-    its own outputs for a micro-batch.
-    """
+    """A gradient is asked for before backward: by outputs not the engine's, or that counts."""
     x = data_of(index, rank).requires_grad_()
     out = getattr(model, "module", model)(x, wants_of(index, rank))
     torch.autograd.grad(out.sum(), x, retain_graph=True, allow_unused=True)
@@ -262,14 +257,12 @@ def trained(
     engine = engine_of(model, config_of(stage, ACCUMULATION, **zero))
     train(engine, loss, plain)
     engine.destroy()
-    return {name: param.detach() for name, param in model.named_parameters()}
+    return values_of(model)
 
 
 @contextmanager
 def compared() -> Iterator[None]:
-    """Two ranks that part raise at once; more of them, where comparing takes as long as training,
-    would wait for each other.
-    """
+    """Two ranks that part raise at once; more, where comparing takes as long as training, wait."""
     is_compared = dist.get_world_size() == 2
     if is_compared:
         intent.enable(timeout_s=20)
@@ -292,21 +285,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 )
 
 
-class Called:
-    """Notes the names of collectives."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def run(self, call: Any, proceed: Any) -> Any:
-        """See `deepspeed.comm.watch.observation`."""
-        self.names.append(call.name)
-        return proceed()
-
-
 class TestUneven(DistributedTest):
-    """See module."""
-
     world_size = [2, 3]
     exec_timeout = 120
 
@@ -375,8 +354,7 @@ class TestUneven(DistributedTest):
             engine.compile(backend="eager")
             train(engine)
             engine.destroy()
-        found = {name: param.detach() for name, param in model.named_parameters()}
-        assert distance(found, wanted) < 1e-5
+        assert distance(values_of(model), wanted) < 1e-5
 
     @pytest.mark.world_size(2)
     def test_other_ways_to_backward(self) -> None:
@@ -406,17 +384,15 @@ class TestUneven(DistributedTest):
         )
         for index in range(4):
             loss = loss_of(engine, index, dist.get_rank())
-            called = Called()
             sent.clear()
-            add_observer(called)
-            engine.backward(loss)
-            remove_observer(called)
+            with collectives() as issued:
+                engine.backward(loss)
             # The first ones, and what is tied to them, are complete when backward is.
             assert len(sent) == len(units)
             assert sum(task != -1 for task in sent) >= len(units) - 4, sent
             # By broadcast: as many as ranks for each gather. The second block is used twice, and
             # so is what is tied.
-            gathers = called.names.count("broadcast") / dist.get_world_size()
-            assert gathers <= len(units) + 2, called.names
+            gathers = issued.count("broadcast") / dist.get_world_size()
+            assert gathers <= len(units) + 2, issued
             engine.step()
         engine.destroy()

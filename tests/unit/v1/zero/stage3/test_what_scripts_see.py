@@ -51,7 +51,6 @@ def has_elements(state: dict[str, torch.Tensor]) -> dict[str, bool]:
 
 
 def on_host(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As scripts do before they save."""
     return {name: value.cpu().clone() for name, value in state.items()}
 
 
@@ -122,8 +121,6 @@ class TestSaved(DistributedTest):
 
 
 class TestBeforeTraining(DistributedTest):
-    """State dicts before the first backward, as Fabric's tests of two models look at them."""
-
     world_size = 2
 
     def test_has_no_elements(self) -> None:
@@ -197,7 +194,6 @@ class TestBeforeTraining(DistributedTest):
 
 
 def reference_gradients(first: int, micro_batches: int) -> dict[str, torch.Tensor]:
-    """Of one process that sees the batches of all ranks."""
     one = OneProcess(make_net(), 0.0, loss_of)
     numbers = range(first, first + micro_batches)
     one.backward(tokens_of(n, rank) for n in numbers for rank in range(dist.get_world_size()))
