@@ -1,12 +1,9 @@
 """Access to a parameter's fp32 value, gradient and optimizer state, wherever its shards lie.
 
 Every `*_full_*` function is collective: all data-parallel ranks call it for the same parameters in
-the same order. The `*_local_*` functions touch only what this rank owns, as a 1-D fragment (of the
-parameter's elements in order), and communicate nothing.
-
-Gradients are those that the next step will use, averaged over ranks and micro-batches so far,
-without the loss scale; they can be read between the boundary's backward and `engine.step()`
-(ZeRO-2: after any backward).
+the same order. The `*_local_*` functions touch only what this rank owns, a 1-D fragment, and
+communicate nothing. Gradients are those that the next step will use, averaged, without the loss
+scale; they can be read between the boundary's backward and `engine.step()` (ZeRO-2: after any).
 """
 
 from __future__ import annotations

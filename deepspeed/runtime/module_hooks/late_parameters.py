@@ -1,8 +1,6 @@
-"""Parameters that come to a model after stage 3 has taken it: adapters, a new head.
-
-Nobody has cut them, so every rank would keep values of its own; and the optimizer does not know
-them. Whether modules were changed is told by torch's registration hooks, so a forward without a
-change looks at one number.
+"""Parameters that come to a model after stage 3 has taken it: adapters, a new head. Nobody has cut
+them, and the optimizer does not know them. torch's registration hooks tell of changed modules, so a
+forward without a change looks at one number.
 """
 
 from __future__ import annotations

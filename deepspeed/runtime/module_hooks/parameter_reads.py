@@ -1,8 +1,7 @@
 """Modules whose parameters hear of being read, and hooks on modules.
 
-`module.weight` looks into `module._parameters`; with a `ParameterDict` there, a parameter of a
-class that has `ds_was_read` is told, and can be made whole or waited for before it is handed out.
-Iterating over parameters tells those whose class has `ds_was_listed`.
+`module.weight` looks into `module._parameters`; a `ParameterDict` there tells parameters of a class
+that has `ds_was_read`, or `ds_was_listed` when all are gone over, before they are handed out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Copies between whole parameters and the rows `[N, s]` in which their cuts lie: grouped, so that
-their number does not grow with the ranks.
-
-Pieces of memory only; nothing here communicates or knows what a parameter is.
+their number does not grow with the ranks. Nothing here communicates.
 """
 
 from __future__ import annotations

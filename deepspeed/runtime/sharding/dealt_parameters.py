@@ -1,11 +1,10 @@
-"""Whole parameters dealt to ranks: who computes what needs a parameter whole, while all state stays
+"""Whole parameters dealt to ranks: who computes what needs a parameter whole, while state stays
 cut.
 
 A group's shards are moved to a layout in which every parameter lies whole on one rank (`exchange`),
-each rank computes its own, and the results go back the same way. A rank sends and receives at most
-about as many elements as its shard has, whatever the number of ranks, and nothing of what it owns
-already: where shards are cut from long rows of parameters (stages 1 and 2 with large buckets) that
-is most of it, which is not even copied, and is computed while the rest travels.
+each rank computes its own, and the results go back the same way. A rank sends and receives about as
+many elements as its shard has, whatever the number of ranks; what it owns already, most of it where
+shards are cut from long rows, is computed while the rest travels.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Shards of a group on their way from one layout to another: from that in memory to that of files,
-and back.
+"""Shards of a group on their way from one layout to another: that in memory and that of files.
 
-In files shards are consecutive ranges of all parameters, which is upstream's layout; in memory they
-may be cut section by section (`fragments`). Both are known to every rank, so that each knows what
-it has of whom, and nothing but elements travels. Collective; who calls it when is `state`'s.
+In files shards are consecutive ranges of all parameters, as upstream's; in memory they may be cut
+section by section (`fragments`). Every rank knows both, so nothing but elements travels.
+Collective.
 
 [Note: rounds]
 One all-to-all of a whole shard would need two shards more on the device, where a large model leaves

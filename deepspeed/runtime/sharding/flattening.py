@@ -1,12 +1,10 @@
-"""How parameters move into one flat buffer, and masters are made of a part of it, without holding
-on a device what it has no room for.
+"""How parameters move into one flat buffer, and masters are made of a part of it.
 
 [Note: memory of construction]
-A flat buffer is one allocation: while parameters are copied into it, it and all that are not copied
-yet lie beside each other, twice the weights at first. Where the device has no room for that, each
-parameter goes to the host first, one after the other, and comes back when the buffer is there: the
-weights and the largest of them are the most that the device holds. It costs two copies over the
-bus, so it is done only when it must be.
+While parameters are copied into a flat buffer, it and all that are not copied yet lie beside each
+other, twice the weights at first. Where the device has no room for that, each parameter goes to the
+host first, one after the other, and comes back when the buffer is there: two copies over the bus,
+and the weights and the largest of them are the most that the device holds.
 """
 
 from __future__ import annotations

@@ -47,13 +47,8 @@ class Fragment(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A range of the flat range of which each shard owns an equal part.
-
-    Attributes:
-        params: The parameters in it, in flat order; each has elements.
-        shard_start: Where its part starts in each shard.
-        part_numel: Elements of each part, padding included.
-        padded_numel: Elements of all parts.
+    """A range of the flat range of which each shard owns an equal part, `part_numel` with padding,
+    from `shard_start`; its `params` are in flat order, each with elements.
     """
 
     params: tuple[ParamIndex, ...]

@@ -1,8 +1,5 @@
-"""One parameter group's tensors: the flat model-precision buffer, the owned master shard and its
-gradient.
-
-Owns the storage of the parameters (they become views of `flat`). Remembers which ranks share the
-group, and calls no collective.
+"""One parameter group's tensors: the flat buffer, which owns the parameters' storage, the master
+shard and its gradient. Calls no collective.
 """
 
 from __future__ import annotations
@@ -55,30 +52,26 @@ class ShardedGroup:
     """Parameters of one optimizer group, laid out flat, with the shard this rank owns.
 
     Args:
-        params: Trainable parameters, in the order in which files have them; their `.data` is moved
-            into the flat buffer.
-        table: Layout of `params`.
+        params: Trainable parameters, in the order of files; their `.data` moves into the flat
+            buffer.
         shard: Which shard this rank owns.
         shards: At stage 3 this rank's cut of each parameter, 1-D; copied. No rank has the whole
             group then: `flat` is this rank's shard, on the host with `offload_param`.
         file_table: Their layout in checkpoint files; None: the same.
-        master_dtype: Dtype of the master shard.
         grad_dtype: Dtype in which the owned gradient is accumulated.
         device: Device of master and gradient (the model's own, or the host when offloaded).
-        model_device: Device of the parameters, which a group without any cannot be asked for; None
-            is `device`.
-        pin: Whether host buffers are page-locked, so that copies can be asynchronous.
-        offload: Keep master and gradient apart from the model's buffer, on `device`, the host.
+        model_device: Device of the parameters, of which a group may have none; None is `device`.
+        offload: Keep master and gradient apart from the model's buffer, on `device`, the host,
+            page-locked with `pin` so that copies can be asynchronous.
         process_group: Ranks that own the shards; None if this rank owns everything.
-        replicas: Ranks that hold the same parameters, over which their gradients are averaged; None
-            is the world.
+        replicas: Ranks over which gradients are averaged; None is the world.
 
     Attributes:
         flat: Model-dtype buffer of all parameters and padding, shape `[padded_numel]`.
         master: fp32 shard that the optimizer updates, shape `[shard_numel]`. It *is* this rank's
             part of `flat` (`aliased`) when the model trains in the master dtype on the same device
-            and the shard is one piece of `flat`, so that no second copy exists and nothing needs to
-            be written back.
+            and the shard is one piece of `flat`: no second copy exists, and nothing is written
+            back.
         masters: What the optimizer has as parameters.
     """
 

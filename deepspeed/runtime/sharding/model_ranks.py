@@ -49,9 +49,8 @@ class ModelRanks:
     """See module.
 
     Attributes:
-        replicas: Ranks that hold the same dense parameters, over which their gradients are
-            averaged: data times sequence parallel.
-        num_replicas: How many these are; N of the reduce rule.
+        replicas: Ranks that average gradients of the same dense parameters: data times sequence
+            parallel; `num_replicas` is N of the reduce rule.
         experts: By group name, the ranks that hold the same experts.
         spread_experts: Group names whose experts are different ones on each tensor-parallel rank.
         tensor_group: Ranks that hold slices of the same layers; None if this one holds them whole.

@@ -1,6 +1,4 @@
-"""What is known of a model that was cut over tensor-parallel ranks: who has which slices, and how
-they are put together.
-"""
+"""What is known of a model that was cut over tensor-parallel ranks: who has which slices."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
-"""How the updated shard of a group reaches every rank: rounded to the model dtype, copied to the
-device, gathered from its owners.
+"""How the updated shard of a group reaches every rank: rounded, copied to the device, gathered.
 
-Section by section of the group's layout (`fragments`): a section is one range of the flat buffer,
-gathered in place by one collective. On the host piece by piece, so that while one piece is updated
-the pieces before it are on their way; what a device has updated is rounded a section at a time.
-Owns the order and size of pieces, which depend on the group's layout alone: all ranks of a group
-gather the same pieces in the same order. Does not own the update, nor who waits for gathers that
-run beside the next forward (`parameter_arrivals`).
+A section of the layout (`fragments`) is one range of the flat buffer, gathered in place by one
+collective. On the host it goes piece by piece: while one is updated those before it are on their
+way; a device rounds a section at a time. Order and size of pieces depend on the layout alone, so
+all ranks of a group gather the same ones. Who waits for gathers beside the next forward is
+`parameter_arrivals`'s.
 """
 
 from __future__ import annotations

@@ -1,17 +1,11 @@
 """`zero.Init`: models whose parameters are cut as they are made.
 
-While it is entered, the parameters that a module made are cut when its constructor returns. The
-constructor itself works on whole parameters, and so does one that reads those of the modules that
-it made: what it reads is gathered, and cut again when it returns. The same code therefore draws
-the same random numbers and gives the same weights as without it; the values are those of rank 0.
-
-Parameters are rounded to `dtype` when they are cut and not when they are made, for the same
-reason. (One that a constructor has cut and another changes, instead of filling it anew, is rounded
-before and after.)
-
-Experts of `deepspeed.moe` are cut for the ranks that hold the same ones, with the weights that the
-first of these has drawn; see `own_draws`. What a constructor has made by copying modules (experts
-are) is cut when it returns.
+The parameters that a module made are cut when its constructor returns. The constructor itself works
+on whole parameters, and so does one that reads those of the modules that it made: what it reads is
+gathered, and cut again when it returns. So the same code draws the same random numbers and gives
+the same weights as without it, those of rank 0; parameters are rounded to `dtype` when they are
+cut, for the same reason. Experts of `deepspeed.moe` are cut for the ranks that hold the same ones,
+with the weights that the first of these has drawn; see `own_draws`.
 """
 
 from __future__ import annotations
@@ -36,9 +30,13 @@ from deepspeed.runtime.config_models.source import load_config
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.module_hooks.parameter_reads import watch_reads
 from deepspeed.runtime.sharding.group import expert_group_of
-from deepspeed.runtime.zero.gathering.gathered_parameters import hold_whole, let_go, publish
+from deepspeed.runtime.zero.gathering.gathered_parameters import (
+    hold_whole,
+    let_go,
+    ordinary_copies,
+    publish,
+)
 from deepspeed.runtime.zero.parameters.agreement import agree_on_parameters, described
-from deepspeed.runtime.zero.parameters.ordinary_copies import ordinary_copies
 from deepspeed.runtime.zero.parameters.own_draws import KEPT_NUMEL, OwnDraws, fingerprint
 from deepspeed.runtime.zero.parameters.shards import ShardMemory
 from deepspeed.runtime.zero.parameters.zero_parameter import (
@@ -231,35 +229,26 @@ class Init:
     """Inside the `with` block, modules keep only this rank's shards of their parameters; see
     module.
 
-    All ranks make the same modules in it. Blocks may be nested, and the process group is
-    initialized if nobody did. With `module`, that module's parameters are cut at once.
+    All ranks make the same modules in it, or all raise RuntimeError, naming the first parameter
+    that differs. Blocks may be nested, and the process group is initialized if nobody did.
 
     Args:
-        module: A module that stands already.
+        module: A module that stands already, and is cut at once.
         data_parallel_group: Ranks that hold the parameters; None: all, or those of `mpu`.
-        mem_efficient_linear: No effect: what autograd saves of gathered weights takes no memory
-            for any module.
         remote_device: "cpu" keeps shards on the host; "none": on the accelerator; None: where the
             configuration's `offload_param` says. The engine's configuration decides where they
             stay.
         pin_memory: Shards on the host are page-locked; the configuration's `pin_memory` counts too.
         config_dict_or_path, config: Configuration, of which only the stage, the precision,
             `offload_param`, `use_data_before_expert_parallelism`, and `mics_shard_size` or
-            `num_optimizer_instances`, by which they are cut inside groups of those ranks, are read;
-            "auto" counts as not given. At a stage below 3 the block does nothing, as with
-            `enabled=False`: parameters are made as usual.
-        enabled: False: the block does nothing.
-        dtype: What floating-point parameters are rounded to; None: the configuration's, or as they
-            are made.
-        mpu: Object that knows the data-parallel group.
+            `num_optimizer_instances` are read; "auto" counts as not given. Below stage 3 the block
+            does nothing, as with `enabled=False`.
+        dtype: What floating-point parameters are rounded to; None: the configuration's, or none.
         zero_param_parallel_group, zero_quantized_weights, zero_quantized_nontrainable_weights,
-            param_swapper: Not supported; refused by name.
+            param_swapper: Not supported; DeepSpeedConfigError names them.
         sequence_data_parallel_group: Ranks that share parameters where sequences are split too.
-        tensor_overrides: No effect: only parameters are changed, and only when they are cut.
-
-    Raises:
-        DeepSpeedConfigError: For an argument that is not supported.
-        RuntimeError: On all ranks, when their modules have different parameters, naming the first.
+        mem_efficient_linear, tensor_overrides: No effect: saved gathered weights take no memory,
+            and only parameters are changed, when they are cut.
     """
 
     def __init__(

@@ -1,6 +1,4 @@
-"""Upstream's path of `MiCS_Init`, `zero.Init` whose shards `mics_shard_size` ranks share, and of
-the groups of such ranks.
-"""
+"""Upstream's path of `MiCS_Init`, whose shards `mics_shard_size` ranks share, and of groups."""
 
 from __future__ import annotations
 
@@ -58,14 +56,9 @@ class MiCS_Init(Init):  # upstream's name
 
 @dataclass
 class MiCS_CommGroups:  # upstream's name
-    """This rank's two groups: of those that share shards, and of those that hold the same shard.
-
-    Attributes:
-        param_shard_group, param_shard_size, param_shard_rank: The first, its size, and this rank's
-            place there.
-        param_repli_group, param_repli_size, param_repli_rank: The second; the group is None if this
-            rank alone holds its shard.
-        param_intra_node_group, param_inter_node_shard_group: None: gathers are not done in steps.
+    """This rank's two groups: of those that share shards (`param_shard_*`), and of those that hold
+    the same shard (`param_repli_*`; None if this rank alone does). Gathers are not done in steps,
+    so the other groups are None.
     """
 
     param_shard_group: dist.Group = None

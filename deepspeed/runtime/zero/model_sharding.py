@@ -1,7 +1,5 @@
-"""Stage 3 takes a model: cuts what is not cut yet, and makes what gathers it.
-
-A model that was built plainly stands on the host and is rounded, cut and moved piece by piece, so
-that no device ever holds more than its shards and one piece: some neighbours, or a parameter.
+"""Stage 3 takes a model: cuts what is not cut yet, and makes what gathers it. A plain model on the
+host goes piece by piece, so that no device holds more than its shards and one piece.
 """
 
 from __future__ import annotations

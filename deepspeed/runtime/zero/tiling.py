@@ -32,21 +32,16 @@ class TiledLinear(nn.Module):
     """`y = x W^T + b` with W cut into `out_splits` x `in_splits` linear layers.
 
     Args:
-        in_features, out_features, bias: As of `torch.nn.Linear`.
         in_splits: Tiles along the input; their results are summed.
         out_splits: Tiles along the output; their results stand behind one another.
         input_is_already_split: `forward` is given a list of `in_splits` parts.
         combine_out_splits: `forward` returns one tensor; False: a list of `out_splits`.
-        linear_cls: Class of the tiles, with the signature of `torch.nn.Linear`.
+        linear_cls: Class of the tiles, with the signature of `torch.nn.Linear`; gets `kwargs` too.
         init_linear: A layer of the whole size whose weights are taken over.
-        kwargs: Further arguments of the tiles.
 
     Attributes:
         linears: `out_splits` lists of `in_splits` tiles each; the last of each list has the bias.
         in_parts, out_parts: Boundaries of the tiles, starting with 0.
-
-    Raises:
-        RuntimeError: For more tiles than features.
     """
 
     def __init__(

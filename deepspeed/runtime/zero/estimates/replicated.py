@@ -1,6 +1,4 @@
-"""What training without ZeRO, and with `BF16_Optimizer`, allocates on each rank: the formulas of
-docs/devices.md that `stages_1_and_2`, which plans ZeRO-1 and ZeRO-2, has not.
-"""
+"""What stage 0 and `BF16_Optimizer` allocate on each rank: the formulas of docs/devices.md."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""What stage 3 holds on each rank, before anything is allocated: the formula of docs/zero3.md for
-a model's units, and upstream's functions of it (`estimate_zero3_model_states_mem_needs*`), for
-16-bit training with Adam and otherwise the configuration's defaults.
+"""What stage 3 holds on each rank: the formula of docs/zero3.md for a model's units, and upstream's
+functions (`estimate_zero3_model_states_mem_needs*`), for 16-bit training with Adam.
 """
 
 from __future__ import annotations

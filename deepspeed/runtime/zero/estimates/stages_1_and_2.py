@@ -1,10 +1,8 @@
-"""What ZeRO-1 and ZeRO-2 allocate for a model's parameters, gradients and optimizer state, before
-anything is allocated.
+"""What ZeRO-1 and ZeRO-2 allocate for parameters, gradients and optimizer state, known before.
 
-Not a rule of thumb: `plan_model_states` lays out the same fragment table and bucket plans as the
-optimizer and follows one training step through them. Activations, and what the model itself keeps
-beside its parameters, are not in it. The functions under upstream's names
-(`estimate_zero2_model_states_mem_needs*`) read the plan for 16-bit training with Adam.
+`plan_model_states` lays out the fragment table and bucket plans of the optimizer and follows a
+training step through them; activations are not in it. Upstream's functions
+(`estimate_zero2_model_states_mem_needs*`) read it for 16-bit training with Adam.
 """
 
 from __future__ import annotations

@@ -35,9 +35,10 @@ from deepspeed.runtime.zero.gathering.memory_pool import GatherResources, poison
 from deepspeed.runtime.zero.gathering.undone_edits import is_undone
 from deepspeed.runtime.zero.gathering.units import GatherSettings
 from deepspeed.runtime.zero.parameters.agreement import agree, said_by_all
-from deepspeed.runtime.zero.parameters.ordinary_copies import ordinary_copies
 from deepspeed.runtime.zero.parameters.zero_parameter import (
     ReadsByHand,
+    ShardedParameter,
+    ZeroParameter,
     ZeroParamStatus,
     hide,
     install_reads,
@@ -45,6 +46,7 @@ from deepspeed.runtime.zero.parameters.zero_parameter import (
     note_value,
     only_group,
     record_of,
+    refusal,
     show,
 )
 
@@ -188,22 +190,52 @@ def _lost(names: Iterable[str]) -> str:
 install_reads(ReadsByHand(hold_whole, let_go))
 
 
+class _OrdinaryCopies:
+    """Lets `nn.Parameter(parameter)` make an ordinary parameter of one of stage 3 that is whole;
+    torch itself refuses subclasses (`weight_norm` and others make such copies). May be nested.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._original: Any = None
+
+    def begin(self) -> None:
+        if self._depth == 0:
+            self._original = nn.Parameter.__dict__["__new__"]
+            nn.Parameter.__new__ = staticmethod(self._new)  # type: ignore[method-assign]  # until `end`
+        self._depth += 1
+
+    def end(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            nn.Parameter.__new__ = self._original  # type: ignore[method-assign]  # what it was
+
+    def _new(self, cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        if type(data) is ShardedParameter:
+            raise RuntimeError(refusal(data._zero3, "nn.Parameter"))
+        plain = data.data if type(data) is ZeroParameter else data
+        return self._original.__func__(cls, plain, requires_grad)
+
+
+ordinary_copies = _OrdinaryCopies()
+
+
 class GatheredParameters:
     """Whole parameters inside a `with` block. All ranks enter it with the same parameters, and none
     of them if one has none.
 
     Args:
         params: A parameter, several, or anything that can be iterated; what is no parameter of
-            stage 3 is left alone, and duplicates count once. A block that was given other tensors
-            only does nothing, so one rank may enter it alone.
+            stage 3 is left alone, and duplicates count once. One rank may enter a block of other
+            tensors alone.
         modifier_rank: Global rank whose changes become everybody's, of experts that of those that
             hold them; None, or a rank that does not hold one: nobody may change it.
         fwd_module: Module whose forward the block belongs to. It needs no registration here.
         enabled: False: the block does nothing.
-        discard: What is changed inside is thrown away; all ranks say so.
+        discard: What is changed inside is thrown away; all ranks say so, and without
+            `modifier_rank`.
 
     Raises:
-        ValueError: `discard` with a `modifier_rank`.
         RuntimeError: On entry, if ranks have other parameters, `modifier_rank` has none of them, or
             `discard` is inside a block that has them already; on exit, if a change would be lost:
             one that is not undone by then, up to rounding.

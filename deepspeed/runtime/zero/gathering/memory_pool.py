@@ -1,8 +1,7 @@
 """Memory of gathered parameters, used again and again instead of allocated anew.
 
-A buffer goes back as soon as the last reader of its content has been issued, with an event of every
-stream that read it; who takes it next lets its own stream wait for them. The host waits for
-nothing, and the number of buffers is that of the units that are whole at once.
+A buffer goes back when the last reader of its content was issued, with an event of every stream
+that read it; who takes it next lets its own stream wait for them, and the host for nothing.
 """
 
 from __future__ import annotations

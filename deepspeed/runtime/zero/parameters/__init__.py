@@ -4,5 +4,4 @@ zero_parameter   the interface that clients use, and what is known of a paramete
 shards           the shard: where it lies, as scripts get it, and what a state dict has of it
 agreement        whether all ranks describe the same parameters
 own_draws        what a rank drew itself, which its experts are copies of
-ordinary_copies  what is copied of a parameter
 """

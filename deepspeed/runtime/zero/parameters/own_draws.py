@@ -1,9 +1,8 @@
 """What a rank has drawn itself for parameters of which all ranks have the first one's values.
 
-Ranks that draw other numbers build other models, and `zero.Init` gives all of them the weights of
-the first rank. Experts are the exception: each rank copies its own from a module that it has just
-made, when that has been cut and has the first rank's weights. So this rank's own values of what was
-made last are kept on the host, where they are others; ranks that draw alike keep nothing.
+Experts are the exception: each rank copies its own from a module that it has just made, when that
+has been cut and has the first rank's weights. So this rank's own values of what was made last are
+kept on the host, where they are others; ranks that draw alike keep nothing.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """What a parameter is at stage 3: a shard on every rank, and whole only while somebody needs it.
 
-`cut_parameters` turns parameters into that, in place, so that modules and optimizers keep the
-objects that they hold. While a parameter is sharded its shape is `(0,)`, and computing with it
-raises by name; its logical shape is `ds_shape`.
-
-Who makes parameters whole, and when, is not known here: see `gather_unit` for the collective,
-`parameter_offload` for training and `gathered_parameters` for scripts. `[Note: who needs it]` is
-there.
+`cut_parameters` turns parameters into that, in place. While one is sharded its shape is `(0,)`, and
+computing with it raises by name. `gather_unit`, `parameter_offload` (training) and
+`gathered_parameters` (scripts) make them whole.
 """
 
 from __future__ import annotations
