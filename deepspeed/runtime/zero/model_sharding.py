@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -141,16 +140,9 @@ def settings_of(zero: DeepSpeedZeroConfig, group: dist.Group) -> GatherSettings:
     """Read when parameters are whole, and who keeps copies. Collective over the world when first
     asked.
     """
-    return replace(_sizes_of(zero), secondary_group=_secondary_group(zero, group))
-
-
-def _secondary_group(zero: DeepSpeedZeroConfig, group: dist.Group) -> dist.Group:
     world, size = dist.get_world_size(group=group), zero.zero_hpz_partition_size
-    # All of them have all shards already.
-    return split_into_instances(group, world // size).inside if 1 < size < world else None
-
-
-def _sizes_of(zero: DeepSpeedZeroConfig) -> GatherSettings:
+    # Where a node is all of them, all have all shards already.
+    near = split_into_instances(group, world // size).inside if 1 < size < world else None
     return GatherSettings(
         param_persistence=zero.param_persistence_threshold,
         model_persistence=zero.model_persistence_threshold,
@@ -166,6 +158,7 @@ def _sizes_of(zero: DeepSpeedZeroConfig) -> GatherSettings:
             zero.reduce_bucket_size,
             zero.max_live_parameters,
         ),
+        secondary_group=near,
     )
 
 

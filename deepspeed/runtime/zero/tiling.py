@@ -5,6 +5,7 @@ gathered at a time, so the largest gather is a tile and not the layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -65,8 +66,8 @@ class TiledLinear(nn.Module):
         self.combine_out_splits = combine_out_splits
         self._in_sizes = _sizes(in_features, in_splits, "in_splits")
         self._out_sizes = _sizes(out_features, out_splits, "out_splits")
-        self.in_parts = _boundaries(self._in_sizes)
-        self.out_parts = _boundaries(self._out_sizes)
+        self.in_parts = [0, *accumulate(self._in_sizes)]
+        self.out_parts = [0, *accumulate(self._out_sizes)]
         self.linears = nn.ModuleList(
             nn.ModuleList(
                 # One bias per row of tiles: their results are summed.
@@ -156,10 +157,3 @@ class TiledLinearReturnBias(TiledLinear):
         biases = [bias for _, bias in outputs]
         whole = None if any(bias is None for bias in biases) else torch.cat(biases)
         return torch.cat([output for output, _ in outputs], dim=-1), whole
-
-
-def _boundaries(sizes: Sequence[int]) -> list[int]:
-    bounds = [0]
-    for size in sizes:
-        bounds.append(bounds[-1] + size)
-    return bounds

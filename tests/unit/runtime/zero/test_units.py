@@ -1,8 +1,10 @@
-"""Which parameters are gathered together."""
+"""Which parameters are gathered together, in which order, into which memory."""
 
 import torch
 from torch import nn
 
+from deepspeed.runtime.zero.gathering.coordinator import UseOrder
+from deepspeed.runtime.zero.gathering.memory_pool import MemoryPool, PoolBuffer
 from deepspeed.runtime.zero.gathering.units import choose_persistent, fine_grained, fuse, plan_units
 
 
@@ -164,3 +166,85 @@ def test_fine_grained_modules() -> None:
     assert found(model, 7) == [model]
     assert set(found(model.blocks, 8)) == set(model.blocks)
     assert found(model.blocks, 7) == found(nn.ReLU(), 7) == []
+
+
+# The order of units as a hint
+
+
+def test_a_second_pass_is_foreseen() -> None:
+    # Kills: a hint that is one unit late, a distance that counts the unit itself.
+    order = UseOrder([10, 20, 30])
+    order.begin("train")
+    for unit in (0, 1, 2, 2, 1, 0):
+        order.visit(unit)
+        assert list(order.ahead(1000)) == []
+        assert order.distance(unit) is None
+    order.begin("train")
+    assert list(order.ahead(0)) == []
+    assert list(order.ahead(30)) == [0, 1]
+    order.visit(0)
+    # Kills: a window that begins with the unit in use, or names what it has named.
+    assert list(order.ahead(80)) == [2, 2]
+    assert next(order.ahead(100)) == 1  # the caller stops there
+    assert list(order.ahead(100)) == [1]
+    order.name_again(2)
+    assert list(order.ahead(100)) == [2, 2, 1]
+    assert order.distance(0) == 20 + 30 + 30 + 20
+    order.visit(1)
+    assert order.distance(1) == 60
+
+
+def test_another_order_gives_no_hint_and_is_learned() -> None:
+    # Kills: a stale order that is believed, or one that is never replaced.
+    order = UseOrder([1, 1, 1])
+    for uses in ((0, 1, 2), (0, 2, 1), (0, 2, 1)):
+        order.begin("train")
+        for unit in uses:
+            order.visit(unit)
+    assert order.is_expected
+    order.begin("train")
+    order.visit(0)
+    assert list(order.ahead(2)) == [2, 1]
+    order.visit(1)
+    assert not order.is_expected
+    assert list(order.ahead(2)) == []
+
+
+def test_kinds_are_kept_apart() -> None:
+    # Kills: an evaluation between two steps that makes training forget its order.
+    order = UseOrder([1, 1])
+    for kind, uses in (("train", (0, 1, 1, 0)), ("eval", (0, 1)), ("train", (0, 1))):
+        order.begin(kind)
+        for unit in uses:
+            order.visit(unit)
+    assert list(order.ahead(2)) == [1, 0]
+    order.forget()
+    order.begin("train")
+    assert list(order.ahead(2)) == []
+
+
+# Which piece of memory is used again
+
+
+def take(
+    pool: MemoryPool, numel: int, owner: str, dtype: torch.dtype = torch.float32
+) -> PoolBuffer:
+    return pool.take(numel, dtype, torch.device("cpu"), owner)
+
+
+def test_the_smallest_that_fits_and_of_those_the_own_one() -> None:
+    # Kills: a large buffer for a small need, which the next large one then lacks; views that are
+    # made anew because units swap memory; another dtype's memory; memory that two have.
+    pool = MemoryPool(has_streams=False)
+    large, first, second = take(pool, 10, "large"), take(pool, 4, "a"), take(pool, 4, "b")
+    for buffer in (large, first, second):
+        pool.give_back(buffer)
+    assert take(pool, 3, "a") is first
+    assert take(pool, 3, "new") is second
+    assert take(pool, 3, "a") is large  # its own one is in use
+    assert take(pool, 1, "c").tensor.numel() == 1
+    pool.give_back(first)
+    pool.give_back(second)
+    assert take(pool, 4, "other", torch.bfloat16) not in (first, second)
+    assert take(pool, 4, "newer") is second  # given back last
+    assert pool.num_bytes == (10 + 4 + 4 + 1) * 4 + 4 * 2
