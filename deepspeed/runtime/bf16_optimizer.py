@@ -1,14 +1,9 @@
-"""BF16_Optimizer: bf16 model, fp32 gradient accumulation on every rank, masters sharded over the
-data-parallel ranks.
+"""BF16_Optimizer: bf16 model, fp32 gradient accumulation on every rank, sharded masters.
 
-Each micro-batch's bf16 gradients are added to a full fp32 accumulator; at the boundary the
-accumulator is all-reduced, after which it is equal on all ranks, and every rank updates its shard
-from its part of it. Costs 4 bytes per parameter more than ZeRO-1 with bf16 accumulation; keeps what
-eight mantissa bits would drop.
-
-With several optimizer instances (`zero/zero_optimizer.py`) only the sharding changes: the
-accumulator is whole on every rank, so one all-reduce over all data-parallel ranks gives every owner
-of a shard the same sum, whatever instance it is in.
+The accumulator is whole on every rank and all-reduced at the boundary, over all data-parallel ranks
+whatever optimizer instance they are in; every rank updates its shard from its part of it. Costs 4
+bytes per parameter more than ZeRO-1 with bf16 accumulation; keeps what eight mantissa bits would
+drop.
 """
 
 from __future__ import annotations
@@ -41,16 +36,10 @@ __getattr__ = lazy_attributes(__name__)
 
 
 class Accumulated(GradientReduction):
-    """Sums micro-batches of whole groups in a dtype of its own, and all-reduces the sums at the
-    boundary.
+    """Sums micro-batches of whole groups in `dtype`, and all-reduces the sums at the boundary.
 
-    Args:
-        context: See base class.
-        groups: Whose gradients.
-        settings: What travels, how much of it at a time.
-        dtype: Of the sums.
-        immediate: Add each gradient from its hook, as soon as it exists, instead of all at the end
-            of backward: bf16 gradients are then freed during backward.
+    With `immediate` each gradient is added from its hook, as soon as it exists: bf16 gradients are
+    then freed during backward.
     """
 
     accumulator: LocalAccumulator
@@ -94,7 +83,6 @@ class Accumulated(GradientReduction):
     # Backward
 
     def create_grad_acc_hooks(self) -> None:
-        """Let every gradient join the accumulator from its own hook."""
         for group_index, group in enumerate(self.groups):
             for index, param in enumerate(group.params):
                 hook = partial(self._arrived, group_index, index)
@@ -103,7 +91,6 @@ class Accumulated(GradientReduction):
 
     @property
     def works_during_backward(self) -> bool:
-        """See base class."""
         return bool(self._hook_handles)
 
     def _arrived(self, group_index: int, index: int, param: torch.Tensor) -> None:
@@ -129,11 +116,9 @@ class Accumulated(GradientReduction):
             self.accumulator.absorb(1.0 / self.context.accumulation_divisor)
 
     def get_grads_for_reduction(self) -> list[torch.Tensor]:
-        """What is reduced at the boundary: the whole accumulators."""
         return self.accumulator.flats
 
     def reduce_gradients(self) -> None:
-        """See base class: only the boundary reduces."""
         if not self.reduces_now:
             return
         all_reduce_flat(
@@ -148,7 +133,7 @@ class Accumulated(GradientReduction):
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
-        """See base class: owned gradients that lie apart (on the host, with offload) get theirs.
+        """Copy to owned gradients that lie apart (on the host, with offload).
 
         Once per reduction: `safe_set_full_grad` comes between and must not be overwritten by the
         step.
@@ -160,7 +145,6 @@ class Accumulated(GradientReduction):
 
     @property
     def has_reduced_gradients(self) -> bool:
-        """See base class."""
         return self._reduced
 
     def _travels_in(self, param: nn.Parameter, local: torch.dtype) -> torch.dtype:
@@ -169,7 +153,6 @@ class Accumulated(GradientReduction):
     # Clearing and state
 
     def clear_hp_grads(self) -> None:
-        """Forget the accumulated gradients."""
         self.accumulator.clear()
         self._reduced = False
         self._moved = False
@@ -181,7 +164,6 @@ class Accumulated(GradientReduction):
                 param.grad = None
 
     def clear(self) -> None:
-        """See base class."""
         self.clear_lp_grads()
         self.clear_hp_grads()
 
@@ -196,22 +178,19 @@ class Accumulated(GradientReduction):
         self._reduced, self._moved = marks.values()
 
     def destroy(self) -> None:
-        """See base class."""
         for handle in self._hook_handles:
             handle.remove()
         self._hook_handles = []
 
 
 class BF16_Optimizer(ZeROOptimizer):
-    """See module.
+    """The optimizer of bf16 models with fp32 sums; see module.
 
     Args:
         init_optimizer: torch optimizer over the model's parameters.
         param_names: Name of each parameter, in model order.
-        steps: See `StepSettings`.
-        shards: See `ShardSettings`; gradients are accumulated in their `grad_dtype`.
-        reduction: See `ReductionSettings`.
-        immediate_grad_update: See `Accumulated`.
+        steps, shards, reduction: Settings; gradients are accumulated in `shards.grad_dtype`.
+        immediate_grad_update: Add each gradient from its hook.
     """
 
     reduction: Accumulated

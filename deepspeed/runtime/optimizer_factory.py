@@ -1,8 +1,5 @@
-"""Builds the engine's optimizer: the torch optimizer named in the configuration, and the class that
-wraps it.
-
-Which wrapper serves which (stage, model dtype, accumulation dtype) stands in `wrap_optimizer`,
-nowhere else.
+"""Builds the engine's optimizer: the torch optimizer that the configuration names, and around it
+the class that `wrap_optimizer` chooses by stage, model dtype and accumulation dtype.
 """
 
 from __future__ import annotations
@@ -55,32 +52,20 @@ PARAMS = "optimizer.params"  # of the configuration
 
 @dataclass(frozen=True)
 class WrapContext:
-    """What a wrapper needs to know of the engine.
-
-    Attributes:
-        config: The configuration.
-        param_names: Name of each parameter, in model order.
-        tracker: The engine's accumulation tracker.
-        ranks: Which ranks hold which parameters.
-        num_norm_groups: Length of the norm's tensor, the same on all ranks that sum it.
-        model_dtype: Dtype of the parameters.
-        device: Device of the model.
-        backward_started: Tells the engine that a backward began which nobody announced.
-        comm_dtype_of: Per-parameter communication dtype.
-        model: The modules that run.
-        parameter_offload: Gathers the model's parameters (stage 3).
-    """
+    """What a wrapper needs to know of the engine."""
 
     config: DeepSpeedConfig
-    param_names: Mapping[nn.Parameter, str]
+    param_names: Mapping[nn.Parameter, str]  # name of each parameter, in model order
     tracker: AccumulationTracker
-    ranks: ModelRanks
-    num_norm_groups: int
+    ranks: ModelRanks  # which ranks hold which parameters
+    num_norm_groups: int  # length of the norm's tensor, the same on all ranks that sum it
     model_dtype: torch.dtype
     device: torch.device
-    model: nn.Module
+    model: nn.Module  # the modules that run
+    # tells the engine that a backward began which nobody announced
     backward_started: Callable[[], None]
     comm_dtype_of: Callable[[nn.Parameter], torch.dtype | None] | None = None
+    # gathers the model's parameters (stage 3)
     parameter_offload: DeepSpeedZeRoOffload | None = None
 
 
@@ -93,11 +78,7 @@ def is_zero_supported_optimizer(optimizer: Any) -> bool:
 
 
 def check_needs_no_optimizer(config: DeepSpeedConfig) -> None:
-    """An engine without an optimizer has nothing to shard but, at stage 3, parameters.
-
-    Raises:
-        DeepSpeedConfigError: For stage 1 or 2.
-    """
+    """Refuse stages 1 and 2 without an optimizer: there is nothing to shard."""
     if config.zero_optimization_stage in (1, 2):
         raise DeepSpeedConfigError(
             f"zero stage {int(config.zero_optimization_stage)} requires an optimizer: give "
@@ -109,13 +90,8 @@ def check_needs_no_optimizer(config: DeepSpeedConfig) -> None:
 def parameters_to_train(
     module: nn.Module, given: Iterable[Any] | None, ranks: ModelRanks
 ) -> list[Any]:
-    """What the optimizer is made of: the given groups, or one of the given or all trainable
-    parameters, experts apart.
-
-    Args:
-        module: The model.
-        given: Parameters or groups of the client's; None: those that require a gradient.
-        ranks: Which ranks hold which parameters.
+    """Return what the optimizer is made of: the groups given, or one of the parameters given or,
+    with None, of those that require a gradient; experts apart.
     """
     if given is None:
         parameters: list[Any] = [param for param in module.parameters() if param.requires_grad]
@@ -134,8 +110,8 @@ def parameters_to_train(
 def make_basic_optimizer(
     config: DeepSpeedConfig, client: Any, parameters: Iterable[Any], module: nn.Module
 ) -> torch.optim.Optimizer:
-    """The client's optimizer, what the client's callable makes of `parameters`, or without either
-    the configuration's.
+    """Return the client's optimizer, what its callable makes of `parameters`, or the
+    configuration's.
 
     Raises:
         DeepSpeedConfigError: The configuration's cannot be made.
@@ -188,11 +164,7 @@ def separate_experts(basic: torch.optim.Optimizer, config: DeepSpeedConfig) -> N
 def build_basic_optimizer(
     config: DeepSpeedConfig, parameters: Iterable[Any], module: nn.Module
 ) -> torch.optim.Optimizer:
-    """The optimizer of the configuration's `optimizer` block over parameters of `module`.
-
-    Raises:
-        DeepSpeedConfigError: If it is unknown or does not take its parameters.
-    """
+    """Build the optimizer of the configuration's `optimizer` block over parameters of `module`."""
     block = config.tree.optimizer
     if block is None:
         raise DeepSpeedConfigError(
@@ -216,7 +188,6 @@ def build_basic_optimizer(
 
 
 def _offloads(config: DeepSpeedConfig) -> bool:
-    """Whether some of the optimizer's state is on the host."""
     offload = config.tree.zero_optimization.offload_optimizer
     return (
         offload is not None
@@ -265,8 +236,8 @@ def _own_optimizers(offload: bool) -> dict[str, Callable[..., torch.optim.Optimi
 def _adam_class(
     key: str, params: dict[str, Any], offload: bool
 ) -> Callable[..., torch.optim.Optimizer]:
-    """Upstream's rule: "Adam" means AdamW unless `adam_w_mode` is false; `torch_adam` asks for
-    torch's default kernel.
+    """Choose as upstream does: "Adam" means AdamW unless `adam_w_mode` is false; `torch_adam` asks
+    for torch's default kernel.
     """
     from deepspeed.ops.adam import (  # startup: only what is named is needed
         DeepSpeedCPUAdam,
@@ -301,11 +272,7 @@ def _adam_class(
 
 
 def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSequence:
-    """The step sequence around `basic` for this configuration.
-
-    Raises:
-        DeepSpeedConfigError: For a combination that is not supported, with the reason.
-    """
+    """Make the step sequence around `basic`; what is not supported raises DeepSpeedConfigError."""
     tree = context.config.tree
     stage = int(tree.zero_optimization.stage)
     accumulation = parse_dtype(tree.data_types.grad_accum_dtype) or None

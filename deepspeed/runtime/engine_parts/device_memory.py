@@ -6,8 +6,7 @@ from collections.abc import Container
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine_parts.engine_state import EngineState
-from deepspeed.runtime.zero.movable_states import Movable
-from deepspeed.runtime.zero.movable_weights import MovableWeights
+from deepspeed.runtime.zero.movable_states import Movable, MovableWeights
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 
 

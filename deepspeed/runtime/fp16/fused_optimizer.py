@@ -1,7 +1,5 @@
-"""FP16_Optimizer: half-precision model with fp32 masters that every rank holds whole (no ZeRO).
-
-For fp16 and, by upstream's naming, for bf16 too. Masters are flat, for optimizers that work element
-by element; see `unfused_optimizer` for those that need each parameter's shape.
+"""FP16_Optimizer: half-precision model with flat fp32 masters that every rank holds whole (no
+ZeRO); by upstream's naming for bf16 too.
 """
 
 from __future__ import annotations
@@ -38,13 +36,7 @@ from deepspeed.runtime.sharding.loading_in_place import load_in_place
 
 
 class Overlaid(Replicated):
-    """Gradients in the model's dtype that have the same memory as those in the masters'.
-
-    Args:
-        context: See base class.
-        groups: See base class.
-        settings: See base class.
-    """
+    """Gradients in the model's dtype that have the same memory as those in the masters'."""
 
     def __init__(
         self, context: GradientContext, groups: list[ShardedGroup], settings: ReductionSettings
@@ -64,7 +56,7 @@ class Overlaid(Replicated):
         super().__init__(context, gradients, [g.replicas for g in groups], settings, groups)
 
     def backward_prologue(self) -> None:
-        """See base class: gradients that were made ready for the step take more contributions."""
+        """Let gradients that were made ready for the step take more contributions."""
         if self._finished:
             for overlay, gradients in zip(self._overlays, self.gradients, strict=True):
                 overlay.narrow_again()
@@ -73,7 +65,6 @@ class Overlaid(Replicated):
         super().backward_prologue()
 
     def reduce_gradients(self) -> None:
-        """See base class."""
         super().reduce_gradients()
         if self.reduces_now:
             self._reduced = True
@@ -81,15 +72,15 @@ class Overlaid(Replicated):
 
     @property
     def has_reduced_gradients(self) -> bool:
-        """See base class."""
         return self._reduced
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
-        """See base class: the averaged gradient in the masters' dtype.
+        """Make the averaged gradient one in the masters' dtype; the memory of `param.grad` is used
+        up.
 
         Once per reduction: `safe_set_full_grad` comes between and must not be overwritten by the
-        step. The memory of `param.grad` is used up.
+        step.
         """
         if self._finished or not self._reduced:
             return
@@ -109,7 +100,6 @@ class Overlaid(Replicated):
         self._reduced, self._finished = marks.values()
 
     def load_window_state(self, saved: Mapping[str, Any]) -> None:
-        """See base class."""
         GradientReduction.load_window_state(self, saved)
         for gradients in self.gradients:
             if self._finished:
@@ -118,25 +108,17 @@ class Overlaid(Replicated):
                 gradients.collect_present()
 
     def clear(self) -> None:
-        """See base class."""
         super().clear()
         self._reduced = False
         self._finished = False
 
     def destroy(self) -> None:
-        """See base class."""
         super().destroy()
         self._overlays = []
 
 
 class WholeFiles(StateFiles):
-    """Files of masters that every rank has whole, saved by one rank in the model-states file.
-
-    Args:
-        masters: Whose.
-        outcomes: The loss scale; how steps clip.
-        masters_key: Under what files have the masters.
-    """
+    """Files of masters that every rank has whole, saved by one rank in the model-states file."""
 
     def __init__(self, masters: MasterWeights, outcomes: Outcomes, masters_key: str) -> None:
         super().__init__(masters.optimizer)
@@ -146,7 +128,6 @@ class WholeFiles(StateFiles):
 
     @property
     def state_layout(self) -> StateLayout:
-        """See base class."""
         return StateLayout(has_masters=True)
 
     def _scaler_state(self) -> dict[str, Any]:
@@ -163,7 +144,6 @@ class WholeFiles(StateFiles):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Scaler, wrapped optimizer and masters."""
         return {
             **self._scaler_state(),
             OPTIMIZER_STATE_DICT: self._optimizer.state_dict(),
@@ -171,13 +151,11 @@ class WholeFiles(StateFiles):
         }
 
     def fits(self, saved: Mapping[str, Any]) -> bool:
-        """See base class."""
         return MASTER_KEYS & saved.keys() == {self._key}
 
     def rebuilt_state(
         self, base: dict[str, Any], masters: Sequence[torch.Tensor], scaler: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """See base class."""
         grouped = self._grouped_masters(masters)
         return {**scaler, OPTIMIZER_STATE_DICT: base, self._key: grouped}
 
@@ -189,33 +167,26 @@ class WholeFiles(StateFiles):
         return [[flat] for flat in state_dict[self._key]]
 
     @torch.no_grad()
-    def load_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        load_optimizer_states: bool = True,
-        load_from_fp32_weights: bool = True,
-    ) -> None:
-        """See base class."""
-        self._outcomes.loss_scaler.go_on_from(state_dict)
-        if load_optimizer_states:
-            load_in_place(self._optimizer, state_dict[OPTIMIZER_STATE_DICT])
-        if not load_from_fp32_weights:
+    def _load(self, saved: dict[str, Any], with_moments: bool, with_masters: bool) -> None:
+        self._outcomes.loss_scaler.go_on_from(saved)
+        if with_moments:
+            load_in_place(self._optimizer, saved[OPTIMIZER_STATE_DICT])
+        if not with_masters:
             self._masters.refresh_fp32_params()
             return
         groups = self._masters.groups
-        for group, saved in zip(groups, self._saved_masters(state_dict), strict=True):
-            for master, value in zip(group.masters, saved, strict=True):
+        for group, values in zip(groups, self._saved_masters(saved), strict=True):
+            for master, value in zip(group.masters, values, strict=True):
                 master.copy_(value)
 
 
 class FP16_Optimizer(MasterNames, StepSequence):
-    """See module.
+    """The optimizer of half-precision models without ZeRO; see module.
 
     Args:
         init_optimizer: torch optimizer over the model's parameters.
         param_names: Name of each parameter, in model order.
-        steps: See `StepSettings`.
-        reduction: See `ReductionSettings`.
+        steps, reduction: Settings.
         local_accumulation_dtype: Sum micro-batches in this dtype instead of the model's. They are
             reduced when backward is over.
     """

@@ -1,9 +1,5 @@
 """Loss scaling: which factor the loss is multiplied by so that fp16 gradients neither vanish nor
-overflow.
-
-Owns the state machine that grows and shrinks the scale. It is pure: no device, no collective, no
-model. Whether a step overflowed is decided elsewhere, identically on every rank, and handed to
-:meth:`LossScalerBase.update_scale`.
+overflow. Whether a step overflowed is decided elsewhere, identically on every rank.
 
 Class paths and attribute names are part of the checkpoint format: optimizer state files pickle the
 scaler itself.
@@ -43,9 +39,6 @@ class LossScalerBase(DeepSpeedConfigObject):
     Call order per optimizer step, the same on every rank: ``backward`` (or ``scale_loss``) for each
     micro-batch, then one ``update_scale(overflow)``, whose result is the scale to divide this
     step's gradients by.
-
-    Args:
-        cur_scale: the scale to start with.
     """
 
     def __init__(self, cur_scale: float) -> None:
@@ -65,20 +58,14 @@ class LossScalerBase(DeepSpeedConfigObject):
     def scale_gradient(
         self, module: Any, grad_in: tuple[torch.Tensor, ...], grad_out: Any
     ) -> tuple[torch.Tensor, ...]:
-        """Return ``grad_in`` multiplied by the scale; the signature is that of a module backward
-        hook.
-        """
+        """Return ``grad_in`` times the scale; the signature is that of a module backward hook."""
         return tuple(self.cur_scale * grad for grad in grad_in)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """Backpropagate the scaled loss."""
         torch.autograd.backward(self.scale_loss(loss), retain_graph=retain_graph)
 
     def update_scale(self, overflow: bool) -> float:
-        """Judge one optimizer step.
-
-        Args:
-            overflow: whether any rank's gradient of this step was not finite; equal on all ranks.
+        """Judge one optimizer step; ``overflow`` is equal on all ranks.
 
         Returns:
             The scale that was used for the step just judged, before any change. Dividing the
@@ -92,12 +79,7 @@ class LossScalerBase(DeepSpeedConfigObject):
         return dict(self.__dict__)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
-
-        Raises:
-            ValueError: the state belongs to another kind of scaler or has names this one does not
-                know.
-        """
+        """Restore what :meth:`state_dict` returned; ValueError: it is of another kind."""
         unknown = sorted(set(state_dict) - set(self.__dict__))
         if unknown or state_dict.get("dynamic", self.dynamic) != self.dynamic:
             raise ValueError(
@@ -108,10 +90,8 @@ class LossScalerBase(DeepSpeedConfigObject):
         self.__dict__.update(state_dict)
 
     def go_on_from(self, saved: Mapping[str, Any]) -> None:
-        """Take over where the scale of a run stood, whose scaler may have been of another kind.
-
-        Args:
-            saved: Its attributes, among others; those that this kind does not have are left.
+        """Take over where the scale of a run stood, whose scaler may have been of another kind:
+        attributes that this kind does not have are left.
         """
         for key in SCALER_KEYS:
             if key in saved and hasattr(self, key):
@@ -119,11 +99,7 @@ class LossScalerBase(DeepSpeedConfigObject):
 
 
 class LossScaler(LossScalerBase):
-    """A scale that never changes.
-
-    Args:
-        scale: the scale, 1 for none.
-    """
+    """A scale that never changes, 1 for none."""
 
     def __init__(self, scale: float = 1) -> None:
         super().__init__(scale)
@@ -138,14 +114,11 @@ class DynamicLossScaler(LossScalerBase):
 
     Args:
         init_scale: the scale to start with.
-        scale_window: number of clean steps in a row after which the next clean step doubles the
-            scale.
+        scale_window: clean steps in a row after which the next one doubles the scale.
         min_scale: the scale never goes below.
         delayed_shift: hysteresis; this many overflows are needed before the scale is halved.
-        consecutive_hysteresis: every clean step refills the hysteresis; otherwise only growing
-            does.
-        raise_error_at_min_scale: overflow at ``min_scale`` raises instead of going on skipping
-            steps for ever.
+        consecutive_hysteresis: clean steps refill the hysteresis; otherwise only growing does.
+        raise_error_at_min_scale: overflow at ``min_scale`` raises instead of skipping for ever.
         dtype: the low-precision type whose range the scale protects.
     """
 
@@ -173,17 +146,11 @@ class DynamicLossScaler(LossScalerBase):
         self.dtype = dtype
 
     def has_overflow_serial(self, params: Any) -> bool:
-        """Return whether a gradient of ``params`` on this rank holds inf or nan (reads the
-        device).
-        """
+        """Return whether a gradient of ``params`` here holds inf or nan (reads the device)."""
         return any(p.grad is not None and not bool(torch.isfinite(p.grad).all()) for p in params)
 
     def update_scale(self, overflow: bool) -> float:
-        """Judge one optimizer step; see :meth:`LossScalerBase.update_scale`.
-
-        Raises:
-            RuntimeError: overflow although the scale is at ``min_scale`` already.
-        """
+        """Judge one optimizer step; RuntimeError: the scale is at ``min_scale`` already."""
         used = self.cur_scale
         if overflow:
             self._on_overflow()
@@ -298,11 +265,7 @@ def CreateLossScaler(  # noqa: N802 - the name is upstream's
     Args:
         dtype: type of the model; anything but ``torch.float16`` gets a static scale of 1.
         static_loss_scale: the scale when it does not adapt.
-        dynamic_scaling: whether it adapts.
-        dynamic_loss_args: keyword arguments of :class:`DynamicLossScaler`.
-
-    Raises:
-        ValueError: dynamic scaling without its arguments.
+        dynamic_scaling: whether it adapts; ``dynamic_loss_args`` are :class:`DynamicLossScaler`'s.
     """
     if dtype != torch.float16:
         return LossScaler(1.0)

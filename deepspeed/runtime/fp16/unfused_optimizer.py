@@ -1,7 +1,5 @@
-"""FP16_UnfusedOptimizer: as FP16_Optimizer, with one master per parameter.
-
-For optimizers that need shapes (Lamb, Muon) and for torch's own, whose state is then keyed per
-parameter in checkpoints.
+"""FP16_UnfusedOptimizer: as FP16_Optimizer, with one master per parameter, by which checkpoints
+have the state: for optimizers that need shapes (Lamb, Muon) and for torch's own.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer, WholeFiles
 
 
 class ParameterFiles(WholeFiles):
-    """The same with one master per parameter."""
+    """Files of one master per parameter."""
 
     def _masters_state(self) -> dict[str, Any]:
         groups = self._masters.groups
@@ -33,7 +31,7 @@ class ParameterFiles(WholeFiles):
 
 
 class FP16_UnfusedOptimizer(FP16_Optimizer):
-    """See module; arguments as `FP16_Optimizer`."""
+    """`FP16_Optimizer` with one master per parameter."""
 
     files_class = ParameterFiles
     masters_key = FP32_GROUPS
@@ -41,5 +39,4 @@ class FP16_UnfusedOptimizer(FP16_Optimizer):
 
     @property
     def fp32_groups(self) -> list[list[nn.Parameter]]:
-        """The masters of each group."""
         return [group.masters for group in self.groups]

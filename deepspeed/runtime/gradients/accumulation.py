@@ -1,8 +1,4 @@
-"""The accumulation tracker: the only answer to "is this micro-batch the boundary?".
-
-Pure state, no torch. The engine, every optimizer and (later) the pipeline ask it; nobody keeps a
-second flag.
-"""
+"""The accumulation tracker: the only answer to "is this micro-batch the boundary?". Pure state."""
 
 from __future__ import annotations
 
@@ -25,32 +21,21 @@ class BackwardState(Enum):
 
 @dataclass
 class Foreign:
-    """The backward of another engine has left gradients in this one.
+    """The backward of another engine has left gradients in this one."""
 
-    Attributes:
-        whose: The other one's model.
-        has_stepped: Whether that one has stepped since.
-        is_joined: Whether it had when a backward of this engine's own began.
-    """
-
-    whose: str
-    has_stepped: Callable[[], bool]
-    is_joined: bool = False
+    whose: str  # the other one's model
+    has_stepped: Callable[[], bool]  # whether that one has stepped since
+    is_joined: bool = False  # whether it had when a backward of this engine's own began
 
 
 @dataclass
 class Window:
-    """What has happened since the last step, or since all gradients were forgotten.
+    """What has happened since the last step, or since all gradients were forgotten."""
 
-    Attributes:
-        is_plain: Whether its backwards are plain `loss.backward()`; None until one has begun.
-        is_reduced: Whether the boundary's gradients have been reduced.
-        foreign: What came from elsewhere; the first, of several.
-    """
-
+    # whether its backwards are plain `loss.backward()`; None until one has begun
     is_plain: bool | None = None
-    is_reduced: bool = False
-    foreign: Foreign | None = None
+    is_reduced: bool = False  # whether the boundary's gradients have been reduced
+    foreign: Foreign | None = None  # what came from elsewhere; the first, of several
 
 
 class AccumulationTracker:
@@ -60,9 +45,6 @@ class AccumulationTracker:
         steps: Micro-batches per optimizer step.
         managed: Count micro-batches; otherwise every micro-batch is a boundary until `set_boundary`
             says otherwise (`managed_gradient_accumulation`).
-
-    Attributes:
-        window: The accumulation window at hand.
     """
 
     def __init__(self, steps: int, managed: bool = True) -> None:
@@ -96,11 +78,9 @@ class AccumulationTracker:
         return self.steps if self.managed else self.backwards
 
     def advance(self) -> None:
-        """A micro-batch is over."""
         self.micro_steps += 1
 
     def window_state(self) -> dict[str, Any]:
-        """Where the window stands, for `load_window_state`."""
         return {
             "is_plain": self.window.is_plain,
             "is_reduced": self.window.is_reduced,
@@ -124,7 +104,6 @@ class AccumulationTracker:
 
     @property
     def in_no_sync(self) -> bool:
-        """Whether a `no_sync()` block is open."""
         return self._no_sync_depth > 0
 
     @property

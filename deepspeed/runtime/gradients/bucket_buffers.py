@@ -12,15 +12,12 @@ from deepspeed.accelerator import get_accelerator
 
 
 class Payload(Protocol):
-    """What of a bucket's plan is asked here."""
+    """What of a bucket's plan is asked here: its elements, and their dtype."""
 
     @property
-    def numel(self) -> int:
-        """Elements."""
-
+    def numel(self) -> int: ...
     @property
-    def kind(self) -> Any:
-        """Their dtype."""
+    def kind(self) -> Any: ...
 
 
 class BucketBuffer:
@@ -37,7 +34,6 @@ class BucketBuffer:
     def views(
         self, index: int, params: Sequence[nn.Parameter], starts: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Where each parameter of bucket `index` lies, in its shape."""
         if index not in self._views:
             self._views[index] = [
                 self.tensor[start : start + param.numel()].view(param.shape)
@@ -47,14 +43,8 @@ class BucketBuffer:
 
 
 class BucketBuffers:
-    """Buffers of all buckets.
-
-    Args:
-        device: Where they lie.
-        reuses: Keep them, each large enough for any bucket of its dtype.
-
-    Attributes:
-        free: Those that are in nobody's use.
+    """Buffers of all buckets; with `reuses` they are kept, each large enough for any bucket of its
+    dtype.
     """
 
     def __init__(self, device: torch.device, reuses: bool) -> None:
@@ -64,14 +54,12 @@ class BucketBuffers:
         self._largest: dict[Any, int] = {}
 
     def plan(self, plans: Sequence[Payload]) -> None:
-        """Serve these buckets from now on."""
         self.free = []
         self._largest = {}
         for plan in plans:
             self._largest[plan.kind] = max(plan.numel, self._largest.get(plan.kind, 0))
 
     def take(self, plan: Payload) -> BucketBuffer:
-        """A buffer for a bucket, which the current stream may fill."""
         for position, buffer in enumerate(self.free):
             if buffer.tensor.dtype == plan.kind and buffer.tensor.numel() >= plan.numel:
                 if buffer.last_read is not None:
@@ -82,7 +70,6 @@ class BucketBuffers:
         return BucketBuffer(numel, plan.kind, self._device)
 
     def give_back(self, buffer: BucketBuffer, read: Any) -> None:
-        """Let `buffer` be filled again after the event `read`."""
         if self._reuses:
             buffer.last_read = read
             self.free.append(buffer)

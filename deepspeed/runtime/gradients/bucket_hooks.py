@@ -1,6 +1,4 @@
-"""Who is in which bucket, the hooks that see gradients arrive, and what has left in this backward:
-`BucketHooks`, a part of the reductions that send buckets while backward goes on.
-"""
+"""Who is in which bucket, the hooks that see gradients arrive, and what has left already."""
 
 from __future__ import annotations
 
@@ -23,16 +21,8 @@ from deepspeed.runtime.gradients.reduction import GradientContext
 
 
 class BucketHooks:
-    """See module. A slot is a parameter in its bucket.
-
-    Args:
-        context: Of the gradients.
-        arrived: Body of the hook: the parameter, and its slot `i`.
-
-    Attributes:
-        slots: Bucket and parameter of each slot.
-        held: Parameters whose gradients are complete after all hooks have fired.
-        reducing: Whether the buckets of the backward at hand leave.
+    """Hooks of the reductions that send buckets while backward goes on. A slot is a parameter in
+    its bucket; `arrived`, the body of the hook, is given the parameter and its slot `i`.
     """
 
     readiness: ReadinessTracker
@@ -50,7 +40,6 @@ class BucketHooks:
         buckets: Sequence[Sequence[nn.Parameter]],
         tracker: type[ReadinessTracker] = ReadinessTracker,
     ) -> None:
-        """Count gradients by these buckets from now on."""
         self.slots = [(index, param) for index, params in enumerate(buckets) for param in params]
         self.readiness = tracker([index for index, _ in self.slots], len(buckets))
         self.readiness.held = frozenset(
@@ -59,11 +48,8 @@ class BucketHooks:
 
     def hold(self, params: Iterable[nn.Parameter], is_busy: bool = False) -> None:
         """Have the gradients of `params` count as incomplete until backward is over; `plan` and
-        `add` come next.
-
-        Raises:
-            RuntimeError: In the middle of an accumulation window, whose gradients were counted with
-                other buckets.
+        `add` come next. Not in the middle of a window, whose gradients were counted with other
+        buckets.
         """
         if is_busy or any(param.grad is not None for _, param in self.slots):
             raise RuntimeError(
@@ -74,24 +60,20 @@ class BucketHooks:
         self.remove()
 
     def add(self) -> None:
-        """Set a hook on every parameter."""
         for slot, (_, param) in enumerate(self.slots):
             hook = partial(self._arrived, i=slot)
             self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]  # torch's is untyped
 
     def remove(self) -> None:
-        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     @property
     def are_set(self) -> bool:
-        """Whether there are hooks."""
         return bool(self._handles)
 
     def names(self) -> list[str]:
-        """The parameter's name of each slot."""
         return [self._context.name_of(param) for _, param in self.slots]
 
     def mark(self, slot: SlotIndex) -> range:
@@ -99,19 +81,14 @@ class BucketHooks:
         return self.readiness.mark(slot) if self.reducing else range(0)
 
     def end(self) -> None:
-        """Forget the backward at hand."""
         self.reducing = False
         self.readiness.reset()
 
     def late(self) -> list[BucketIndex]:
-        """The buckets to send again at the end of a backward whose buckets are all sent, because
-        gradients arrived after that; the same ones on all ranks that send them.
+        """Return the buckets to send again when all are sent, because gradients arrived after that.
 
         Whether a bucket is sent again must be the same on all ranks, so ranks agree first. A model
         whose parameters fire once needs no agreement, and pays none after its first backward.
-
-        Raises:
-            LateGradientError: A parameter has fired more often than in the first backward.
         """
         readiness = self.readiness
         if readiness.learned and not readiness.fires_repeatedly:
@@ -133,3 +110,58 @@ class BucketHooks:
         fired, late = agreed.tolist()
         readiness.learn(fired, late)
         return sorted({readiness.bucket_of[slot] for slot, is_late in enumerate(late) if is_late})
+
+
+def refuse_unused(unused: Sequence[str], context: GradientContext) -> None:
+    """Raise on all ranks if any has parameters without a gradient. All call it when they have sent
+    the same buckets.
+    """
+    group = context.dp_process_group
+    most = torch.tensor(len(unused), device=context.device)
+    with lone_waits.watch.waiting(lambda: "what ranks say of parameters without a gradient"):
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    if not most.item():
+        return
+    told: list[list[str]] = [[] for _ in range(dist.get_world_size(group=group))]
+    dist.all_gather_object(told, list(unused), group=group)
+    found = "; ".join(
+        f"{', '.join(names)} on rank {dist.get_global_rank(group, rank)}"
+        for rank, names in enumerate(told)
+        if names
+    )
+    raise RuntimeError(
+        f"no gradient reached {found}; zero_optimization.ignore_unused_parameters is false. Set it "
+        "to true to count them as zero, or let every trainable parameter take part in the loss"
+    )
+
+
+class StaticSumGuard:
+    """Compares each gradient that arrives with the sum that it is about to be added to."""
+
+    def __init__(self, params: Iterable[tuple[nn.Parameter, str]]) -> None:
+        self.has_compared = False
+        self._handles: list[Any] = [
+            param.register_hook(self._hook(param, name))  # type: ignore[no-untyped-call]  # torch's
+            for param, name in params
+        ]
+
+    def _hook(self, param: nn.Parameter, name: str) -> Callable[[torch.Tensor], None]:
+        def arrives(grad: torch.Tensor) -> None:
+            total = param.grad
+            if total is None:
+                return
+            self.has_compared = True
+            if grad.numel() and grad.data_ptr() == total.data_ptr():
+                raise RuntimeError(
+                    f"zero_optimization.stage: 1 sums the micro-batches of {name} in its gradient, "
+                    "which lies in static memory (a CUDA graph's): this micro-batch has "
+                    "overwritten the sum. Use stage 2, or data_types.grad_accum_dtype, which sums "
+                    "elsewhere"
+                )
+
+        return arrives
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []

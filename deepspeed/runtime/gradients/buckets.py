@@ -1,11 +1,9 @@
 """Bucket plans: which parameters share one collective, and where its elements lie in the shards.
 
-Pure integers, computed once. Plans are static and launched in one order on every rank: the
-collectives that a rank issues never depend on which gradients it has or when they became ready.
-
-A bucket that is reduced onto several shards is a section of its group's `FragmentTable`, padding
-included: every shard owns an equal part of it, so its reduction is one even collective. A plan says
-nothing of the other shards' parts, so it does not grow with their number.
+Pure integers, computed once. Plans are static and launched in one order on every rank, whatever
+gradients it has and when they became ready. A bucket that is reduced onto several shards is a
+section of its group's `FragmentTable`, padding included, of which every shard owns an equal part; a
+plan says nothing of the others' parts, so it does not grow with their number.
 """
 
 from __future__ import annotations
@@ -21,9 +19,7 @@ BucketParams = tuple[ParamIndex, ...]
 
 
 class Segment(NamedTuple):
-    """`numel` elements at `bucket_start` of a bucket that lie at `shard_start` of the owner's
-    shard.
-    """
+    """`numel` elements at `bucket_start` of a bucket and at `shard_start` of the owner's shard."""
 
     bucket_start: NumEl
     shard_start: NumEl
@@ -32,29 +28,17 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One collective's payload, as one rank sees it.
+    """One collective's payload, as one rank sees it."""
 
-    Attributes:
-        group: Parameter group of all its parameters.
-        params: Indices in the group, in flat order.
-        starts: Where each parameter starts in the bucket.
-        numel: Elements in the bucket, padding included.
-        used: Elements of parameters; what follows is padding.
-        own_start: Where the elements that this rank owns start in the bucket.
-        own_numel: How many they are; as many on each rank.
-        segments: Where they lie in this rank's shard.
-        kind: Parameters with different kinds (dtypes) never share a bucket.
-    """
-
-    group: GroupIndex
-    params: BucketParams
-    starts: tuple[NumEl, ...]
-    numel: NumEl
-    used: NumEl
-    own_start: NumEl
-    own_numel: NumEl
-    segments: tuple[Segment, ...]
-    kind: Any = None
+    group: GroupIndex  # parameter group of all its parameters
+    params: BucketParams  # indices in the group, in flat order
+    starts: tuple[NumEl, ...]  # where each parameter starts in the bucket
+    numel: NumEl  # elements in the bucket, padding included
+    used: NumEl  # elements of parameters; what follows is padding
+    own_start: NumEl  # where the elements that this rank owns start in the bucket
+    own_numel: NumEl  # how many they are; as many on each rank
+    segments: tuple[Segment, ...]  # where they lie in this rank's shard
+    kind: Any = None  # parameters with different kinds (dtypes) never share a bucket
 
 
 def plan_bucket(
@@ -64,9 +48,8 @@ def plan_bucket(
     shard: ShardRank,
     kind: Hashable = None,
 ) -> BucketPlan:
-    """The plan of a bucket that holds exactly `params`, as the owner of `shard` sees it.
-
-    With several shards `params` are those of a section of `table`.
+    """Plan a bucket that holds exactly `params`, with several shards those of a section of `table`,
+    as the owner of `shard` sees it.
     """
     starts, position = [], 0
     for param in params:
@@ -116,7 +99,8 @@ def fill_buckets(
     bucket_numel: NumEl,
     kinds: Sequence[Hashable] | None = None,
 ) -> list[BucketParams]:
-    """The parameters of each bucket of one group, the bucket that is complete first at the front.
+    """Choose the parameters of each bucket of one group, the one that is complete first at the
+    front.
 
     Args:
         numels: Elements of each parameter; those without any are in no bucket.
@@ -150,15 +134,8 @@ def plan_buckets(
     registration: Sequence[Sequence[int]],
     kinds: Sequence[Sequence[Hashable]] | None = None,
 ) -> list[BucketPlan]:
-    """Plans for all groups, in launch order.
-
-    Args:
-        tables: Layout of each group.
-        buckets: For each group, the parameters of its buckets.
-        shards: Which shard of each group this rank owns.
-        registration: For each group and parameter, its position in the model: the bucket whose
-            first parameter comes last is complete first.
-        kinds: For each group and parameter, its kind.
+    """Plan the buckets of all groups, in launch order: the bucket whose first parameter comes last
+    in `registration` is complete first. `shards` says which shard of each group this rank owns.
     """
     plans = [
         (

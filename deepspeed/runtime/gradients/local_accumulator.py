@@ -1,8 +1,5 @@
-"""Sum of micro-batch gradients in a dtype of its own (`data_types.grad_accum_dtype`), on this rank.
-
-Autograd sums into `param.grad` in the parameter's dtype; eight bits of bf16 lose small
-contributions after a few micro-batches. The accumulator takes each micro-batch's gradient out of
-`param.grad` and adds it here.
+"""Sum of micro-batch gradients in a dtype of its own (`data_types.grad_accum_dtype`), on this rank:
+summed in `param.grad`, eight bits of bf16 would lose small contributions.
 """
 
 from __future__ import annotations
@@ -19,12 +16,7 @@ WIDENED_NUMEL = 1 << 22
 
 
 class LocalAccumulator:
-    """One flat buffer per group, shape `[padded_numel]`, with a view per parameter.
-
-    Args:
-        groups: Whose gradients are summed.
-        dtype: In what they are summed.
-    """
+    """One flat buffer per group, shape `[padded_numel]`, with a view per parameter."""
 
     def __init__(self, groups: Sequence[ShardedGroup], dtype: torch.dtype) -> None:
         self.flats = [
@@ -41,7 +33,6 @@ class LocalAccumulator:
         self._is_host = get_accelerator().is_synchronized_device()
 
     def sum_of(self, param: torch.Tensor) -> torch.Tensor | None:
-        """The sum of a parameter's gradients; None if it is of no group."""
         return self._sums.get(param)
 
     @torch.no_grad()
@@ -74,14 +65,12 @@ class LocalAccumulator:
 
     @torch.no_grad()
     def absorb_one(self, group: int, index: int, scale: float = 1.0) -> None:
-        """The same for one parameter, from inside its hook."""
         param = self._groups[group].params[index]
         if param.grad is not None:
             self.views[group][index].add_(param.grad, alpha=scale)
             param.grad = None
 
     def clear(self) -> None:
-        """Forget all contributions."""
         for flat in self.flats:
             flat.zero_()
 

@@ -1,11 +1,9 @@
 """Global gradient norm, clipping and the non-finite check: one fp32 local pass, one collective of
 one small tensor.
 
-The tensor holds one squared sum per parameter group, as many on every rank as the rank with most
-groups has, so that norms per group cost no collective of their own; with one group it is a scalar.
-Each logical element counts once: padding is zero, replicas over data-, tensor- and
-pipeline-parallel ranks are left out by the caller's selection, and the number of collectives does
-not depend on how many groups or gradients a rank has.
+It holds one squared sum per parameter group, as many on every rank as the rank with most groups
+has. Each logical element counts once: padding is zero, and replicas are left out by the caller's
+selection.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ Norm = TypeVar("Norm", float, torch.Tensor)
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ascending ranges `[start, end)`, neighbours made one: the norm of a long slice costs one
+    """Join neighbours of ascending ranges `[start, end)`: the norm of a long slice is one
     operation.
     """
     found: list[tuple[int, int]] = []
@@ -42,14 +40,11 @@ def local_squared_norm(
     device: torch.device,
     counted_elsewhere: Iterable[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """Sum of squares of all elements, fp32, shape `[1]` on `device`.
+    """Sum the squares of all elements of `grads`: fp32, shape `[1]`, on `device`.
 
-    Args:
-        grads: What counts.
-        device: Where the result is wanted.
-        counted_elsewhere: Copies of what another rank counts. They add nothing, but one that is not
-            finite here makes the result NaN: were it only so on this rank, all others would step
-            and this one's parameters would be lost.
+    Copies of what another rank counts (`counted_elsewhere`) add nothing, but one that is not finite
+    here makes the result NaN: were it only so on this rank, all others would step and this one's
+    parameters would be lost.
     """
     total = _squared(grads, device)
     others = list(counted_elsewhere)
@@ -72,9 +67,7 @@ def _squared(grads: Iterable[torch.Tensor], device: torch.device) -> torch.Tenso
 
 
 def reduce_squared_norm(squared: torch.Tensor, group: dist.Group) -> torch.Tensor:
-    """Sum over the ranks of `group`, in place: the one small collective of a step. No group, no
-    collective.
-    """
+    """Sum over the ranks of `group`, in place: the one small collective of a step."""
     if group is not None and dist.get_world_size(group=group) > 1:
         with lone_waits.watch.waiting(lambda: "the norm of the gradients"):
             dist.all_reduce(squared, op=dist.ReduceOp.SUM, group=group)
@@ -82,10 +75,9 @@ def reduce_squared_norm(squared: torch.Tensor, group: dist.Group) -> torch.Tenso
 
 
 def clip_factor(norm: Norm, max_norm: float) -> Norm | float:
-    """Return the factor of a gradient of this (unscaled) norm that makes the norm at most
-    `max_norm`; 0 disables.
-
-    A norm that is a tensor stays where it is, and so does the factor. NaN clips nothing.
+    """Return by what a gradient of this (unscaled) norm is multiplied so that the norm is at most
+    `max_norm`; 0 disables. A norm that is a tensor stays where it is, and so does the factor; NaN
+    clips nothing.
     """
     if max_norm <= 0:
         return 1.0

@@ -44,38 +44,28 @@ from torch import nn
 
 
 class GradientObserver:
-    """Hears of nothing that it does not override; see [Note: a gradient's life] for the order of
-    the calls and their ranks.
+    """An observer that hears of nothing; see [Note: a gradient's life] for the calls and their
+    ranks.
     """
 
     def opened(self, loss: torch.Tensor | None, divisor: float) -> None:
-        """A backward begins.
-
-        Args:
-            loss: The client's loss before the engine scales it, scalar; None if nobody scales it.
-            divisor: What the loss has still to be divided by: the accumulation steps, or 1 if the
-                client did.
+        """Hear that a backward begins of the client's unscaled scalar `loss` (None if nobody scales
+        it), which has still to be divided by `divisor`.
         """
 
     def pass_opened(self, micro_batch: int, chunk: int) -> None:
-        """A backward of a schedule begins: that of `micro_batch` through a chunk of the model on
-        this rank.
-        """
+        """Hear that a schedule's backward of `micro_batch` through a chunk on this rank begins."""
 
     def loss_known(self, micro_batch: int, loss: torch.Tensor) -> None:
         """The loss of a micro-batch of a schedule, scalar, before it is divided and scaled."""
 
     def resumed(self, is_empty: Callable[[], bool]) -> None:
-        """A backward adds to gradients that the client may have dropped without a word.
-
-        Args:
-            is_empty: Looks through all parameters whether it dropped them.
+        """Hear that a backward adds to gradients that the client may have dropped without a word;
+        `is_empty` looks through all parameters whether it did.
         """
 
     def sent(self, params: Iterable[nn.Parameter]) -> None:
-        """What has arrived for `params` is on its way to its reduction; what comes later in this
-        backward does not go with it.
-        """
+        """Hear that what has arrived for `params` is on its way to its reduction."""
 
     def closed(self) -> None:
         """The backward is over; what comes later belongs to another one."""
@@ -84,18 +74,16 @@ class GradientObserver:
         """The client sets the reduced gradient of `param`."""
 
     def settled(self, factor: float) -> None:
-        """The gradients are complete and about to be used.
-
-        Args:
-            factor: By what the optimizer multiplies the gradients that it holds (without clipping).
+        """Hear that the gradients are complete and about to be multiplied by `factor` (and
+        clipped).
         """
 
     def cleared(self) -> None:
         """All gradients are forgotten, reduced or not."""
 
     def skip_window(self) -> None:
-        """Some gradients are of backwards that were not seen: a checkpoint's, or those before this
-        observer came. Until the next `cleared` nothing can be said of them.
+        """Hear that some gradients are of backwards that were not seen (a checkpoint's, say): until
+        the next `cleared` nothing can be said of them.
         """
 
     def detached(self) -> None:

@@ -16,21 +16,12 @@ START_ALIGNMENT = 16
 
 
 class Overlay:
-    """Two flat buffers of as many elements in one piece of memory, of which one is valid.
+    """Two flat buffers of as many elements in one piece of memory, of which one is valid; at first
+    the narrow one, with zeros.
 
     The narrow one lies at the end. Element by element from the start, a wide element never reaches
     a narrow one that has not been read; a piece may therefore be as long as the distance between
     the two, which halves from piece to piece: about `log2(numel)` copies convert everything.
-
-    Args:
-        numel: Elements of either.
-        narrow_dtype: Dtype of the one that is valid at first, with zeros.
-        wide_dtype: Dtype of the other.
-        device: Where they lie.
-
-    Attributes:
-        narrow: Shape `[numel]`.
-        wide: Shape `[numel]`.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """When a bucket may be launched: pure counting, no torch.
 
-A gradient is ready when its accumulation hook has fired as often as it will in this backward: once
-for an ordinary parameter, more often when reentrant activation checkpointing or shared layers run
-several autograd tasks. How often is learned in the first backward and agreed between ranks, because
-a rank that launches on another count would issue other collectives.
+A gradient is ready when its hook has fired as often as it will in this backward: more than once
+when reentrant activation checkpointing or shared layers run several autograd tasks. How often is
+learned in the first backward and agreed between ranks, because a rank that launches on another
+count would issue other collectives.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ class LateGradientError(RuntimeError):
 
 
 class ReadinessTracker:
-    """Counts hook firings per parameter ("slot") and releases buckets strictly in plan order.
-
-    Args:
-        bucket_of: For each slot, the bucket that carries it.
-        num_buckets: How many buckets there are; bucket `i` is released only after bucket `i - 1`.
-    """
+    """Counts hook firings per parameter ("slot") and releases buckets strictly in plan order."""
 
     def __init__(self, bucket_of: Sequence[BucketIndex], num_buckets: int) -> None:
         self.bucket_of = list(bucket_of)
@@ -38,7 +33,6 @@ class ReadinessTracker:
         self.reset()
 
     def reset(self) -> None:
-        """Start a new backward."""
         self.fired = [0] * len(self.bucket_of)
         self._missing = list(self._sizes)
         self._next: BucketIndex = 0
@@ -50,7 +44,7 @@ class ReadinessTracker:
         return any(count > 1 for count in self.expected)
 
     def mark(self, slot: SlotIndex) -> range:
-        """A hook fired; returns the buckets to launch now, in order.
+        """Count a hook that fired; returns the buckets to launch now, in order.
 
         A slot that fires after its bucket was launched is remembered in `late`; its gradient lies
         in a fresh buffer and is sent at the end of backward.
@@ -84,14 +78,11 @@ class ReadinessTracker:
 
 
 class UnitReadiness(ReadinessTracker):
-    """The same where units of parameters are gathered during backward too (stage 3).
+    """The tracker where units of parameters are gathered during backward too (stage 3).
 
     Reductions and gathers then come in one order, which must not depend on what has a gradient: a
     bucket leaves when backward is done with its unit (`zero.gathering.backward_order`), whatever
-    has fired.
-
-    Attributes:
-        has_units: Whether there are gathers; without any, buckets leave as elsewhere.
+    has fired. Without any gathers (`has_units`), buckets leave as elsewhere.
     """
 
     def __init__(self, bucket_of: Sequence[BucketIndex], num_buckets: int) -> None:
@@ -105,11 +96,10 @@ class UnitReadiness(ReadinessTracker):
 
     @property
     def fires_repeatedly(self) -> bool:
-        """Whether hooks fire repeatedly, which does not matter to units."""
         return not self.has_units and super().fires_repeatedly
 
     def mark(self, slot: SlotIndex) -> range:
-        """Count without a launch from a hook."""
+        """Count a hook, which launches nothing."""
         if not self.has_units:
             return super().mark(slot)
         self.fired[slot] += 1
@@ -135,6 +125,6 @@ class UnitReadiness(ReadinessTracker):
         return left
 
     def learn(self, fired: Sequence[int], late: Sequence[int] = ()) -> None:
-        """Let buckets with late gradients wait for the end of backward from now on."""
+        """Have buckets with late gradients wait for the end of backward from now on."""
         super().learn(fired, late)
         self._wait_for_all.update(self.bucket_of[slot] for slot, was in enumerate(late) if was)

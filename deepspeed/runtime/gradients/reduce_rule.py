@@ -87,8 +87,8 @@ class ReduceRule:
     def factors(
         self, accumulation_divisor: float = 1.0, travels_in: torch.dtype | None = None
     ) -> ReduceFactors:
-        """Factors for a bucket of the dtype `travels_in` whose sum over micro-batches still has to
-        be divided by `accumulation_divisor`.
+        """Return the factors for a bucket of the dtype `travels_in` whose sum over micro-batches
+        still has to be divided by `accumulation_divisor`.
         """
         pre, post = (1.0 / self.world, 1.0) if self.prescale else self._split(travels_in)
         return ReduceFactors(pre, post / accumulation_divisor)
@@ -101,7 +101,5 @@ class ReduceRule:
 
     @property
     def step_factor(self) -> float:
-        """What the averaged gradient is multiplied by before it is used: `world` for the sum
-        operation.
-        """
+        """The factor of the averaged gradient before it is used: `world` for the sum operation."""
         return float(self.world) if self.sum_op else 1.0

@@ -1,10 +1,9 @@
 """What reduces the gradients of an optimizer: the part `GradientReduction`, its settings, and what
-it asks of the engine (`GradientContext`).
+it asks of the engine.
 
 Called in this order by `optimizers.step_sequence`: `backward_prologue`, gradients, then
 `backward_epilogue`, `reduce_gradients`, `exit_backward`; before a step `finish_gradients`, after it
-`clear`. There are `replicated_reduction.Replicated`, and under upstream's paths
-`zero.stage_1_and_2.Bucketed`, `zero.stage3.Units` and `bf16_optimizer.Accumulated`.
+`clear`.
 """
 
 from __future__ import annotations
@@ -26,26 +25,17 @@ from deepspeed.runtime.sharding.group import ShardedGroup
 
 @dataclass(frozen=True)
 class ReductionSettings:
-    """How gradients are reduced.
+    """How gradients are reduced."""
 
-    Attributes:
-        reduce_bucket_size: Elements per collective.
-        communication_data_type: What travels; None is the gradients' dtype.
-        comm_dtype_of: Per-parameter override of it (`torch_autocast.lower_precision_safe_modules`).
-        overlap_comm: Communicate beside backward.
-        contiguous_gradients: Reuse bucket buffers instead of allocating one per bucket.
-        reduce_scatter: Reduce each slice onto its owner; otherwise all-reduce and keep the own
-            slice.
-        ignore_unused_parameters: Count a parameter without gradient as zero; otherwise raise,
-            naming it.
-    """
-
-    reduce_bucket_size: int = 500_000_000
-    communication_data_type: torch.dtype | None = None
+    reduce_bucket_size: int = 500_000_000  # elements per collective
+    communication_data_type: torch.dtype | None = None  # what travels; None is the gradients' dtype
+    # per-parameter override of it (`torch_autocast.lower_precision_safe_modules`)
     comm_dtype_of: Callable[[nn.Parameter], torch.dtype | None] | None = None
-    overlap_comm: bool = False
-    contiguous_gradients: bool = True
+    overlap_comm: bool = False  # communicate beside backward
+    contiguous_gradients: bool = True  # reuse bucket buffers instead of allocating one per bucket
+    # reduce each slice onto its owner; otherwise all-reduce and keep the own slice
     reduce_scatter: bool = True
+    # count a parameter without gradient as zero; otherwise raise, naming it
     ignore_unused_parameters: bool = True
 
     def travels_in(self, param: nn.Parameter) -> torch.dtype:
@@ -60,39 +50,29 @@ def nobody() -> None:
 
 @dataclass(eq=False)
 class GradientContext:
-    """What all parts of one optimizer know of its gradients.
+    """What all parts of one optimizer know of its gradients."""
 
-    Attributes:
-        tracker: Who knows what is the boundary.
-        reduce_rule: Who knows by what gradients are scaled.
-        device: Device of the model.
-        dp_process_group: Ranks that hold the same dense parameters and average their gradients.
-        expert_data_parallel_group: By `param.group_name`, the ranks that hold the same experts.
-        param_names: Name of each parameter, in model order.
-        frozen: The optimizer's parameters that are not trained.
-        backward_started: Called by the first hook of a backward that nobody announced.
-        observer: Hears what happens to gradients.
-        accumulation_divisor: What a plain loss.backward() has left undivided; the engine sets it.
-    """
-
-    tracker: AccumulationTracker
-    reduce_rule: ReduceRule
+    tracker: AccumulationTracker  # who knows what is the boundary
+    reduce_rule: ReduceRule  # who knows by what gradients are scaled
     device: torch.device
+    # ranks that hold the same dense parameters and average their gradients
     dp_process_group: dist.Group
+    # by `param.group_name`, the ranks that hold the same experts
     expert_data_parallel_group: Mapping[str, dist.Group]
-    param_names: Mapping[nn.Parameter, str]
-    frozen: Sequence[nn.Parameter] = ()
+    param_names: Mapping[nn.Parameter, str]  # name of each parameter, in model order
+    frozen: Sequence[nn.Parameter] = ()  # the optimizer's parameters that are not trained
+    # called by the first hook of a backward that nobody announced
     backward_started: Callable[[], None] = nobody
-    observer: GradientObserver = UNOBSERVED
+    observer: GradientObserver = UNOBSERVED  # hears what happens to gradients
+    # what a plain loss.backward() has left undivided; the engine sets it
     accumulation_divisor: float = 1.0
 
     def name_of(self, param: nn.Parameter) -> str:
-        """The parameter's name, for messages."""
         return self.param_names.get(param, "?")
 
     def replicas(self, expert_group: str | None) -> dist.Group:
-        """The ranks that average the gradients of dense parameters (None), or of the experts of
-        this group name.
+        """Return the ranks that average the gradients of dense parameters (None), or of the experts
+        of this group name.
         """
         if expert_group is None:
             return self.dp_process_group
@@ -106,15 +86,7 @@ class GradientContext:
 
 
 class GradientReduction:
-    """Sums micro-batches and averages over ranks.
-
-    Args:
-        context: What it asks.
-        groups: Whose gradients; empty without masters.
-
-    Attributes:
-        accumulator: Sum of micro-batches in a dtype of its own, if there is one.
-    """
+    """Sums micro-batches and averages over ranks; `groups` are empty without masters."""
 
     def __init__(self, context: GradientContext, groups: Sequence[ShardedGroup] = ()) -> None:
         self.context = context
@@ -140,7 +112,6 @@ class GradientReduction:
         """Return when all reductions are complete."""
 
     def clear(self) -> None:
-        """Forget every gradient, reduced or not."""
         raise NotImplementedError
 
     def destroy(self) -> None:
@@ -165,7 +136,7 @@ class GradientReduction:
 
     @property
     def step_divisor(self) -> float:
-        """What is left of `accumulation_divisor` to be divided by at the step.
+        """The part of `accumulation_divisor` that is left to be divided by at the step.
 
         Gradients that live in `param.grad` are divided here: their buffer is averaged again by a
         second backward at the boundary, and a division per average would count twice.
@@ -177,7 +148,6 @@ class GradientReduction:
         return param.grad if self.accumulator is None else self.accumulator.sum_of(param)
 
     def make_gradient(self, param: torch.Tensor) -> torch.Tensor:
-        """Give `param` a gradient of zeros."""
         param.grad = torch.zeros_like(param)
         return param.grad
 
@@ -192,13 +162,10 @@ class GradientReduction:
         return max(local, self._travels_in(param, local), key=lambda dtype: torch.finfo(dtype).eps)
 
     def _travels_in(self, param: nn.Parameter, local: torch.dtype) -> torch.dtype:
-        """Dtype of this parameter's gradient during reduction; `local` is that of its sum on this
-        rank.
-        """
+        """Return the dtype of this gradient during reduction; `local` is that of its sum here."""
         raise NotImplementedError
 
     def named_memory(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names of buffers, for reports; see `deepspeed.utils.memory_names`."""
         for index, group in enumerate(self.groups):
             names = [self.context.name_of(param) for param in group.params]
             yield from group.named_memory(index, names)
@@ -232,9 +199,7 @@ class GradientReduction:
         return f"{groups} {sums}"
 
     def window_state(self) -> dict[str, Any]:
-        """What this rank has summed since the last step beside `param.grad`; the tensors
-        themselves.
-        """
+        """Return what was summed since the last step beside `param.grad`: the tensors."""
         if not self.groups:
             return {}
         owned = [group.grad for group in self.groups] if self._owns_sums else []

@@ -1,7 +1,5 @@
-"""All-reduce of gradients that every rank keeps whole: stage 0, the fp16 optimizers without ZeRO,
-BF16_Optimizer.
-
-One flat buffer per group; buckets are ranges of it.
+"""All-reduce of gradients that every rank keeps whole. One flat buffer per group; buckets are
+ranges of it.
 """
 
 from __future__ import annotations
@@ -18,15 +16,8 @@ from deepspeed.runtime.gradients.reduce_rule import ReduceRule
 
 
 class FlatGradients:
-    """Gives each parameter's `.grad` a place in one flat buffer, so that reduction needs no further
-    copies.
-
-    Args:
-        params: Trainable parameters of one dtype and device.
-        like: A tensor of that dtype and device; None is the first parameter, of which there must
-            then be one.
-        flat: The buffer, of as many elements as the parameters have; None makes one.
-
+    """Gives each parameter's `.grad` a place in one flat buffer (`flat`, or a new one of the dtype
+    and on the device of `like`, or else of the first parameter), so that reduction needs no copies.
     """
 
     def __init__(
@@ -70,18 +61,16 @@ class FlatGradients:
 
     @property
     def has_hooks(self) -> bool:
-        """Whether gradients are moved while backward goes on."""
         return bool(self._handles)
 
     def collect(self) -> None:
-        """Move every gradient into the buffer; an absent one counts as zero. Afterwards `.grad` is
-        the view.
+        """Move every gradient into the buffer; an absent one counts as zero. `.grad` is then the
+        view.
         """
         self.collect_some(range(len(self.params)))
 
     @torch.no_grad()
     def collect_some(self, indices: Iterable[int]) -> None:
-        """The same for some of the parameters."""
         moved = [
             (self.views[index], self.params[index])
             for index in indices
@@ -97,7 +86,7 @@ class FlatGradients:
             param.grad = view
 
     def take_over(self) -> None:
-        """Before a backward: move in what clients have put in the place of a gradient.
+        """Before a backward, move in what clients have put in the place of a gradient.
 
         A hook would let go of it after a copy on its own stream, and the client's memory belongs to
         the stream current here. What autograd makes it frees for the stream of the hook.
@@ -111,27 +100,24 @@ class FlatGradients:
         self.collect_some([index for index, param in pairs if param.grad is not None])
 
     def detach(self, indices: Iterable[int] | None = None) -> None:
-        """The buffer is in other use from here on, or the places of some parameters are: gradients
-        that arrive stay apart.
+        """Have gradients that arrive stay apart: the buffer, or the places of some, are in other
+        use.
         """
         for index in range(len(self.params)) if indices is None else indices:
             self._closed.add(index)
             self.params[index].grad = None
 
     def attach(self) -> None:
-        """The buffer is the gradients' again."""
         for index in self._closed:
             self.params[index].grad = self.views[index]
         self._closed.clear()
 
     def forget(self) -> None:
-        """Drop all gradients."""
         self._closed.clear()
         for param in self.params:
             param.grad = None
 
     def destroy(self) -> None:
-        """Remove the hooks and forget the gradients."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -139,19 +125,12 @@ class FlatGradients:
 
 
 class Flight(NamedTuple):
-    """A range of a flat buffer on its way.
+    """A range of a flat buffer on its way."""
 
-    Attributes:
-        work: The collective; None if it is done.
-        payload: What travels.
-        target: The range.
-        post: By what the sum is multiplied.
-    """
-
-    work: Any
+    work: Any  # the collective; None if it is done
     payload: torch.Tensor
     target: torch.Tensor
-    post: float
+    post: float  # by what the sum is multiplied
 
 
 @torch.no_grad()
@@ -161,9 +140,7 @@ def start_all_reduce(
     group: dist.Group,
     communication_data_type: torch.dtype | None,
 ) -> Flight:
-    """Begin to average `target`, a range of a flat buffer; arguments as those of
-    `all_reduce_flat`.
-    """
+    """Begin to average `target`, a range of a flat buffer."""
     payload = (
         target
         if communication_data_type in (None, target.dtype)
@@ -195,15 +172,8 @@ def all_reduce_flat(
     groups: Iterable[dist.Group],
     communication_data_type: torch.dtype | None,
 ) -> None:
-    """All-reduce flat buffers in place, `bucket_numel` elements at a time, scaled by the reduce
-    rule.
-
-    Args:
-        flats: 1-D buffers; every rank passes the same sizes in the same order.
-        bucket_numel: Elements per collective.
-        rule: By what they are scaled.
-        groups: For each buffer, the ranks that hold the same parameters; None is the world.
-        communication_data_type: What travels; None is each buffer's own dtype.
+    """All-reduce flat buffers in place, `bucket_numel` elements at a time, each over its own group,
+    scaled by the reduce rule. Every rank passes the same sizes in the same order.
     """
     in_flight = [
         start_all_reduce(chunk, rule, group, communication_data_type)

@@ -43,16 +43,7 @@ from deepspeed.runtime.streams import SideStream
 
 
 class Replicated(GradientReduction):
-    """See module.
-
-    Args:
-        context: See base class.
-        gradients: Flat buffers.
-        replicas: For each, the ranks that hold the same parameters.
-        settings: With `overlap_comm`, on devices with streams, buckets leave while backward goes
-            on.
-        groups: See base class.
-    """
+    """Averages flat gradients, each over its `replicas`; see module."""
 
     def __init__(
         self,
@@ -105,11 +96,6 @@ class Replicated(GradientReduction):
             self._hooks.add()
 
     def hold(self, params: Iterable[nn.Parameter]) -> None:
-        """Plan anew; see base class.
-
-        Raises:
-            RuntimeError: In the middle of an accumulation window.
-        """
         if self._streams is not None:
             self._hooks.hold(params)
             self._plan()
@@ -129,18 +115,15 @@ class Replicated(GradientReduction):
 
     @property
     def works_during_backward(self) -> bool:
-        """See base class."""
         return self._hooks.are_set or any(gradients.has_hooks for gradients in self.gradients)
 
     def backward_prologue(self) -> None:
-        """See base class."""
         self._finish()  # of a backward that raised
         for gradients in self.gradients:
             gradients.take_over()
         self._hooks.reducing = self.reduces_now
 
     def exit_backward(self) -> None:
-        """See base class."""
         self._hooks.reducing = False
         if self._streams is not None:
             self._hooks.end()
@@ -191,9 +174,7 @@ class Replicated(GradientReduction):
 
     @torch.no_grad()
     def _send_again(self, buckets: Sequence[int]) -> None:
-        """Let what has arrived apart join the means; see [Note: gradients of a bucket on its
-        way].
-        """
+        """Let late gradients join the means; see [Note: gradients of a bucket on its way]."""
         streams = self._streams
         assert streams is not None, f"buckets {list(buckets)} without overlap"
         late = {param: param.grad for _, param in self._hooks.slots if param.grad is not None}
@@ -225,19 +206,16 @@ class Replicated(GradientReduction):
 
     @property
     def has_reduced_gradients(self) -> bool:
-        """See base class; only the engine steps what is no client's optimizer."""
         return True
 
     @property
     def step_divisor(self) -> float:
-        """See base class."""
         return self.context.accumulation_divisor
 
     def _travels_in(self, param: nn.Parameter, local: torch.dtype) -> torch.dtype:
         return self.settings.communication_data_type or local
 
     def load_window_state(self, saved: Mapping[str, Any]) -> None:
-        """See base class."""
         super().load_window_state(saved)
         for gradients in self.gradients:
             gradients.collect_present()
@@ -245,13 +223,11 @@ class Replicated(GradientReduction):
     # Clearing
 
     def clear(self) -> None:
-        """See base class."""
         self._finish()
         for gradients in self.gradients:
             gradients.forget()
 
     def destroy(self) -> None:
-        """See base class; waits for outstanding work."""
         self._finish()
         self._hooks.remove()
         if self._streams is not None:

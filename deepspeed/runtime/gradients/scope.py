@@ -21,55 +21,35 @@ from deepspeed.comm import Group
 
 
 class GradientPiece(NamedTuple):
-    """Consecutive elements of a parameter whose reduced gradient has the same holders.
-
-    Attributes:
-        param: The parameter.
-        start: Offset of the first element.
-        numel: Elements.
-        read: Returns the reduced gradient, 1-D, as the optimizer holds it; None on ranks that do
-            not hold it.
-        sums_in: The narrowest dtype that a sum over micro-batches or ranks passes through.
-    """
+    """Consecutive elements of a parameter whose reduced gradient has the same holders."""
 
     param: nn.Parameter
-    start: int
+    start: int  # offset of the first element
     numel: int
+    # returns the reduced gradient, 1-D, as the optimizer holds it; None on ranks that do not hold
+    # it
     read: Callable[[], torch.Tensor] | None
+    # the narrowest dtype that a sum over micro-batches or ranks passes through
     sums_in: torch.dtype
 
 
 class Passes(NamedTuple):
-    """What a schedule runs in every step, whatever the data.
-
-    Attributes:
-        micro_batches: How many.
-        chunks: Backwards of each, on this rank.
-        group: Ranks of which one has the loss.
-    """
+    """What a schedule runs in every step, whatever the data."""
 
     micro_batches: int
-    chunks: int
-    group: Group
+    chunks: int  # backwards of each, on this rank
+    group: Group  # ranks of which one has the loss
 
 
 @dataclass(frozen=True)
 class GradientScope:
-    """The ranks whose contributions make the right gradient of each parameter.
+    """The ranks whose contributions make the right gradient of each parameter."""
 
-    Attributes:
-        num_replicas: Ranks whose mean losses are averaged; N of the definition.
-        holders: The group that holds a parameter and sums its gradient.
-        everyone: The group that trains one model.
-        device: Of the model, for a rank that has no trainable parameter to ask.
-        shared: Parameters that other parts of the model use too, each with a group of one rank of
-            each part; in one order on all.
-        passes: What a schedule runs; None where the client calls backward.
-    """
-
-    num_replicas: int
-    holders: Callable[[torch.Tensor], Any]
-    everyone: Any
-    device: torch.device
+    num_replicas: int  # ranks whose mean losses are averaged; N of the definition
+    holders: Callable[[torch.Tensor], Any]  # the group that holds a parameter and sums its gradient
+    everyone: Any  # the group that trains one model
+    device: torch.device  # of the model, for a rank that has no trainable parameter to ask
+    # parameters that other parts of the model use too, each with a group of one rank of each part;
+    # in one order on all
     shared: Sequence[tuple[nn.Parameter, Any]] = ()
-    passes: Passes | None = None
+    passes: Passes | None = None  # what a schedule runs; None where the client calls backward

@@ -1,15 +1,10 @@
-"""Gradients of parameters marked `sequence_parallel`: each tensor-parallel rank has a part.
+"""Gradients of parameters marked `sequence_parallel`: each tensor-parallel rank sees its part of
+the sequence, so it has a part of the gradient.
 
-Under Megatron's sequence parallelism the tensor-parallel ranks hold the same layer norms (and
-biases of row-parallel layers) but each sees its part of the sequence, so each has a part of the
-gradient.
 Megatron's own trainer sums `param.grad` after backward, which is too late here: buckets have left
-by then, and a sum over several micro-batches that was averaged before would be summed twice.
-
-The parts are summed where a micro-batch is reduced, right before: this rank's sums over
-micro-batches, all parameters in one message. Buckets of other parameters have left during backward
-and are on their way meanwhile; the marked ones have buckets of their own, which leave after that.
-Then the parameter is an ordinary replica of the tensor-parallel ranks.
+by then, and a sum over several micro-batches that was averaged before would be summed twice. The
+parts are summed right before a micro-batch is reduced, all parameters in one message, while other
+buckets are on their way; the marked ones have buckets of their own, which leave after that.
 """
 
 from __future__ import annotations
@@ -37,16 +32,12 @@ def has_parts(param: torch.Tensor) -> bool:
 
 
 class SequenceParts:
-    """Sums the parts.
+    """Sums the parts of the marked parameters of `model`.
 
     Args:
-        model: Whose parameters; those that are marked and have parts are told so (`has_parts`).
+        model: Those of its parameters that have parts are told so (`has_parts`).
         group: The tensor-parallel ranks, which run the same backward and so sum in the same order;
             None: there is only this one.
-
-    Attributes:
-        params: The parameters, in the order of the model.
-        group: As given.
     """
 
     def __init__(self, model: nn.Module, group: dist.Group) -> None:
@@ -63,13 +54,12 @@ class SequenceParts:
         self._is_summed = True
 
     def opened(self) -> None:
-        """A backward begins: its parts are to be summed."""
         self._is_summed = False
 
     @torch.no_grad()
     def complete(self, sequence: StepSequence) -> None:
-        """Sum this rank's local gradients over the tensor-parallel ranks, once per backward; to be
-        called right before they are reduced. The host waits for nothing.
+        """Sum this rank's local gradients over the tensor-parallel ranks, once per backward, right
+        before they are reduced. The host waits for nothing.
         """
         if self._is_summed:
             return
@@ -87,7 +77,6 @@ class SequenceParts:
                 torch._foreach_copy_(piece, views)
 
     def close(self) -> None:
-        """The parameters are ordinary ones again."""
         for param in self.params:
             param.__dict__.pop(_MARK, None)
         self.params = []

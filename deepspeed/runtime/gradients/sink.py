@@ -29,14 +29,7 @@ STAGE_NUMEL = 1 << 22
 def accumulate(
     target: torch.Tensor, parts: Sequence[torch.Tensor], factor: float, first: bool
 ) -> None:
-    """`target` += factor * sum of `parts`, in the dtype of `target` and in their order.
-
-    Args:
-        target: 1-D; parts have as many elements.
-        parts: Summands, of any floating dtype.
-        factor: What each is multiplied by.
-        first: Replace what is in `target`.
-    """
+    """Add factor * sum of `parts` to `target`, in its dtype, in order; `first` replaces it."""
     if not runs_ahead(target) and any(part.dtype != target.dtype for part in parts):
         for start in range(0, target.numel(), HOST_CHUNK):
             chunk = slice(start, start + HOST_CHUNK)
@@ -59,18 +52,13 @@ def _accumulate_all(
 
 
 class DeviceSink:
-    """Adds reduced pieces to `group.grad` where it lies on the device of the pieces.
-
-    Attributes:
-        written: Buckets with a contribution since the last `clear`.
-    """
+    """Adds reduced pieces to `group.grad` where it lies on the device of the pieces."""
 
     def __init__(self) -> None:
         self.written: set[int] = set()
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was added since the last `clear`."""
         return not self.written
 
     @torch.no_grad()
@@ -82,7 +70,7 @@ class DeviceSink:
         pieces: list[torch.Tensor],
         factor: float,
     ) -> Any:
-        """Gradient of the shard += factor * sum of `pieces`.
+        """Add factor * sum of `pieces` to the gradient of the shard.
 
         Args:
             bucket: Which bucket; its first contribution since `clear` replaces.
@@ -125,14 +113,11 @@ class DeviceSink:
         """Return when `group.grad` is complete."""
 
     def clear(self) -> None:
-        """Forget all contributions."""
         self.written.clear()
 
 
 class _Staged(NamedTuple):
-    """A part of reduced pieces on its way to the host: what `DeviceSink._add` takes, in buffers
-    that `event` completes.
-    """
+    """Reduced pieces on their way to the host, in buffers that `event` completes."""
 
     grad: torch.Tensor
     segments: Sequence[Segment]
@@ -143,16 +128,11 @@ class _Staged(NamedTuple):
 
 
 class HostSink(DeviceSink):
-    """The same for gradients offloaded to the host: pieces are copied to page-locked buffers and
-    added by the host.
+    """Adds gradients offloaded to the host: copied to page-locked buffers and added by the host.
 
     Copies go on a stream of their own, so neither backward nor the next reduction waits for them.
     The host adds what has arrived when it comes by with the next bucket, and waits only where all
-    buffers are on their way.
-
-    Args:
-        buffer_count: How many staged parts may be on their way; bounds page-locked memory
-            (`offload_optimizer.buffer_count`).
+    `buffer_count` buffers are on their way.
     """
 
     def __init__(self, buffer_count: int) -> None:
@@ -190,9 +170,7 @@ class HostSink(DeviceSink):
         return event
 
     def _stage(self, parts: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-        """Start copying `parts` to the host; returns the copies and the event after which they are
-        there.
-        """
+        """Start copying `parts` to the host; returns copies and the event completing them."""
         buffers = [self._buffers.take(part.numel(), part.dtype) for part in parts]
         with self._copies.issue():
             for host, part in zip(buffers, parts, strict=True):
@@ -212,13 +190,11 @@ class HostSink(DeviceSink):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for all copies and add them."""
         while self._in_flight:
             self._land()
         self._copies.join()
 
     def clear(self) -> None:
-        """Forget all contributions, those in flight too."""
         while self._in_flight:
             staged = self._in_flight.popleft()
             for buffer in staged.buffers:

@@ -19,13 +19,9 @@ SHARD_ALIGNMENT = 2
 
 
 class GroupLayout:
-    """Lays groups out flat, one part for each rank.
-
-    Args:
-        context: Names parameters, and knows ranks.
-        settings: Of masters.
-        shard_group: Ranks that share one copy of the dense masters; None if every rank owns
-            everything. Experts are then shared by the ranks that hold the same ones.
+    """Lays groups out flat, one part for each rank of `shard_group`, which share one copy of the
+    dense masters (None: every rank owns everything); experts are shared by those that hold the same
+    ones.
     """
 
     def __init__(
@@ -42,11 +38,8 @@ class GroupLayout:
         return [known.get(param, len(known) + index) for index, param in enumerate(params)]
 
     def groups(self, optimizer: torch.optim.Optimizer, per_param: bool) -> list[ShardedGroup]:
-        """One for each parameter group of `optimizer`, whose parameters become masters; with parts
-        that stay on the device, as many of these behind them.
-
-        Raises:
-            ValueError: If a group holds parameters of several dtypes, or dense ones and experts.
+        """Make one for each parameter group of `optimizer`, whose parameters become masters; with
+        parts that stay on the device, as many of these behind them.
         """
         trained = [
             [param for param in group["params"] if param.requires_grad]
@@ -104,9 +97,7 @@ class GroupLayout:
     # What stages do otherwise
 
     def _kept_on_device(self, params: Sequence[Sequence[nn.Parameter]]) -> list[int]:
-        """With offload, how many of the first parameters of each group stay on the device all the
-        same.
-        """
+        """Return how many of the first parameters of each group stay on the device with offload."""
         return [0] * len(params)
 
     def _tables(

@@ -1,6 +1,4 @@
-"""Builds the engine's learning-rate schedule from what the client gave or the configuration
-names.
-"""
+"""Builds the learning-rate schedule from what the client gave or the configuration names."""
 
 from __future__ import annotations
 
@@ -16,15 +14,8 @@ from deepspeed.runtime.config_models.arguments import read_arguments
 def build_lr_scheduler(
     config: DeepSpeedConfig, client: Any, optimizer: torch.optim.Optimizer | None
 ) -> Any:
-    """The schedule, or None.
-
-    Args:
-        config: Its `scheduler` block is used if the client gave nothing.
-        client: A scheduler object, or a callable that makes one from the optimizer.
-        optimizer: The torch optimizer whose groups the schedule writes to.
-
-    Raises:
-        DeepSpeedConfigError: If the named schedule does not exist or does not take its parameters.
+    """Return the client's schedule (an object, or what a callable makes of the optimizer), or else
+    that of the configuration's `scheduler` block, or None.
     """
     if client is not None:
         is_factory = callable(client) and not hasattr(client, "step")

@@ -1,8 +1,4 @@
-"""Command-line arguments that describe a learning-rate schedule, and what they make.
-
-Owns the names of the schedules and of their parameters. The schedules themselves are
-``lr_schedules``.
-"""
+"""Command-line arguments that describe a learning-rate schedule, and what they make."""
 
 from __future__ import annotations
 

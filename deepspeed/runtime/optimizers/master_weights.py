@@ -1,8 +1,5 @@
-"""Master weights: what a step updates where the model's parameters are not it.
-
-Every parameter group is laid out flat and cut into shards (`sharding/`); each rank keeps masters,
-moments and gradients of its own. How gradients get there is a reduction's business; how updated
-masters become parameters is `publishing`'s.
+"""Master weights: what a step updates where the model's parameters are not it. Every group is laid
+out flat and cut into shards; each rank keeps masters, moments and gradients of its own.
 """
 
 from __future__ import annotations
@@ -14,20 +11,22 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.host_optimizer import HostOptimizer
 from deepspeed.ops.whole_parameters import WholeParameterOptimizer
 from deepspeed.runtime.gradients.norm import joined, local_squared_norm, reduce_squared_norm
 from deepspeed.runtime.gradients.reduction import GradientContext
 from deepspeed.runtime.gradients.scope import GradientPiece
+from deepspeed.runtime.module_hooks.parameter_arrivals import ParameterArrivals
 from deepspeed.runtime.optimizers.group_layout import GroupLayout
 from deepspeed.runtime.optimizers.owner_steps import OwnerSteps
-from deepspeed.runtime.optimizers.publishing import Publishing
-from deepspeed.runtime.optimizers.settings import StepSettings
+from deepspeed.runtime.optimizers.settings import ShardSettings, StepSettings
 from deepspeed.runtime.optimizers.state_layout import OwnTensor, ParamRun
 from deepspeed.runtime.optimizers.step_outcome import GradientScaling
 from deepspeed.runtime.optimizers.step_sequence import StepSequence, forwarded
 from deepspeed.runtime.sharding.dealt_parameters import DealtParameters
 from deepspeed.runtime.sharding.group import ShardedGroup
+from deepspeed.runtime.sharding.publisher import Publisher
 from deepspeed.utils.tensor_fragment import logical_shape
 
 
@@ -46,18 +45,13 @@ class ParamLink(NamedTuple):
     param_index: int
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Pickled as None: a saved module does not take the optimizer and its process groups
-        along.
-        """
+        """Pickle as None: a saved module takes no optimizer and process groups along."""
         return type(None), ()
 
 
 def _forget_unused_state(optimizer: torch.optim.Optimizer) -> None:
     """Drop the state by parameters that some optimizers make at once (torch's Adagrad): masters
-    take the parameters' place.
-
-    Raises:
-        ValueError: Steps have been taken, and would be forgotten.
+    take their place. Refuse if steps have been taken, which would be forgotten.
     """
     state = getattr(optimizer, "state", {})
     for own in state.values():
@@ -78,10 +72,56 @@ def _is_used(own: Mapping[str, object]) -> bool:
 
 
 def _reader(group: ShardedGroup, start: int, numel: int) -> Callable[[], torch.Tensor]:
-    """Reads the owned gradient at the time of the call: its buffer is made late and may be
-    replaced.
-    """
+    """Read the owned gradient when called: its buffer is made late and may be replaced."""
     return lambda: group.grad[start : start + numel]
+
+
+class Publishing:
+    """Rounds the masters of all groups and gathers them. Shards of units (stage 3) follow by the
+    pieces `copied` (to, from).
+    """
+
+    def __init__(self, groups: Sequence[ShardedGroup], settings: ShardSettings) -> None:
+        self._groups = groups
+        self._settings = settings
+        self._made: list[Publisher] = []
+        self.copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._arrivals: ParameterArrivals | None = None
+        model = settings.gather_beside
+        if model is not None and not get_accelerator().resolves_data_dependency():
+            self._arrivals = ParameterArrivals(model)
+
+    def publishers(self) -> list[Publisher]:
+        """Of each group; made late, when the groups have their final buffers."""
+        if not self._made:
+            self._made = [self._publisher(group) for group in self._groups]
+        return self._made
+
+    def _publisher(self, group: ShardedGroup) -> Publisher:
+        by_broadcast = not self._settings.allgather_partitions
+        return Publisher(group, self._settings.allgather_bucket_size, by_broadcast, self._arrivals)
+
+    def publish(self, delivered: bool = False) -> None:
+        """Give every rank all shards; `delivered`: all pieces have been sent already."""
+        publishers = self.publishers()
+        for publisher in publishers if not delivered else ():
+            publisher.publish()
+        for publisher in publishers:
+            publisher.finish()
+        if self._arrivals is not None:
+            self._arrivals.hand_over()
+
+    def await_parameters(self) -> None:
+        """Let the current stream wait for all parameters, which are about to be written, or read
+        without their hearing of it.
+        """
+        if self._arrivals is not None:
+            self._arrivals.settle()
+
+    def destroy(self) -> None:
+        if self._arrivals is not None:
+            self._arrivals.destroy()
+        self._made = []
 
 
 class MasterWeights:
@@ -91,22 +131,10 @@ class MasterWeights:
     become the owned flat master shard, or one master per parameter if `per_param` is set
     (optimizers that need shapes).
 
-    Args:
-        init_optimizer: Optimizer over model parameters; frozen ones are left out.
-        context: Of the gradients.
-        steps: What counts in the norm, over which ranks.
-        layout: How groups are laid out.
-        per_param: Give the optimizer one tensor per parameter.
-
-    Raises:
-        ValueError: If a group holds parameters of several dtypes, or dense ones and experts; or if
-            the optimizer has taken steps already.
-
     Attributes:
         groups: Flat groups of parameters, and what this rank owns of each.
         places: Where each trained parameter lies.
         num_shards: How many ranks share the dense masters.
-        shard_rank: This rank's place among them.
         group_squares: Reduced squared norms of the last step, `[num_norm_groups]`, of the gradient
             as accumulated.
     """
@@ -149,12 +177,10 @@ class MasterWeights:
             )
 
     def link(self, sequence: StepSequence) -> None:
-        """Let every parameter know the optimizer that trains it."""
         for param, place in self.places.items():
             param._hp_mapping = ParamLink(sequence, *place)  # type: ignore[attr-defined]  # the link is dynamic
 
     def names(self, group_index: int) -> list[str]:
-        """Names of the parameters of a group."""
         return [
             self.context.param_names.get(param, f"unnamed.{group_index}.{index}")
             for index, param in enumerate(self.groups[group_index].params)
@@ -162,12 +188,10 @@ class MasterWeights:
 
     @property
     def cpu_offload(self) -> bool:
-        """Whether masters are on the host."""
         return self.settings.offload is not None
 
     @property
     def state(self) -> Any:
-        """The wrapped optimizer's state."""
         return self.optimizer.state
 
     @state.setter
@@ -193,23 +217,19 @@ class MasterWeights:
 
     @property
     def group_paddings(self) -> list[int]:
-        """Trailing elements of this rank's shard of each group, as files have it, that belong to no
-        parameter.
-        """
+        """The padding at the end of this rank's shard of each group in files."""
         return [group.file_table.shard_padding(group.shard_rank) for group in self.groups]
 
     # Norm
 
     def _param_group_of(self, index: int) -> int:
-        """Which parameter group of the optimizer `groups[index]` is of: parts that stay on the
-        device with offload are groups behind those of all others.
+        """Return which parameter group `groups[index]` is of: parts that stay on the device with
+        offload are groups behind those of all others.
         """
         return index % len(self.optimizer.param_groups)
 
     def _norm_grads(self, group_index: int, counted: bool = True) -> list[torch.Tensor]:
-        """The owned gradients of a group that count in the norm on this rank, or those that another
-        rank counts.
-        """
+        """Return the owned gradients of a group that count here, or those counted elsewhere."""
         group = self.groups[group_index]
         if self._counts_in_norm is None:
             return [group.grad] if counted else []
@@ -228,16 +248,14 @@ class MasterWeights:
         return [group.grad[part] for part in self._grad_slices[key]]
 
     def _squared_norm(self, group_index: int, device: torch.device) -> torch.Tensor:
-        """Sum of squares of a group's owned gradients that count here, fp32, shape `[1]`, on
-        `device`; no communication.
-        """
+        """Sum the squares of a group's gradients that count here: fp32, `[1]`, on `device`."""
         return local_squared_norm(
             self._norm_grads(group_index), device, self._norm_grads(group_index, counted=False)
         )
 
     def scaled_global_norm(self) -> torch.Tensor:
-        """Norm of the whole model's gradient as accumulated (times the loss scale), fp32, shape
-        `[1]`: local squared sums of all groups, then one reduction of them all.
+        """Return the norm of the whole model's gradient as accumulated (times the loss scale),
+        fp32, `[1]`: local squared sums of all groups, then one reduction of them all.
         """
         squares = torch.zeros(self.num_norm_groups, dtype=torch.float32, device=self.device)
         for index in range(len(self.groups)):
@@ -259,7 +277,6 @@ class MasterWeights:
 
     @torch.no_grad()
     def update(self, scaling: GradientScaling) -> None:
-        """Step with scaled gradients, and give every rank the parameters."""
         self.publishing.await_parameters()
         if isinstance(self.optimizer, HostOptimizer) and not self._per_param:
             publishers = self.publishing.publishers()
@@ -294,9 +311,7 @@ class MasterWeights:
             group.refresh_master()
 
     def set_param(self, param: nn.Parameter, value: torch.Tensor) -> None:
-        """Model-precision value of `param` <- `value`, the same on all ranks; its master is set
-        already.
-        """
+        """Set the model's `param`, the same on all ranks; its master is set already."""
         with torch.no_grad():
             param.copy_(value)
 
@@ -307,9 +322,7 @@ class MasterWeights:
         return [group.params for group in self.groups]
 
     def own_tensors(self) -> Iterator[OwnTensor]:
-        """Every tensor that the wrapped optimizer updates, in its order: the owned shard of each
-        group, or every parameter's master.
-        """
+        """Yield every tensor that the wrapped optimizer updates, in its order."""
         for index, group in enumerate(self.groups):
             if self._per_param:
                 for master, param in zip(group.masters, group.params, strict=True):
@@ -334,14 +347,13 @@ class MasterWeights:
 
     @property
     def owner_steps(self) -> OwnerSteps | None:
-        """The wrapped optimizer, if it keeps state of whole parameters with their owners."""
         return self.optimizer if isinstance(self.optimizer, OwnerSteps) else None
 
     def gradient_pieces(
         self, sums_in: Callable[[nn.Parameter], torch.dtype]
     ) -> list[GradientPiece]:
-        """Where reduced gradients lie, for observers: the fragments of all parameters, in an order
-        that is the same on all ranks.
+        """List where reduced gradients lie, all fragments in an order that is the same on all
+        ranks.
         """
         pieces = []
         for group in self.groups:
@@ -356,15 +368,12 @@ class MasterWeights:
     def gather_full(
         self, links: Sequence[tuple[int, int]], shards: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Whole tensors of several parameters from their owners, with one collective per process
-        group that shares them.
-
-        All ranks that hold the parameters must call it alike.
+        """Gather whole tensors of several parameters, with one collective per process group that
+        shares them; all ranks that hold the parameters call it alike.
 
         Args:
             links: Group and index of each parameter.
-            shards: For each group, this rank's shard of the wanted quantity (master, moment or
-                gradient).
+            shards: For each group, this rank's shard of the wanted quantity.
 
         Returns:
             fp32 tensors in the parameters' shapes, on the model's device.

@@ -29,12 +29,7 @@ RATES_OF_SCHEDULES: dict[str, tuple[str, float | None]] = {
 
 
 def one_rate_for_both(params: Mapping[str, Any], schedule: SchedulerConfig | None) -> str | None:
-    """What to warn of where a schedule overwrites Muon's rate and AdamW's by one, if it does.
-
-    Args:
-        params: The optimizer's.
-        schedule: The configuration's.
-    """
+    """Say what to warn of if a schedule overwrites Muon's rate and AdamW's by one."""
     if schedule is None or not {"muon_lr", "adam_lr"}.intersection(params):
         return None
     key, default = RATES_OF_SCHEDULES.get(schedule.type or "", ("", None))
@@ -51,15 +46,10 @@ def one_rate_for_both(params: Mapping[str, Any], schedule: SchedulerConfig | Non
 def muon_groups(
     module: nn.Module, parameters: Iterable[Any], config: TrainingConfig
 ) -> list[dict[str, Any]]:
-    """`parameters` as groups with the key `use_muon`.
+    """Make `parameters` groups with the key `use_muon`; one that has the key stays as it is.
 
     A parameter that is not marked (`param.use_muon`) uses Muon if it has two dimensions or more and
     is neither the weight of an `nn.Embedding` nor named like one, or like a head over tokens.
-
-    Args:
-        module: The model.
-        parameters: Parameters or groups; a group with the key stays as it is.
-        config: Names Muon as the optimizer.
 
     Raises:
         DeepSpeedConfigError: Marks and groups disagree, or something that is marked is no matrix.
@@ -105,13 +95,6 @@ def check_whole_parameters(
 ) -> None:
     """Make sure that what should be updated from whole parameters is.
 
-    Args:
-        basic: The optimizer.
-        is_elementwise: It is known to update each element by itself.
-        by_owners: It is known to update each parameter from the whole of it, and does not ask.
-        names: Of parameters.
-        ranks: Which ranks hold which parameters.
-
     Raises:
         DeepSpeedConfigError: A parameter that has `use_muon` would be updated by another rule, Muon
             would update nothing, or a rank has only a slice of a parameter.
@@ -145,11 +128,7 @@ def check_whole_parameters(
 def check_has_wholes(
     basic: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], ranks: ModelRanks
 ) -> None:
-    """Make sure that no rank has only a slice of what an optimizer updates from the whole of it.
-
-    Raises:
-        DeepSpeedConfigError: One has.
-    """
+    """Refuse a slice of what an optimizer updates from the whole of it."""
     groups = [group for group in basic.param_groups if group.get(MARK, True)]
     for param in _members(groups) if ranks.tensor_group is not None else ():
         if is_model_parallel_parameter(param):

@@ -1,6 +1,4 @@
-"""Which optimizers may step shards of parameters, which get whole ones, and which do not work with
-ZeRO at all.
-"""
+"""Which optimizers may step shards, which get whole parameters, and which ZeRO cannot take."""
 
 from __future__ import annotations
 
@@ -49,15 +47,8 @@ BY_OWNERS = ("Adafactor", "Muon")
 
 
 def check_spread_experts(basic: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
-    """Make sure that experts of which a rank has some rows are not updated from the whole of what
-    would be one parameter.
-
-    Args:
-        basic: Named by the configuration, or the client's.
-        names: Of parameters.
-
-    Raises:
-        DeepSpeedConfigError: They would be.
+    """Refuse experts of which a rank has some rows, updated from the whole of what would be one
+    parameter.
     """
     if is_elementwise(basic):
         return
@@ -85,17 +76,7 @@ def on_shards(
     names: Mapping[nn.Parameter, str],
     ranks: ModelRanks,
 ) -> torch.optim.Optimizer:
-    """`basic`, or what hands it whole parameters.
-
-    Args:
-        basic: Named by the configuration, or the client's.
-        config: The configuration, of stage 1 or higher.
-        names: Of parameters.
-        ranks: Which ranks hold which parameters.
-
-    Raises:
-        DeepSpeedConfigError: It would not be right on shards.
-    """
+    """Return `basic`, or what hands it whole parameters; refuse what is wrong on shards."""
     name = type(basic).__name__
     if isinstance(basic, WholeParameterOptimizer) or is_elementwise(basic):
         return basic
@@ -118,8 +99,8 @@ def on_shards(
 
 
 def is_elementwise(basic: torch.optim.Optimizer) -> bool:
-    """Whether it is known by its name to update an element from that element alone, and does not
-    behave otherwise.
+    """Return whether it is known by its name to update an element from that element alone, and does
+    not behave otherwise.
     """
     if type(basic).__name__ not in ELEMENTWISE:
         return False

@@ -149,13 +149,11 @@ class OwnerSteps(WholeParameterOptimizer):
         return torch.as_tensor(value).to(self.param_groups[group]["params"][0].device)
 
     def set_state_of(self, group: int, param: ParamIndex, key: str, value: torch.Tensor) -> None:
-        """Set state `key` of one parameter; `value` is the same on all ranks."""
         for one in self._owned()[group]:
             if one.param == param:
                 self.state[one.tensor][key].copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the client's, by group and there by name; see module."""
         with self._in_groups():
             base = self.inner.state_dict()
         state: dict[int, Any] = {}
@@ -185,7 +183,6 @@ class OwnerSteps(WholeParameterOptimizer):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load such a state; raise ValueError if it is not that of whole parameters."""
         states: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for number, (own, options) in enumerate(

@@ -1,7 +1,7 @@
 """Stage 0 without master weights: the client's own optimizer over the model's own parameters.
 
-The engine hands the client its optimizer back unwrapped; this object runs the same step sequence as
-all other optimizers around it: average, norm, non-finite check, clip, step.
+The engine hands the client its optimizer back unwrapped; this object runs the step sequence around
+it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,12 @@ from deepspeed.runtime.sharding.group import expert_group_of
 
 
 class ReplicatedLink(NamedTuple):
-    """How `deepspeed.utils.safe_get_full_grad` finds what is left to be divided; set as
-    `param._ds_replicated_by`.
-    """
+    """Tells `safe_get_full_grad` what is left to be divided; see `param._ds_replicated_by`."""
 
     optimizer: StepSequence
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Pickled as None: a saved module does not take the optimizer and its process groups
-        along.
-        """
+        """Pickle as None: a saved module takes no optimizer and process groups along."""
         return type(None), ()
 
 
@@ -43,13 +39,7 @@ def _reader(view: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 class Family(NamedTuple):
-    """What parameters of one flat buffer have in common.
-
-    Attributes:
-        dtype: Theirs.
-        device: Theirs.
-        expert_group: Group name of experts; None for dense parameters.
-    """
+    """What parameters of one flat buffer have in common; `expert_group` is None for dense ones."""
 
     dtype: torch.dtype
     device: torch.device
@@ -67,14 +57,7 @@ def _families(optimizer: torch.optim.Optimizer) -> dict[Family, list[nn.Paramete
 
 
 class ModelParameters:
-    """The model's own parameters, which the client's optimizer updates.
-
-    Args:
-        optimizer: The client's.
-        context: Of the gradients.
-        steps: What counts in the norm, over which ranks.
-        gradients: Their flat buffers.
-    """
+    """The model's own parameters, which the client's optimizer updates."""
 
     waits_for_gradients = False
 
@@ -113,14 +96,12 @@ class ModelParameters:
         return found
 
     def link(self, sequence: StepSequence) -> None:
-        """Let every parameter know the optimizer that trains it."""
         for gradients in self._gradients:
             for param in gradients.params:
                 param._ds_replicated_by = ReplicatedLink(sequence)  # type: ignore[attr-defined]  # the link is dynamic
 
     @property
     def state(self) -> Any:
-        """The client's optimizer's state."""
         return self.optimizer.state
 
     @state.setter
@@ -128,7 +109,6 @@ class ModelParameters:
         self.optimizer.state = value
 
     def scaled_global_norm(self) -> torch.Tensor:
-        """See `MasterWeights`."""
         squares = torch.zeros(self.num_norm_groups, dtype=torch.float32, device=self.device)
         for index, (own, others) in enumerate(
             zip(self._counted, self._counted_elsewhere, strict=True)
@@ -142,7 +122,6 @@ class ModelParameters:
 
     @torch.no_grad()
     def update(self, scaling: GradientScaling) -> None:
-        """Step with scaled gradients."""
         scaling.step(self.optimizer, [gradients.flat for gradients in self._gradients])
 
     def gradient_pieces(
@@ -157,11 +136,9 @@ class ModelParameters:
         ]
 
     def numbered_params(self) -> list[list[nn.Parameter]]:
-        """The model's parameters by group, in the order in which the state numbers them."""
         return [group["params"] for group in self.optimizer.param_groups]
 
     def own_tensors(self) -> Iterator[OwnTensor]:
-        """Every parameter, in the optimizer's order."""
         for index, params in enumerate(self.numbered_params()):
             for param in params:
                 yield OwnTensor.of_param(param, index, param, required=param.requires_grad)
@@ -179,14 +156,7 @@ class ModelParameters:
 
 
 class ReplicatedOptimizer(StepSequence):
-    """See module.
-
-    Args:
-        init_optimizer: The client's optimizer.
-        param_names: Name of each parameter, in model order.
-        steps: See `StepSettings`.
-        reduction: See `ReductionSettings`.
-    """
+    """The step sequence around a client's optimizer; see module."""
 
     reduction: Replicated
 
@@ -216,7 +186,6 @@ class ReplicatedOptimizer(StepSequence):
         return self.optimizer
 
     def backward_prologue(self) -> None:
-        """See base class."""
         # The client has its own optimizer in hand, whose zero_grad() tells nobody.
         self.observer.resumed(lambda: all(param.grad is None for param in self._trained()))
         super().backward_prologue()

@@ -1,7 +1,5 @@
-"""What the parts of an optimizer are made from: `StepSettings` and `ShardSettings`.
-
-`optimizer_factory` reads them off the configuration; those of reductions are
-`gradients.reduction.ReductionSettings`.
+"""What the parts of an optimizer are made from: `StepSettings` and `ShardSettings`, which
+`optimizer_factory` reads off the configuration.
 """
 
 from __future__ import annotations
@@ -27,51 +25,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What a step needs, whatever is sharded.
+    """What a step needs, whatever is sharded."""
 
-    Attributes:
-        clip_grad: Maximum global gradient norm; 0 disables clipping.
-        tracker: Who knows what is the boundary; None: every micro-batch is.
-        reduce_rule: Who knows by what gradients are scaled; None: the mean over the world.
-        loss_scaler: State machine of the loss scale; None: no scaling.
-        check_grad_overflow: Skip steps whose gradient is not finite.
-        dp_process_group: Ranks that hold the same dense parameters and average their gradients;
-            None is the world.
-        expert_data_parallel_group: By `param.group_name`, the ranks that hold the same experts.
-        norm_group: Ranks over which squared sums are added for the norm; None: this rank counts
-            everything itself.
-        counts_in_norm: Whether this rank counts a parameter in the norm (False for a replica that
-            another rank counts); None: all.
-        num_norm_groups: Length of the norm's tensor, the same on all ranks; None: the number of
-            parameter groups here.
-        device: Device of the model, for a rank that has no trainable parameter to ask.
-        allow_empty: Other ranks hold other parts of the model, so this one may have no trainable
-            parameter.
-        backward_started: Called by the first hook of a backward that nobody announced.
-    """
-
-    clip_grad: float = 0.0
+    clip_grad: float = 0.0  # maximum global gradient norm; 0 disables clipping
+    # who knows what is the boundary; None: every micro-batch is
     tracker: AccumulationTracker | None = None
+    # who knows by what gradients are scaled; None: the mean over the world
     reduce_rule: ReduceRule | None = None
-    loss_scaler: LossScalerBase | None = None
-    check_grad_overflow: bool = True
+    loss_scaler: LossScalerBase | None = None  # state machine of the loss scale; None: no scaling
+    check_grad_overflow: bool = True  # skip steps whose gradient is not finite
+    # ranks that hold the same dense parameters and average their gradients; None is the world
     dp_process_group: dist.Group = None
+    # by `param.group_name`, the ranks that hold the same experts
     expert_data_parallel_group: Mapping[str, dist.Group] | None = None
+    # ranks over which squared sums are added for the norm; None: this rank counts everything itself
     norm_group: dist.Group = None
+    # whether this rank counts a parameter in the norm (False for a replica that another rank
+    # counts); None: all
     counts_in_norm: Callable[[nn.Parameter], bool] | None = None
+    # length of the norm's tensor, the same on all ranks; None: the number of parameter groups here
     num_norm_groups: int | None = None
+    # device of the model, for a rank that has no trainable parameter to ask
     device: torch.device | None = None
+    # other ranks hold other parts of the model, so this one may have no trainable parameter
     allow_empty: bool = False
+    # called by the first hook of a backward that nobody announced
     backward_started: Callable[[], None] = nobody
 
     def context(
         self, init_optimizer: torch.optim.Optimizer, param_names: Mapping[nn.Parameter, str]
     ) -> GradientContext:
-        """What the parts of the optimizer around `init_optimizer` share, which still has the
-        model's parameters.
-
-        Raises:
-            ValueError: If there is no trainable parameter and `allow_empty` is not set.
+        """Make what the parts of the optimizer share, which still has the model's parameters;
+        without a trainable one it must be `allow_empty`.
         """
         params = [p for group in init_optimizer.param_groups for p in group["params"]]
         trainable = next((param for param in params if param.requires_grad), None)
@@ -92,37 +77,28 @@ class StepSettings:
         )
 
     def outcomes(self) -> Outcomes:
-        """What knows the loss scale and what became of steps."""
         scaler = self.loss_scaler or LossScaler(scale=1.0)
         return Outcomes(scaler, self.check_grad_overflow, self.clip_grad)
 
 
 @dataclass(frozen=True)
 class ShardSettings:
-    """How masters are kept, and how parameters that were updated come to everybody.
+    """How masters are kept, and how parameters that were updated come to everybody."""
 
-    Attributes:
-        instances: How the data-parallel ranks are split into replicas of the sharded state; None:
-            one instance of all of them.
-        master_dtype: Dtype of masters and optimizer state.
-        grad_dtype: Dtype in which owned gradients are accumulated.
-        offload: Offload settings of the optimizer state, if on.
-        round_robin: Deal parameters to shards in turn.
-        allgather_bucket_size: Most elements that one gather by pieces fills on a rank.
-        allgather_partitions: Gather; otherwise one broadcast per owner.
-        gather_beside: Gather updated parameters while the next forward of this model runs, whose
-            modules then wait for their own; None: before anything else. Where the device has no
-            streams, there is nothing to run beside.
-        elastic_checkpoint: Save moments without padding, so that another world size can cut them
-            anew.
-    """
-
+    # how the data-parallel ranks are split into replicas of the sharded state; None: one instance
+    # of all of them
     instances: OptimizerInstances | None = None
-    master_dtype: torch.dtype = torch.float32
-    grad_dtype: torch.dtype = torch.float32
+    master_dtype: torch.dtype = torch.float32  # dtype of masters and optimizer state
+    grad_dtype: torch.dtype = torch.float32  # dtype in which owned gradients are accumulated
+    # offload settings of the optimizer state, if on
     offload: DeepSpeedZeroOffloadOptimizerConfig | None = None
-    round_robin: bool = False
+    round_robin: bool = False  # deal parameters to shards in turn
+    # most elements that one gather by pieces fills on a rank
     allgather_bucket_size: int = 500_000_000
-    allgather_partitions: bool = True
+    allgather_partitions: bool = True  # gather; otherwise one broadcast per owner
+    # Gather updated parameters while the next forward of this model runs, whose modules then wait
+    # for their own; None: before anything else. Where the device has no streams, there is nothing
+    # to run beside.
     gather_beside: nn.Module | None = None
+    # save moments without padding, so that another world size can cut them anew
     elastic_checkpoint: bool = False

@@ -1,13 +1,12 @@
 """What a step does with its gradients, and how the host learns of it.
 
 A step multiplies its gradients by a factor (unscale, clip) and is skipped if they are not finite.
-Both follow from the norm. A device that the host runs ahead of decides them itself: the factor is
-a tensor on it (`GradientScaling`), and the host looks at the norm afterwards, if at all
-(`StepOutcome`). `StepSequence` has the order.
+Both follow from the norm. A device that the host runs ahead of decides them itself: the factor is a
+tensor on it, and the host looks at the norm afterwards, if at all.
 
 [Note: who decides]
-- The host, from a norm that it has read: where reading is free, where gradients are updated on the
-  host anyway, and for an optimizer that cannot skip on the device, if steps are skipped at all.
+- The host, from a norm that it has read: where reading is free, where gradients are updated on
+  the host anyway, and for an optimizer that cannot skip on the device, if steps are skipped at all.
 - The device, for optimizers that take `grad_scale` and `found_inf` as torch's fused optimizers do
   for its GradScaler: `step` divides gradients by the first, and changes and counts nothing if the
   second is 1. Every optimizer can have its gradients multiplied on the device where no step is
@@ -42,8 +41,8 @@ def takes_scaling(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _makes_momentum(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the next step is one that torch's SGD makes momentum buffers in: a skipped one leaves
-    them uninitialized, and the step after it takes them for momentum.
+    """Return whether the next step makes momentum buffers of torch's SGD: a skipped one leaves them
+    uninitialized, and the step after it takes them for momentum.
     """
     return isinstance(optimizer, torch.optim.SGD) and any(
         group["momentum"] and optimizer.state.get(param, {}).get("momentum_buffer") is None
@@ -53,24 +52,16 @@ def _makes_momentum(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class GradientScaling(NamedTuple):
-    """What happens to gradients on their way into the optimizer.
-
-    Attributes:
-        factor: By what they are multiplied: a number, or a 0-d fp32 tensor on their device.
-        found_inf: 0-d, fp32, on their device: 1 if the optimizer must change nothing. None: the
-            step is taken.
+    """What happens to gradients on their way into the optimizer: they are multiplied by `factor`, a
+    number or a 0-d fp32 tensor on their device, and where `found_inf` (0-d, fp32, there too) is 1
+    nothing changes.
     """
 
     factor: float | torch.Tensor
     found_inf: torch.Tensor | None = None
 
     def step(self, optimizer: torch.optim.Optimizer, grads: Iterable[torch.Tensor]) -> None:
-        """One step of `optimizer`.
-
-        Args:
-            optimizer: Has its gradients. It takes scaling if there is a `found_inf`.
-            grads: All memory of those gradients, which may be overwritten.
-        """
+        """Step `optimizer`; `grads` are all memory of its gradients, which may be overwritten."""
         in_tensors = isinstance(self.factor, torch.Tensor) and takes_scaling(optimizer)
         if self.found_inf is None and not in_tensors:
             if isinstance(self.factor, torch.Tensor) or self.factor != 1.0:
@@ -95,33 +86,19 @@ class GradientScaling(NamedTuple):
 
 
 class UnreadNorms(NamedTuple):
-    """The norms of a step's gradient where they were computed, for whoever reads them later.
+    """The norms of a step's gradient where they were computed, for later readers."""
 
-    Attributes:
-        norm: Of everything, times the loss scale, 0-d, fp32.
-        scale: The loss scale that these gradients carry.
-        skips: Whether the step is skipped if the norm is not finite.
-        group_squares: Squared norms per parameter group, 1-d, fp32; None without gradients.
-        group_factor: By what their roots are multiplied to be norms without loss scale.
-    """
-
-    norm: torch.Tensor
-    scale: float
-    skips: bool
+    norm: torch.Tensor  # of everything, times the loss scale, 0-d, fp32
+    scale: float  # the loss scale that these gradients carry
+    skips: bool  # whether the step is skipped if the norm is not finite
+    # squared norms per parameter group, 1-d, fp32; None without gradients
     group_squares: torch.Tensor | None
-    group_factor: float
+    group_factor: float  # by what their roots are multiplied to be norms without loss scale
 
 
 class StepOutcome:
-    """The norm of a step's gradient, and with it whether the step was skipped.
-
-    Args:
-        norm: Times the loss scale, 0-d, fp32, where it was computed.
-        scale: The loss scale that these gradients carry.
-        skips: Whether the step is skipped if the norm is not finite.
-
-    Attributes:
-        norm, scale, skips: The same.
+    """The norm of a step's gradient (times the loss `scale`, 0-d, fp32, where it was computed), and
+    whether that skipped the step.
     """
 
     def __init__(self, norm: torch.Tensor, scale: float, skips: bool) -> None:
@@ -153,23 +130,14 @@ class StepOutcome:
 
     @property
     def is_skipped(self) -> bool:
-        """Whether the step was skipped. The first read waits for the device if steps are skipped
-        at all.
+        """Whether the step was skipped. The first read waits for the device if steps are skipped at
+        all.
         """
         return self.skips and not math.isfinite(self.host_norm)
 
 
 class Outcomes:
-    """The loss scale, the norms and what became of steps; names are upstream's where it has them.
-
-    Args:
-        scaler: State machine of the loss scale.
-        check_grad_overflow: Skip steps whose gradient is not finite.
-        clip_grad: Maximum global gradient norm; 0 disables clipping.
-
-    Attributes:
-        skipped_steps: How many were skipped, as far as the host knows; see `learn_outcome`.
-    """
+    """The loss scale, the norms and what became of steps, under upstream's names."""
 
     def __init__(self, scaler: LossScalerBase, check_grad_overflow: bool, clip_grad: float) -> None:
         self._scaler = scaler
@@ -192,12 +160,8 @@ class Outcomes:
     def begin(
         self, norm: torch.Tensor, group_squares: torch.Tensor | None, factor: float
     ) -> StepOutcome:
-        """A step with a gradient of this norm is about to be taken.
-
-        Args:
-            norm: Times the loss scale, 0-d, fp32.
-            group_squares: Per parameter group, of the gradient as accumulated.
-            factor: By what the accumulated gradient is multiplied, beside the loss scale.
+        """Begin a step with a gradient of this norm (times the loss scale, 0-d, fp32); `factor` is
+        what the accumulated gradient is multiplied by beside the loss scale.
         """
         self._outcome = StepOutcome(norm, self._used_scale(), self.check_grad_overflow)
         self._group_squares = group_squares
@@ -206,7 +170,6 @@ class Outcomes:
         return self._outcome
 
     def send(self, outcome: StepOutcome) -> None:
-        """Start copying the norm to the host, if the host will have to know."""
         outcome.send(self._late_norms[0])
         self._late_norms.rotate()
 
@@ -217,16 +180,11 @@ class Outcomes:
         return float(self._scaler.loss_scale)
 
     def learn_outcome(self, but_last: bool = False) -> None:
-        """Let the host know which steps were skipped, which may wait for the device: the scale
+        """Let the host know which steps were skipped (`but_last`: without the last): the scale
         moves on, and skips are counted and logged.
 
-        Called before anything that depends on it is read. Where no step is skipped nothing waits.
-
-        Args:
-            but_last: Of the last step it need not know yet.
-
-        Raises:
-            RuntimeError: If the scale cannot shrink any more; see `DynamicLossScaler`.
+        Called before anything that depends on it is read. It may wait for the device, but not where
+        no step is skipped. A scale that cannot shrink any more raises.
         """
         while len(self._unknown) > int(but_last):
             outcome = self._unknown.popleft()
@@ -254,7 +212,6 @@ class Outcomes:
     # In files of ZeRO
 
     def scaler_state(self) -> dict[str, Any]:
-        """The loss scaler, and what became of the last step."""
         return {
             LOSS_SCALER: self.loss_scaler,
             "dynamic_loss_scale": self.dynamic_loss_scale,
@@ -262,7 +219,6 @@ class Outcomes:
         }
 
     def load_scaler_state(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `scaler_state` returned."""
         self.loss_scaler = saved[LOSS_SCALER]
         self.overflow = bool(saved["overflow"])
 
@@ -276,9 +232,7 @@ class Outcomes:
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped because the gradient was not finite. Reading it may
-        wait for the device.
-        """
+        """Whether the last step was skipped as not finite. Reading it may wait for the device."""
         self.learn_outcome()
         return self._overflow
 
@@ -317,8 +271,8 @@ class Outcomes:
 
     @property
     def group_grad_norms(self) -> list[float] | None:
-        """As `global_grad_norm`, per parameter group; None before the first step. Reading it waits
-        for the device.
+        """The `global_grad_norm` of each parameter group; None before the first step. Reading it
+        waits.
 
         Ranks that hold other parts of the model may have other numbers of groups: entry `i` is the
         norm over the `i`-th groups of all that have one, the same on every rank.
@@ -330,9 +284,7 @@ class Outcomes:
 
     @property
     def unread_norms(self) -> UnreadNorms | None:
-        """The norms of the last step, skipped or not, which asking for waits for nothing; None
-        before the first step.
-        """
+        """The norms of the last step, skipped or not, without waiting; None before one."""
         last = self._outcome
         if last is None:
             return None
@@ -348,11 +300,9 @@ class Outcomes:
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale adapts."""
         return bool(self._scaler.dynamic)
 
     def needs_scaler(self) -> bool:
-        """Whether a loss must be scaled before backward."""
         return self.dynamic_loss_scale or self.loss_scale != 1.0
 
     def scale_if_loss(self, value: T) -> T | torch.Tensor:

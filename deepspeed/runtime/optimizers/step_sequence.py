@@ -1,9 +1,7 @@
 """The order of an optimizer step, the same for every stage and precision: `StepSequence`.
 
 Finish gradients -> norm -> skip if it is not finite, or unscale, clip and update -> tell the loss
-scaler -> clear. Stages differ in their parts: how gradients are reduced (`gradients.reduction`),
-what is updated (`master_weights`, `replicated_optimizer`), what is in files (`state_layout`), and
-what may leave the device (`zero.movable_states`).
+scaler -> clear. Stages differ in their parts.
 """
 
 from __future__ import annotations
@@ -65,12 +63,8 @@ class _Forwarded:
 
 
 def forwarded(part: str, method: Callable[..., object] | None = None, name: str = "") -> Any:
-    """Make a class attribute that stands for that of the same name of a part of its objects.
-
-    Args:
-        part: Which attribute of the objects.
-        method: What the class itself has by the name, if it can be called.
-        name: The part's name of it, if that is another.
+    """Make a class attribute that stands for that of the same name (or `name`) of a part of its
+    objects; `method` is what the class itself has by the name, if it can be called.
     """
     return _Forwarded(part, method, name)
 
@@ -82,48 +76,27 @@ class Updated(Protocol):
     state: Any
 
     @property
-    def waits_for_gradients(self) -> bool:
-        """Whether the host waits for gradients anyway."""
-
-    def scaled_global_norm(self) -> torch.Tensor:
-        """Norm of the whole model's gradient as accumulated, fp32, shape `[1]`."""
-
-    def update(self, scaling: GradientScaling) -> None:
-        """Step with scaled gradients."""
-
-    def link(self, sequence: StepSequence) -> None:
-        """Let every parameter know the optimizer that trains it."""
-
+    def waits_for_gradients(self) -> bool: ...  # the host does anyway
+    # Of the whole model's gradient as accumulated, fp32, shape `[1]`.
+    def scaled_global_norm(self) -> torch.Tensor: ...
+    def update(self, scaling: GradientScaling) -> None: ...
+    def link(self, sequence: StepSequence) -> None: ...
+    # In an order that is the same on all ranks.
     def gradient_pieces(
         self, sums_in: Callable[[nn.Parameter], torch.dtype]
-    ) -> list[GradientPiece]:
-        """Where reduced gradients lie: all pieces of all parameters, in an order that is the same
-        on all ranks.
-        """
-
-    def numbered_params(self) -> list[list[nn.Parameter]]:
-        """The model's parameters by group, in the order in which the state numbers them or, flat,
-        lays them out.
-        """
-
-    def own_tensors(self) -> Iterator[OwnTensor]:
-        """Every tensor that the wrapped optimizer updates, in its order."""
-
-    def refresh_fp32_params(self) -> None:
-        """Masters, where there are any, <- model-precision parameters."""
-
-    def destroy(self) -> None:
-        """Let go of buffers."""
+    ) -> list[GradientPiece]: ...
+    # By group, in the order in which the state numbers them or, flat, lays them out.
+    def numbered_params(self) -> list[list[nn.Parameter]]: ...
+    def own_tensors(self) -> Iterator[OwnTensor]: ...
+    def refresh_fp32_params(self) -> None: ...
+    def destroy(self) -> None: ...
 
 
 class MovableState(Protocol):
     """What may leave the device between steps."""
 
-    def require_states(self, what: str) -> None:
-        """Raise if something that `what` needs is away."""
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Move everything back."""
+    def require_states(self, what: str) -> None: ...
+    def reload_states(self, non_blocking: bool = False) -> None: ...
 
 
 class StepSequence:
@@ -229,7 +202,6 @@ class StepSequence:
         return self.tracker.is_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set it from outside."""
         self.tracker.set_boundary(is_boundary)
 
     def observe(self, observer: GradientObserver) -> None:
@@ -240,8 +212,8 @@ class StepSequence:
     # The sequence
 
     def require_states(self, what: str) -> None:
-        """See, before `what` ("forward", "backward", "step", or a method of the engine's), that the
-        state that it needs is on the device.
+        """Refuse `what` ("forward", "backward", "step", or a method of the engine's) while state
+        that it needs is away.
         """
         if self.movable is not None:
             self.movable.require_states(what)
@@ -254,27 +226,23 @@ class StepSequence:
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:
-        """Backward of the scaled loss. Prefer `engine.backward`, which also divides by the
-        accumulation steps.
+        """Go backward from the scaled loss; `engine.backward` also divides by the accumulation
+        steps.
         """
         scaled = self.outcomes.scale_if_loss(loss.float())
         scaled.backward(gradient, retain_graph, create_graph, inputs)
 
     def backward_prologue(self) -> None:
-        """Prepare for the first gradient of a backward."""
         self.require_states("backward")
         self.reduction.backward_prologue()
 
     def local_gradient(self, param: torch.Tensor) -> torch.Tensor:
-        """This rank's sum of `param`'s gradients over micro-batches before any reduction, made zero
-        if there is none.
+        """Return this rank's sum of `param`'s gradients over micro-batches before any reduction,
+        made zero if there is none.
 
         Complete and writable between `backward_epilogue` and `reduce_gradients`: who adds to it
         what other ranks have (a parameter that pipeline stages share) must have said so with
         `hold`.
-
-        Raises:
-            ValueError: If the parameter is frozen.
         """
         if not param.requires_grad:
             raise ValueError(
@@ -341,14 +309,14 @@ class StepSequence:
         return not self.masters.waits_for_gradients and runs_ahead(norm) and can_skip
 
     def _tell_settled(self, factor: float) -> None:
-        """Have the gradients checked that the update is about to multiply by `factor` and the
-        clipping factor.
+        """Have the gradients checked that the update multiplies by `factor` and the clipping
+        factor.
         """
         self.observer.settled(factor)
 
     def _refuse_unfrozen(self) -> None:
-        """Raise if a parameter was unfrozen after construction: it is in no bucket, and ranks would
-        train it apart without a word.
+        """Refuse a parameter that was unfrozen after construction: it is in no bucket, and ranks
+        would train it apart without a word.
         """
         unfrozen = sum(param.requires_grad for param in self.context.frozen)
         if unfrozen:
@@ -368,14 +336,11 @@ class StepSequence:
 
     @property
     def read_factor(self) -> float:
-        """By what the accumulated gradient is multiplied to be the one that the optimizer will see
-        (before clipping).
-        """
+        """The factor that makes the accumulated gradient the one that is clipped and used."""
         divisor = self.reduction.step_divisor * self.loss_scale
         return self.context.reduce_rule.step_factor / divisor
 
     def gradient_pieces(self) -> list[GradientPiece]:
-        """Where reduced gradients lie, for observers."""
         return self.masters.gradient_pieces(self.reduction.sums_in)
 
     def _params(self) -> list[nn.Parameter]:
@@ -383,19 +348,16 @@ class StepSequence:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether this rank has summed anything since all gradients were forgotten; reductions may
-        still be on their way.
-        """
+        """Whether this rank has summed anything since all gradients were forgotten."""
         has_begun = bool(self.reduction.groups) and self.tracker.window.is_plain is not None
         return has_begun or any(param.grad is not None for param in self._params())
 
     def gradient_layout(self) -> str:
-        """How gradients lie in this rank's buffers: equal where they lie alike."""
         return self.reduction.layout()
 
     def window_state(self) -> dict[str, Any]:
-        """What this rank has summed since the last step, reduced or not, between two backwards; the
-        tensors themselves.
+        """Return what this rank has summed since the last step, reduced or not, between two
+        backwards; the tensors themselves.
         """
         summed = self.reduction.window_state()
         grads = [param.grad for param in self._params()]
@@ -403,7 +365,6 @@ class StepSequence:
 
     @torch.no_grad()
     def load_window_state(self, saved: Mapping[str, Any]) -> None:
-        """Go on where `window_state` of an equal run was; all gradients were forgotten."""
         for param, grad in zip(self._params(), saved["gradients"], strict=True):
             if grad is not None:
                 self.reduction.make_gradient(param).copy_(grad)
@@ -411,7 +372,6 @@ class StepSequence:
         self.reduction.load_window_state(saved)
 
     def destroy(self) -> None:
-        """Remove hooks and let go of buffers."""
         if self.movable is not None:
             self.movable.reload_states()
         self.reduction.destroy()

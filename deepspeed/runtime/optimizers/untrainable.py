@@ -1,5 +1,5 @@
-"""What no engine can train, found at `initialize` and told by name: parameters that are not the
-model's, complex ones, and those whose gradients are sparse.
+"""What no engine can train, found at `initialize`: parameters that are not the model's, complex
+ones, and those whose gradients are sparse.
 """
 
 from __future__ import annotations
@@ -22,12 +22,7 @@ _SHOWN = 4  # shapes
 
 
 def why_untrainable(optimizer: torch.optim.Optimizer, model: nn.Module) -> str | None:
-    """Tell what of an optimizer, or of its parameters, cannot be trained; None: nothing.
-
-    Args:
-        optimizer: The client's, or the configuration's.
-        model: The model, as it will run.
-    """
+    """Say what of an optimizer, or of its parameters, cannot be trained; None: nothing."""
     name = type(optimizer).__name__
     if name in _NEVER:
         return f"optimizer: {name} {_NEVER[name]}"

@@ -1,8 +1,5 @@
-"""What an optimizer that nobody has named looks at when it updates an element: found out by letting
-it update small tensors.
-
-ZeRO gives an optimizer one flat shard per group, in which parts of several parameters lie. That is
-right for an update of each element by itself, and silently wrong for any other.
+"""What an unknown optimizer looks at when it updates an element, found out on small tensors: an
+update of each element by itself is right on flat shards, and any other silently wrong.
 """
 
 from __future__ import annotations
@@ -40,9 +37,8 @@ class Update(Enum):
 
 
 def update_of(optimizer: torch.optim.Optimizer) -> Update:
-    """What the updates of `optimizer` depend on, tried with the options of each of its groups.
-
-    The optimizer itself is not changed. Unknown is what fails on small tensors, or moves none.
+    """Say what the updates of `optimizer`, which stays unchanged, depend on, tried with the options
+    of each group. Unknown is what fails on small tensors, or moves none.
     """
     # Gradients that all go one way, and such as do not: some learn their rate from that.
     found = [
@@ -81,8 +77,8 @@ def _update_with(optimizer: torch.optim.Optimizer, group: dict[str, Any], drift:
 def _problem(
     drift: float, device: torch.device
 ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
-    """Two tensors, and their gradients of each step. They are unlike each other in size and scale,
-    so that norms and factors of both differ from those of one.
+    """Make two tensors, and their gradients of each step, unlike each other in size and scale, so
+    that norms and factors of both differ from those of one.
     """
     generator = torch.Generator().manual_seed(11)
 
@@ -113,8 +109,8 @@ def _way(
     values: Sequence[torch.Tensor],
     grads: Sequence[Sequence[torch.Tensor]],
 ) -> torch.Tensor:
-    """How far an optimizer like this one moves the elements of the first of `_SHAPES`, with which
-    `values` begins.
+    """Measure how far an optimizer like this one moves the elements of the first of `_SHAPES`, with
+    which `values` begins.
     """
     params = [nn.Parameter(value.clone()) for value in values]
     probe = object.__new__(type(optimizer))

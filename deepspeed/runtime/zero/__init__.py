@@ -5,11 +5,9 @@ Optimizers:
     stage_1_and_2                   optimizer state (1) and gradients (2) sharded
     stage3                          parameters sharded too
     zero_optimizer                  what the stages share, and optimizer instances
-    bucket_layout                   how stages 1 and 2 lay groups out
     units                           folder: masters and files of stage 3, what is reduced together
     sharded_state                   state of shards as files have it
     movable_states, offload_states  state that leaves the device between steps
-    movable_weights                 weights of stage 3 that do, without an optimizer too
 
 Models under stage 3:
 

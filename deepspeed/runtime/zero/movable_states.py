@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -19,6 +19,9 @@ from deepspeed.accelerator import Event, get_accelerator
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
 from deepspeed.runtime.optimizers.master_weights import MasterWeights
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 # What a forward or a backward cannot do without; a step needs everything.
 NEEDED = {
@@ -32,17 +35,11 @@ NEEDED = {
 
 
 class _Piece(NamedTuple):
-    """A piece of memory that has left the device.
+    """A piece of memory that has left the device."""
 
-    Attributes:
-        tensors: Everybody who lies in it.
-        host: What it holds, 1-D.
-        device: Where it was.
-    """
-
-    tensors: list[torch.Tensor]
-    host: torch.Tensor
-    device: torch.device
+    tensors: list[torch.Tensor]  # everybody who lies in it
+    host: torch.Tensor  # what it holds, 1-D
+    device: torch.device  # where it was
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -68,7 +65,6 @@ def _by_memory(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 @torch.no_grad()
 def _lay(tensors: Iterable[torch.Tensor], memory: torch.Tensor, first: int = 0) -> None:
-    """Let tensors lie in `memory`, which stands for elements of theirs from `first` on."""
     for tensor in tensors:
         at = int(tensor.storage_offset()) - first
         tensor.data = memory.as_strided(tensor.size(), tensor.stride(), at)
@@ -85,9 +81,7 @@ class HostPieces:
 
     @torch.no_grad()
     def take(self, kind: OffloadStateTypeEnum, tensors: Iterable[torch.Tensor], pin: bool) -> None:
-        """Move the memory of `tensors` to the host, behind what has been issued on the current
-        stream.
-        """
+        """Move the memory of `tensors` to the host, behind what is issued on the current stream."""
         pieces = self.kinds.setdefault(kind, [])
         for together in _by_memory(tensors):
             spans = [_span(tensor) for tensor in together]
@@ -116,7 +110,6 @@ class HostPieces:
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Move everything back, behind what has been issued on the current stream."""
         accelerator = get_accelerator()
         copied = []
         for piece in (piece for pieces in self.kinds.values() for piece in pieces):
@@ -132,44 +125,53 @@ class HostPieces:
         self.kinds = {}
 
 
+def let_leave(offload: DeepSpeedZeRoOffload) -> None:
+    """Let nothing be gathered until `have_back`; refuse while parameters are whole in a running
+    forward or by `GatheredParameters`.
+    """
+    offload.refuse_holders("offload_states()")
+    offload.before_update()
+    for unit in (*offload.units, *offload.persistent_units):
+        unit.put_away()
+    offload.resources.let_go()
+    offload.resources.are_away = True
+
+
+def have_back(offload: DeepSpeedZeRoOffload) -> None:
+    """Shards were written by what has been issued on the current stream. All ranks call it."""
+    offload.resources.are_away = False
+    offload.resources.mark_updated()
+    offload.gather_persistent()
+
+
 class Reducing(Protocol):
     """What is asked of a reduction here."""
 
     accumulator: LocalAccumulator | None
 
     @property
-    def has_reduced_gradients(self) -> bool:
-        """Whether gradients are about."""
-
-    def finish_gradients(self) -> None:
-        """Complete them."""
-
-    def let_buffers_go(self) -> None:
-        """Give back memory that nothing is kept in."""
+    def has_reduced_gradients(self) -> bool: ...
+    def finish_gradients(self) -> None: ...
+    def let_buffers_go(self) -> None: ...
 
 
 class Movable(ABC):
-    """Who has state that may leave the device; see module. What is on the host anyway
+    """A holder of state that may leave the device; see module. What is on the host anyway
     (`offload_optimizer`, `offload_param`) stays there.
-
-    Attributes:
-        kinds: What there is of it.
     """
 
     kinds: tuple[OffloadStateTypeEnum, ...] = tuple(OffloadStateTypeEnum)
-    _away: HostPieces
+
+    def __init__(self, offload: DeepSpeedZeRoOffload | None = None) -> None:
+        self._away = HostPieces()
+        self._offload = offload  # gathers the weights of stage 3
 
     @property
     def states_away(self) -> list[OffloadStateTypeEnum]:
-        """What has left the device."""
         return list(self._away.kinds)
 
     def require_states(self, what: str) -> None:
-        """Raise if something that `what` needs is away: "forward", "backward", or all else.
-
-        Raises:
-            RuntimeError: Naming it.
-        """
+        """Raise if something that `what` needs is away: "forward", "backward", or all else."""
         away = self._away.kinds.keys() & NEEDED.get(what, set(OffloadStateTypeEnum))
         if away:
             raise RuntimeError(
@@ -215,58 +217,59 @@ class Movable(ABC):
             get_accelerator().empty_cache()
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move back what `offload_states` has moved, bit for bit. All ranks call it.
-
-        Args:
-            non_blocking: Return when the copies are issued; all that is issued later is behind
-                them.
+        """Move back what `offload_states` has moved, bit for bit. All ranks call it. With
+        `non_blocking` all that is issued later is behind the copies.
         """
         kinds = self.states_away
         if kinds:
             self._away.give_back()
-            self._come_back(kinds)
+            if self._offload is not None and OffloadStateTypeEnum.lp_params in kinds:
+                have_back(self._offload)
         if kinds and not non_blocking:
             get_accelerator().synchronize()
 
-    @abstractmethod
-    def _leave(self, kinds: Iterable[OffloadStateTypeEnum]) -> None:
+    def _leave(self, kinds: Container[OffloadStateTypeEnum]) -> None:
         """Let go of what need not be kept of these kinds, and have nothing use the rest."""
+        if self._offload is not None and OffloadStateTypeEnum.lp_params in kinds:
+            let_leave(self._offload)
 
-    @abstractmethod
-    def _come_back(self, kinds: Iterable[OffloadStateTypeEnum]) -> None:
-        """State of these kinds was written by what has been issued on the current stream."""
+    def _weights(self) -> Iterator[torch.Tensor]:
+        """All tensors that lie in the memory of the model's weights."""
+        for unit in (
+            (*self._offload.units, *self._offload.persistent_units) if self._offload else ()
+        ):
+            yield unit.shard
+            yield from (record.shard for record in unit.records)
 
     @abstractmethod
     def state_tensors(self, kind: OffloadStateTypeEnum) -> list[torch.Tensor]:
         """All tensors that lie in the memory of a kind of state, and live from step to step."""
 
 
+class MovableWeights(Movable):
+    """The weights of an engine without an optimizer, which are all that it has."""
+
+    kinds = (OffloadStateTypeEnum.lp_params,)
+
+    def state_tensors(self, kind: OffloadStateTypeEnum) -> list[torch.Tensor]:
+        return list(self._weights()) if kind in self.kinds else []
+
+
 class MovableStates(Movable):
-    """The state of a ZeRO optimizer.
+    """The state of a ZeRO optimizer."""
 
-    Args:
-        masters: Masters, and the state that their optimizer keeps.
-        reduction: Gradients.
-    """
-
-    def __init__(self, masters: MasterWeights, reduction: Reducing) -> None:
-        self._away = HostPieces()
+    def __init__(
+        self,
+        masters: MasterWeights,
+        reduction: Reducing,
+        offload: DeepSpeedZeRoOffload | None = None,
+    ) -> None:
+        super().__init__(offload)
         self._masters = masters
         self._reduction = reduction
 
-    def offload_states(
-        self,
-        include: Container[OffloadStateTypeEnum] | None = None,
-        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """See base class; gradients are complete before."""
+    def _leave(self, kinds: Container[OffloadStateTypeEnum]) -> None:
         self._reduction.finish_gradients()
-        super().offload_states(include, device, pin_memory, non_blocking)
-
-    def _leave(self, kinds: Iterable[OffloadStateTypeEnum]) -> None:
-        """See base class."""
         if OffloadStateTypeEnum.contiguous_grad_buffer in kinds:
             self._reduction.let_buffers_go()
         if OffloadStateTypeEnum.lp_grads in kinds and not self._reduction.has_reduced_gradients:
@@ -274,12 +277,9 @@ class MovableStates(Movable):
                 group.drop_grad()
         if OffloadStateTypeEnum.lp_params in kinds:
             self._masters.publishing.await_parameters()
-
-    def _come_back(self, kinds: Iterable[OffloadStateTypeEnum]) -> None:
-        """See base class; masters and gradients are used where they are."""
+        super()._leave(kinds)
 
     def state_tensors(self, kind: OffloadStateTypeEnum) -> list[torch.Tensor]:
-        """See base class."""
         groups = self._masters.groups
         if kind is OffloadStateTypeEnum.optim_states:
             states = self._masters.state.values()
@@ -302,7 +302,9 @@ class MovableStates(Movable):
         return [*masters, *self._weights()] if wanted else masters
 
     def _weights(self) -> Iterator[torch.Tensor]:
-        """All tensors that lie in the memory of the model's weights."""
         for group in self._masters.groups:
             yield group.flat
-            yield from group.params
+            yield from group.params if self._offload is None else ()
+        yield from super()._weights()
+        for pair in self._masters.publishing.copied:
+            yield from pair

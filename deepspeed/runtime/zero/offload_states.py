@@ -1,7 +1,5 @@
-"""Moves an optimizer's state to the host and back, under upstream's names.
-
-For torch's optimizers that no ZeRO stage has wrapped. What a stage keeps `engine.offload_states`
-moves (`movable_states`), and `get_state_devices` says where it is.
+"""Moves an optimizer's state to the host and back, under upstream's names: for torch's optimizers
+that no ZeRO stage has wrapped. What a stage keeps `engine.offload_states` moves.
 """
 
 from __future__ import annotations
@@ -22,13 +20,8 @@ def offload_optimizer_states(
     pin_memory: bool = False,
     non_blocking: bool = False,
 ) -> None:
-    """Move all tensors of the state to `device`, but counters.
-
-    Args:
-        optimizer: Whose state.
-        device: Where to, usually the host.
-        pin_memory: Page-locked memory on the host.
-        non_blocking: The caller waits for the copies.
+    """Move all tensors of the state to `device`, but counters; with `pin_memory` to page-locked
+    memory, with `non_blocking` the caller waits for the copies.
     """
     for state in optimizer.state.values():
         for name, value in state.items():
@@ -71,11 +64,8 @@ def reload_adam_states(
 
 
 def get_state_devices(model: Any, state: OffloadStateTypeEnum) -> set[torch.device]:
-    """The devices that a kind of an engine's state is on; none if there is nothing of it now.
-
-    Args:
-        model: An engine of ZeRO stage 1, 2 or 3; at stage 3 without an optimizer too.
-        state: The kind.
+    """Return the devices that a kind of an engine's state is on (ZeRO stages 1 to 3; at 3 without
+    an optimizer too); none if there is nothing of it now.
     """
     tensors = model.movable_states("get_state_devices").state_tensors(OffloadStateTypeEnum(state))
     return {tensor.device for tensor in tensors if tensor.numel()}

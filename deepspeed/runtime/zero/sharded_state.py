@@ -1,9 +1,6 @@
 """State of sharded masters and moments in upstream's layout: the keys that ZeRO-1/2 and
-BF16_Optimizer files share.
-
-Written and read here is this rank's own shard; state that was sharded otherwise is made into that
-by `runtime.checkpointing.optimizer_resharding`. Where shards are cut otherwise in memory than in
-files, ranks exchange them (`exchange`): all of them save, and all load.
+BF16_Optimizer files share. Here it is this rank's own shard; what was sharded otherwise is made
+into that by `runtime.checkpointing.optimizer_resharding`.
 
 Masters are saved without padding; moments as the wrapped optimizer holds them (padded), or per
 group without padding with `elastic_checkpoint`. `param_slice_mappings` says where each parameter's
@@ -79,12 +76,8 @@ def as_sharded_state(
     base: dict[str, Any] | list[dict[str, Any]],
     lean: Sequence[torch.Tensor],
 ) -> dict[str, Any]:
-    """Moments and masters as this rank's part of the state.
-
-    Args:
-        masters: Whose layout it has.
-        base: The wrapped optimizer's state dict, or moments per group without padding.
-        lean: Masters of each group, without padding.
+    """Make moments (a state dict, or per group without padding) and masters without padding this
+    rank's part of the state.
     """
     return {
         BASE_OPTIMIZER_STATE: base,
@@ -109,7 +102,6 @@ def without_padding(group: ShardedGroup, tensor: torch.Tensor) -> torch.Tensor:
 def _slice_mapping(
     masters: MasterWeights, group: ShardedGroup
 ) -> OrderedDict[str, fragment_address]:
-    """Where this rank's fragments of the group's parameters lie in its shard."""
     return OrderedDict(
         (
             masters.context.param_names.get(group.params[f.param], str(f.param)),
@@ -120,7 +112,6 @@ def _slice_mapping(
 
 
 def _lean_state(masters: MasterWeights, base: dict[str, Any]) -> list[dict[str, Any]]:
-    """Moments per group without padding."""
     return [
         {
             key: without_padding(group, value)
@@ -135,9 +126,7 @@ def _lean_state(masters: MasterWeights, base: dict[str, Any]) -> list[dict[str, 
 def _states_of_groups(
     masters: MasterWeights, base: dict[str, Any] | list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """State of each group's shard, of a state dict of the wrapped optimizer or as
-    `elastic_checkpoint` has it.
-    """
+    """Return the state of each group's shard, of a state dict or as `elastic_checkpoint` has it."""
     if not isinstance(base, dict):
         return base
     numbers = [options["params"][0] for options in base["param_groups"]]
@@ -145,7 +134,6 @@ def _states_of_groups(
 
 
 def _with_moments(base: dict[str, Any], moments: Moments) -> dict[str, Any]:
-    """A state dict of the wrapped optimizer with these moments of each group's shard."""
     states = dict(base["state"])
     for options, own in zip(base["param_groups"], moments, strict=True):
         if own:
@@ -160,13 +148,6 @@ class Refiling:
     Where the two are the same for every group, nothing is copied and nobody is asked. Otherwise all
     ranks that train the same parameters have to take part: they agree (`agree`), then exchange
     shards in one order. A rank whose state does not fit says so when they agree, and all raise.
-
-    Args:
-        masters: Whose.
-        to_files: From memory to files; otherwise back.
-
-    Attributes:
-        is_needed: Whether some group's layouts differ.
     """
 
     def __init__(self, masters: MasterWeights, to_files: bool) -> None:
@@ -183,8 +164,8 @@ class Refiling:
         return LayoutExchange(group, *(ways if self._to_files else reversed(ways)))
 
     def moments(self, states: Sequence[Mapping[str, Any]]) -> Moments:
-        """Of each group that has to be moved, what of its shard's state has an element for each of
-        the shard's.
+        """Return, of each group to be moved, what of its shard's state has an element for each of
+        its.
         """
         return [
             {} if exchange is None else self._moments(group, state)
@@ -203,14 +184,8 @@ class Refiling:
         }
 
     def agree(self, moments: Moments, problem: Exception | None = None) -> None:
-        """Make sure that all ranks are about to exchange the same; called before `move`.
-
-        Args:
-            moments: What this rank is about to exchange beside masters.
-            problem: Why it cannot.
-
-        Raises:
-            CheckpointMismatchError: On all ranks, if one cannot, or they would do different things.
+        """Make sure that all ranks are about to exchange the same; called before `move`. All raise
+        if one has a `problem`, or they would do different things.
         """
         if not self.is_needed:
             if problem is not None:
@@ -237,7 +212,6 @@ class Refiling:
             )
 
     def move_all(self, moments: Moments, device: torch.device | None = None) -> Moments:
-        """`moments` in the other layout, on `device`, or where the masters are."""
         return [
             {
                 key: self.move(index, value, device or group.master.device)
@@ -247,18 +221,16 @@ class Refiling:
         ]
 
     def move(self, index: int, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A shard of group `index` in the other layout, on `device`; itself where that is the
-        same.
+        """Return a shard of group `index` in the other layout, on `device`; itself where that is
+        the same.
         """
         exchange = self._exchanges[index]
         return shard if exchange is None else exchange.move(shard, self._longest[index], device)
 
 
 def check_fits(masters: MasterWeights, saved: Mapping[str, Any]) -> None:
-    """Raise unless `saved` is a part that this rank could have saved.
-
-    Raises:
-        CheckpointMismatchError: Naming what differs. Nothing was changed.
+    """Raise CheckpointMismatchError, naming what differs, unless this rank could have saved
+    `saved`.
     """
     if SINGLE_PARTITION_OF_FP32_GROUPS not in saved:
         raise CheckpointMismatchError("the checkpoint's state is of another ZeRO stage")
@@ -293,9 +265,7 @@ def check_fits(masters: MasterWeights, saved: Mapping[str, Any]) -> None:
 
 
 def is_dealt_alike(masters: MasterWeights, base: Any) -> bool:
-    """Whether saved state of whole parameters, if there is any or would be, is of those that this
-    rank has.
-    """
+    """Return whether saved state of whole parameters is of those that this rank has."""
     has_wholes = isinstance(base, dict) and any(
         STATE_OF_PARAMETERS in own for own in base["state"].values()
     )
@@ -311,10 +281,8 @@ def load_sharded_state(
     load_optimizer_states: bool,
     load_from_fp32_weights: bool,
 ) -> None:
-    """Restore masters and moments of this rank; see `Refiling` for who has to call it.
-
-    Raises:
-        CheckpointMismatchError: Before anything is changed.
+    """Restore masters and moments of this rank; see `Refiling` for who has to call it. What does
+    not fit raises CheckpointMismatchError before anything is changed.
     """
     refiling = Refiling(masters, to_files=False)
     moments: Moments = [{} for _ in masters.groups]
@@ -351,13 +319,8 @@ def _with_groups(
     states: Sequence[Mapping[str, Any]],
     saved: Sequence[Mapping[str, Any]] | None,
 ) -> dict[str, Any]:
-    """State per group without padding, as `elastic_checkpoint` has it, as a state dict of the
-    wrapped optimizer.
-
-    Args:
-        masters: Whose.
-        states: Of each group's shard.
-        saved: Hyper-parameters of each group, if the file has them.
+    """Make state per group without padding (`elastic_checkpoint`'s) a state dict of the wrapped
+    optimizer; `saved` has the hyper-parameters of each group, if the file does.
     """
     own = masters.optimizer.state_dict()["param_groups"]
     groups = [
@@ -383,12 +346,8 @@ def _padded_value(group: ShardedGroup, value: Any) -> Any:
 
 
 class ShardFiles(StateFiles):
-    """Files of sharded masters: `BF16_Optimizer`'s.
-
-    Args:
-        masters: Whose.
-        holders: Ranks that have this same shard; None: no other does.
-        outcomes: The loss scale; how steps clip.
+    """Files of sharded masters: `BF16_Optimizer`'s. `holders` are the ranks that have this same
+    shard.
     """
 
     lists_frozen = False
@@ -401,34 +360,24 @@ class ShardFiles(StateFiles):
 
     @property
     def state_layout(self) -> StateLayout:
-        """See base class."""
         return StateLayout(self._shard, has_masters=True, lists_frozen=self.lists_frozen)
 
     def _head(self) -> dict[str, Any]:
-        """What stands before the shard."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state, in upstream's layout.
-
-        Collective: files have shards cut otherwise than memory, so all data-parallel ranks call it
-        (with one bucket per group nothing has to be exchanged).
+        """Return this rank's part of the state, in upstream's layout. Collective: files may have
+        shards cut otherwise than memory.
         """
         elastic = self._masters.settings.elastic_checkpoint and self.lists_frozen
         head = {**self._head(), CLIP_GRAD: self._outcomes.clip_grad}
         return {**head, **sharded_state_dict(self._masters, elastic)}
 
-    def load_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        load_optimizer_states: bool = True,
-        load_from_fp32_weights: bool = True,
-    ) -> None:
-        """See base class. Collective, as `state_dict` is."""
-        load_sharded_state(self._masters, state_dict, load_optimizer_states, load_from_fp32_weights)
+    def _load(self, saved: dict[str, Any], with_moments: bool, with_masters: bool) -> None:
+        """Restore this rank's part. Collective, as `state_dict` is."""
+        load_sharded_state(self._masters, saved, with_moments, with_masters)
 
     def fits(self, saved: Mapping[str, Any]) -> bool:
-        """See base class."""
         try:
             check_fits(self._masters, saved)
         except CheckpointMismatchError:
@@ -438,7 +387,6 @@ class ShardFiles(StateFiles):
     def rebuilt_state(
         self, base: dict[str, Any], masters: Sequence[torch.Tensor], scaler: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """See base class."""
         lean = [
             without_padding(group, master)
             for group, master in zip(self._masters.groups, masters, strict=True)
@@ -448,14 +396,7 @@ class ShardFiles(StateFiles):
 
 
 class ScaledShardFiles(ShardFiles):
-    """The same with the loss scale: those of ZeRO-1 and 2.
-
-    Args:
-        masters: See base class.
-        holders: See base class.
-        outcomes: See base class.
-        stage: What files say.
-    """
+    """Files with the loss scale and the stage: those of ZeRO-1 and 2."""
 
     lists_frozen = True
 
@@ -468,23 +409,16 @@ class ScaledShardFiles(ShardFiles):
     def _head(self) -> dict[str, Any]:
         return {**self._outcomes.scaler_state(), ZERO_STAGE: self._stage}
 
-    def load_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        load_optimizer_states: bool = True,
-        load_from_fp32_weights: bool = True,
-    ) -> None:
-        """See base class; the loss scaler too."""
-        super().load_state_dict(state_dict, load_optimizer_states, load_from_fp32_weights)
-        self._outcomes.load_scaler_state(state_dict)
+    def _load(self, saved: dict[str, Any], with_moments: bool, with_masters: bool) -> None:
+        super()._load(saved, with_moments, with_masters)
+        self._outcomes.load_scaler_state(saved)
 
     def fits(self, saved: Mapping[str, Any]) -> bool:
-        """See base class; `BF16_Optimizer`'s files have no loss scaler."""
+        """Refuse `BF16_Optimizer`'s files, which have no loss scaler."""
         return LOSS_SCALER in saved and super().fits(saved)
 
     def rebuilt_state(
         self, base: dict[str, Any], masters: Sequence[torch.Tensor], scaler: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """See base class."""
         state = super().rebuilt_state(base, masters, scaler)
         return {**self._outcomes.rebuilt_scaler_state(scaler), **state}

@@ -1,15 +1,14 @@
-"""ZeRO stage 3: parameters sharded too.
+"""ZeRO stage 3: parameters sharded too. What is whole when is `parameter_offload`'s.
 
-What is whole when is `parameter_offload`'s; here is the optimizer. It is stage 2 with another
-layout: every parameter is cut by itself (`ParameterCutTable`), so a bucket is a unit, whose
-gradients are copied together into rows `[N, s]` and reduced by one even reduce-scatter, of which a
-rank gets its row. When the masters are updated they are rounded into this rank's shards, and nobody
-gathers anything but what persists: that is done by the next forward.
+It is stage 2 with another layout: every parameter is cut by itself (`ParameterCutTable`), so
+a bucket is a unit, whose gradients are copied together into rows `[N, s]` and reduced by one even
+reduce-scatter, of which a rank gets its row. Updated masters are rounded into this rank's shards;
+what persists is gathered at once, the rest by the next forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -26,10 +25,8 @@ from deepspeed.runtime.sharding.cut_rows import RowFiller
 from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
 from deepspeed.runtime.zero.movable_states import MovableStates
-from deepspeed.runtime.zero.movable_weights import have_back, let_leave, weights_of
-from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.runtime.zero.stage_1_and_2 import Bucketed, IPGBucket, Reduction
+from deepspeed.runtime.zero.stage_1_and_2 import Bucketed, BucketNames, Reduction
 from deepspeed.runtime.zero.units.buckets import UnitBucket, buckets_of
 from deepspeed.runtime.zero.units.files import CutFiles
 from deepspeed.runtime.zero.units.masters import CutLayout, CutMasters
@@ -52,15 +49,7 @@ __getattr__ = lazy_attributes(
 
 
 class Units(Bucketed):
-    """Reduces gradients unit by unit: of the rows of a bucket a rank gets its own.
-
-    Args:
-        context: See base class.
-        masters: See base class.
-        settings: See base class.
-        instances: See base class.
-        parameter_offload: Gathers the model's parameters.
-    """
+    """Reduces gradients unit by unit: of the rows of a bucket a rank gets its own."""
 
     plans: list[UnitBucket]  # type: ignore[assignment]  # of this stage
 
@@ -86,8 +75,8 @@ class Units(Bucketed):
         return readiness
 
     def _make_buckets(self) -> None:
-        """See base class: one bucket for each unit, in the order in which backward completes them;
-        what persists is used everywhere, so it comes last.
+        """Plan one bucket for each unit, in the order in which backward completes them; what
+        persists is used everywhere, so it comes last.
         """
         units = [*reversed(self.parameter_offload.units), *self.parameter_offload.persistent_units]
         held = self.hooks.held
@@ -113,14 +102,13 @@ class Units(Bucketed):
     # Backward
 
     def reduce_ready_partitions_and_remove_grads(self, param: torch.Tensor, i: int) -> None:
-        """See base class."""
         self._is_in_parameter_hook = True
         super().reduce_ready_partitions_and_remove_grads(param, i)
         self._is_in_parameter_hook = False
 
     def backward_prologue(self) -> None:
-        """See base class. A backward that only a parameter's gradient has shown may show later on
-        other ranks, so its buckets leave at the end.
+        """Prepare for units. A backward that only a parameter's gradient has shown may show later
+        on other ranks, so its buckets leave at the end.
         """
         super().backward_prologue()
         self.parameter_offload.have_persistent()
@@ -138,18 +126,18 @@ class Units(Bucketed):
                 self._send_incomplete(index)
 
     def make_gradient(self, param: torch.Tensor) -> torch.Tensor:
-        """See base class; a parameter that is sharded has no gradient's shape of itself."""
+        """Give zeros in the whole shape, which a sharded parameter does not have of itself."""
         self.parameter_offload.give_shape(cast(nn.Parameter, param))
         with torch._C.DisableTorchFunctionSubclass():
             return super().make_gradient(param)
 
     def backward_epilogue(self) -> None:
-        """See base class; also what other ranks have gathered and sent in this backward."""
+        """Take part in what other ranks have gathered and sent in this backward."""
         super().backward_epilogue()
         self.parameter_offload.backward_order.finish()
 
     def exit_backward(self) -> None:
-        """See base class; what backward needed whole goes."""
+        """Let go of what backward needed whole."""
         super().exit_backward()
         self._sends_units = False
         self.parameter_offload.end_backward()
@@ -159,7 +147,6 @@ class Units(Bucketed):
     def _fill_buffer(
         self, buffer: BucketBuffer, index: int, grads: list[torch.Tensor | None]
     ) -> torch.Tensor:
-        """See base class: into rows."""
         bucket = self.plans[index]
         payload = buffer.tensor[: bucket.numel]
         key = (buffer, index)
@@ -171,16 +158,15 @@ class Units(Bucketed):
     def _named_views(
         self, buffer: BucketBuffer, index: int, names: list[str]
     ) -> Iterable[tuple[str, torch.Tensor]]:
-        """See base class: rows hold the gradients of all of them."""
+        """Name whole buffers: rows hold the gradients of all of them."""
         return [(", ".join(names), buffer.tensor)]
 
     def _own_part(self, plan: Any, group: ShardedGroup) -> slice:
-        """See base class."""
         own: slice = plan.table.row(group.shard_rank)
         return own
 
     def _take_in(self, reduction: Reduction, pieces: list[torch.Tensor]) -> Any:
-        """See base class: the row's parts go to the groups that own them."""
+        """Add the row's parts to the groups that own them."""
         read = None
         for number, part in enumerate(self.plans[reduction.index].parts):
             own = [piece[part.start : part.start + part.numel] for piece in pieces]
@@ -195,58 +181,23 @@ class Units(Bucketed):
         return read
 
     def let_buffers_go(self) -> None:
-        """See base class."""
         super().let_buffers_go()
         self._fillers = {}
 
 
-class MovableUnits(MovableStates):
-    """State of stage 3, with the weights, which are sharded too.
-
-    Args:
-        masters: See base class.
-        reduction: See base class.
-    """
-
-    def __init__(self, masters: CutMasters, reduction: Units) -> None:
-        super().__init__(masters, reduction)
-        self._publishing = masters.publishing
-        self._offload = masters.parameter_offload
-
-    def _leave(self, kinds: Iterable[OffloadStateTypeEnum]) -> None:
-        """See base class; nothing stays gathered of parameters that leave."""
-        super()._leave(kinds)
-        if OffloadStateTypeEnum.lp_params in kinds:
-            let_leave(self._offload)
-
-    def _come_back(self, kinds: Iterable[OffloadStateTypeEnum]) -> None:
-        """See base class."""
-        if OffloadStateTypeEnum.lp_params in kinds:
-            have_back(self._offload)
-
-    def _weights(self) -> Iterator[torch.Tensor]:
-        """See base class: all shards, those that are not trained too."""
-        yield from (group.flat for group in self._masters.groups)
-        yield from weights_of(self._offload)
-        for pair in self._publishing.copied:
-            yield from pair
-
-
-class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # upstream's name
-    """See module.
+class DeepSpeedZeroOptimizer_Stage3(BucketNames, ZeROOptimizer):  # upstream's name
+    """ZeRO-3; see module.
 
     Args:
         init_optimizer: torch optimizer over the model's parameters.
         param_names: Name of each parameter, in model order.
-        steps: See `StepSettings`.
-        shards: See `ShardSettings`.
-        reduction: See `ReductionSettings`.
+        steps, shards, reduction: Settings.
         parameter_offload: Gathers the model's parameters.
     """
 
     reduction: Units
     masters: CutMasters
-    movable: MovableUnits
+    movable: MovableStates
 
     def __init__(
         self,
@@ -264,42 +215,22 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # upstream's name
         units = Units(context, masters, reduction, instances, parameter_offload)
         units.start()
         files = CutFiles(masters, instances.across, outcomes)
-        movable = MovableUnits(masters, units)
+        movable = MovableStates(masters, units, parameter_offload)
         super().__init__(init_optimizer, context, units, masters, files, outcomes, movable)
         self.parameter_offload = parameter_offload
         parameter_offload.give_up = self._give_up
         parameter_offload.tell_edits(masters.on_edit)
 
-    def __dir__(self) -> list[str]:
-        """Without `average_tensor`; see `DeepSpeedZeroOptimizer.__dir__`."""
-        return [name for name in super().__dir__() if name != "average_tensor"]
-
-    average_tensor = forwarded("reduction", Units.average_tensor)
-    reduce_independent_p_g_buckets_and_remove_grads = forwarded(
-        "reduction", Units.reduce_independent_p_g_buckets_and_remove_grads
-    )
-    reduce_ready_partitions_and_remove_grads = forwarded(
-        "reduction", Units.reduce_ready_partitions_and_remove_grads
-    )
     plans: list[UnitBucket] = forwarded("reduction")
-    ipg_buckets: list[IPGBucket] = forwarded("reduction")
-
-    get_grad_norm_direct = forwarded("masters", CutMasters.get_grad_norm_direct)
-    complete_grad_norm_calculation_for_cpu_offload = forwarded(
-        "masters", CutMasters.complete_grad_norm_calculation_for_cpu_offload
-    )
     set_own_masters = forwarded("masters", CutMasters.set_own_masters)
     fp32_partitioned_groups_flat: list[torch.Tensor] = forwarded(
         "masters", name="single_partition_of_fp32_groups"
     )
 
-    offload_states = forwarded("movable", MovableUnits.offload_states)
-    reload_states = forwarded("movable", MovableUnits.reload_states)
-
     @property
     def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
-        """Of each group, the gradients of this rank's cuts: as many elements as `param.ds_tensor`,
-        in the dtype that they are summed in, averaged and without the loss scale. Empty but between
+        """The gradients of this rank's cuts, by group: as many elements as `param.ds_tensor`, in
+        the dtype that they are summed in, averaged and without the loss scale. Empty but between
         the boundary's backward and the step. To change them use `safe_set_local_grad`.
         """
         grads = owned_gradients(self) if self.tracker.is_boundary else None
@@ -315,7 +246,7 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # upstream's name
         super().destroy()
 
     def destroy(self) -> None:
-        """See base class; the model gets plain parameters back. All ranks call it."""
+        """Give the model plain parameters back. All ranks call it."""
         self.movable.reload_states()
         self.parameter_offload.destroy()
         super().destroy()

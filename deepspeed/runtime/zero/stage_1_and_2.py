@@ -1,20 +1,16 @@
 """ZeRO stages 1 and 2: optimizer state (1) and gradients (2) sharded over the data-parallel ranks.
 
-Both stages are one path. Gradients stay in `param.grad` until their bucket is sent; a bucket is
-copied together, reduced onto the owners of its elements and added into the owned gradient shard.
-Stage 1 sends at the accumulation boundary, stage 2 in every micro-batch and as soon as a bucket is
-complete, so that whole gradients never pile up.
-
-With several optimizer instances (`zero_optimizer.py`) a bucket that is reduced inside the instance
-goes on to the owners of the same shard in the other instances. Both belong to every reduction of a
-bucket, in stage 2 to that of each micro-batch: the owned gradient is then complete after every
-backward, one on the host need not come back, and no more crosses instances than with one instance.
-To cross once per step use stage 1, or `engine.no_sync()` for all micro-batches but the last.
+Both are one path. Gradients stay in `param.grad` until their bucket is sent; a bucket is copied
+together, reduced onto the owners of its elements and added into the owned gradient shard. Stage 1
+sends at the accumulation boundary, stage 2 in every micro-batch and as soon as a bucket is
+complete. With several optimizer instances (`zero_optimizer.py`) a bucket goes on to the owners of
+the same shard in the others, in stage 2 in each micro-batch: the owned gradient is then complete
+after every backward. To cross once per step use stage 1, or `engine.no_sync()` for all but the
+last.
 
 Buckets are static and sent in one order on all ranks (`gradients/buckets.py`); a gradient that a
-rank does not have counts as zeros. Each bucket is a section of its group's layout, of which every
-rank owns an equal part: reducing it is one even reduce-scatter however many ranks there are. The
-fixes of `docs/fixes/` that live here are marked [fix N] at their lines.
+rank does not have counts as zeros. Every rank owns an equal part of each, so reducing it is one
+even reduce-scatter. The fixes of `docs/fixes/` that live here are marked [fix N] at their lines.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ from deepspeed.comm.parallel_map import OptimizerInstances
 from deepspeed.comm.shard_ops import PendingShards, reduce_to_owners
 from deepspeed.comm.watch import lone_waits
 from deepspeed.runtime.gradients.bucket_buffers import BucketBuffer, BucketBuffers
-from deepspeed.runtime.gradients.bucket_hooks import BucketHooks
+from deepspeed.runtime.gradients.bucket_hooks import BucketHooks, StaticSumGuard, refuse_unused
 from deepspeed.runtime.gradients.buckets import BucketPlan, plan_buckets
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
 from deepspeed.runtime.gradients.norm import reduce_squared_norm
@@ -47,18 +43,15 @@ from deepspeed.runtime.gradients.reduction import (
     ReductionSettings,
 )
 from deepspeed.runtime.gradients.sink import DeviceSink, HostSink
-from deepspeed.runtime.gradients.static_sums import StaticSumGuard
-from deepspeed.runtime.gradients.unused import refuse_unused
 from deepspeed.runtime.optimizers.master_weights import MasterWeights
 from deepspeed.runtime.optimizers.settings import ShardSettings, StepSettings
 from deepspeed.runtime.optimizers.step_sequence import forwarded
 from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.runtime.streams import SideStream
-from deepspeed.runtime.zero.bucket_layout import BucketLayout
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.movable_states import MovableStates
 from deepspeed.runtime.zero.sharded_state import ScaledShardFiles
-from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer, instances_of
+from deepspeed.runtime.zero.zero_optimizer import BucketLayout, ZeROOptimizer, instances_of
 
 # Buckets on their way at once: one is reduced while the next is filled.
 MAX_IN_FLIGHT = 2
@@ -74,41 +67,26 @@ __getattr__ = lazy_attributes(
 
 @dataclass
 class Reduction:
-    """A bucket on its way.
-
-    Attributes:
-        index: Which plan.
-        pending: The operation that is running.
-        factors: What its gradients are scaled by.
-        buffer: Its payload.
-        is_between: Whether its all-reduce between instances has begun.
-    """
+    """A bucket on its way."""
 
     index: int
-    pending: PendingShards
-    factors: ReduceFactors
+    pending: PendingShards  # the operation that is running
+    factors: ReduceFactors  # what its gradients are scaled by
     buffer: BucketBuffer
-    is_between: bool = False
+    is_between: bool = False  # whether its all-reduce between instances has begun
 
 
 @dataclass
 class IPGBucket:
-    """What has joined one bucket since it was last sent (IPG: independent parameter gradients).
+    """What has joined one bucket since it was last sent (IPG: independent parameter gradients)."""
 
-    Attributes:
-        buffer: Payload buffers in use.
-        params: Parameters of the bucket.
-        grads: Gradients being copied; referenced until the copy is done.
-        elements: Elements on their way, absent gradients as zeros.
-        index: Which plan.
-        copy_streams: Streams that the gradients were produced on.
-    """
-
-    buffer: list[BucketBuffer] = field(default_factory=list)
-    params: list[nn.Parameter] = field(default_factory=list)
+    buffer: list[BucketBuffer] = field(default_factory=list)  # payload buffers in use
+    params: list[nn.Parameter] = field(default_factory=list)  # parameters of the bucket
+    # gradients being copied; referenced until the copy is done
     grads: list[torch.Tensor] = field(default_factory=list)
-    elements: int = 0
+    elements: int = 0  # elements on their way, absent gradients as zeros
     index: int = 0
+    # streams that the gradients were produced on
     copy_streams: set[Stream] = field(default_factory=set)
 
     def clear(self) -> None:
@@ -122,21 +100,8 @@ class IPGBucket:
 
 
 class Bucketed(GradientReduction):
-    """Reduces gradients bucket by bucket onto the owners of their elements.
-
-    Args:
-        context: See base class.
-        masters: Whose owned gradients they are added to.
-        settings: How.
-        instances: How the data-parallel ranks are split into replicas of the sharded state.
-        partition_grads: Stage 2.
-        layout: Which parameters share a bucket; None: a derived class knows.
-        local_accumulation_dtype: Sum micro-batches in this dtype before reduction (stage 1 only).
-
-    Attributes:
-        plans: Of each bucket, in the order in which they are sent.
-        ipg_buckets: What has joined each.
-        sink: Adds what was reduced to the owned gradients.
+    """Reduces gradients bucket by bucket onto the owners of their elements, and adds them to those
+    that `masters` own; `layout` says which parameters share one, unless a derived class knows.
     """
 
     def __init__(
@@ -165,7 +130,6 @@ class Bucketed(GradientReduction):
             self.accumulator = LocalAccumulator(masters.groups, local_accumulation_dtype)
 
     def start(self) -> None:
-        """Plan buckets and set hooks."""
         self._make_buckets()
         self.create_gradient_handling_hooks()
         if (
@@ -219,11 +183,6 @@ class Bucketed(GradientReduction):
         self.buffers.plan(self.plans)
 
     def hold(self, params: Iterable[nn.Parameter]) -> None:
-        """See base class.
-
-        Raises:
-            RuntimeError: In the middle of an accumulation window.
-        """
         self.hooks.hold(params, is_busy=bool(self._in_flight) or not self.sink.is_empty)
         self._make_buckets()
         self.create_gradient_handling_hooks()
@@ -231,10 +190,8 @@ class Bucketed(GradientReduction):
     # Backward
 
     def create_gradient_handling_hooks(self) -> None:
-        """Hooks send buckets while backward goes on; without a bucket to send before its end there
-        is nothing to hook.
-
-        Local accumulation needs the whole micro-batch first, so it reduces at the end of backward.
+        """Hook gradients if buckets are sent while backward goes on. Local accumulation needs the
+        whole micro-batch first, so it reduces at the end of backward.
         """
         launches_early = (
             self.partition_gradients or self.settings.overlap_comm
@@ -244,17 +201,15 @@ class Bucketed(GradientReduction):
 
     @property
     def works_during_backward(self) -> bool:
-        """See base class."""
         return self.hooks.are_set
 
     @property
     def reduces_now(self) -> bool:
-        """See base class."""
         tracker = self.context.tracker
         return (self.partition_gradients or tracker.is_boundary) and not tracker.in_no_sync
 
     def backward_prologue(self) -> None:
-        """See base class: decides once per backward whether hooks reduce."""
+        """Decide once per backward whether hooks reduce."""
         self.hooks.reducing = self.reduces_now
 
     def reduce_ready_partitions_and_remove_grads(self, param: torch.Tensor, i: int) -> None:
@@ -271,9 +226,7 @@ class Bucketed(GradientReduction):
             self.reduce_independent_p_g_buckets_and_remove_grads(index)
 
     def backward_epilogue(self) -> None:
-        """See base class: local accumulation takes this micro-batch in before anything is
-        reduced.
-        """
+        """Let local accumulation take this micro-batch in before anything is reduced."""
         if self.accumulator is not None:
             self.accumulator.absorb(1.0 / self.context.accumulation_divisor)
 
@@ -315,12 +268,11 @@ class Bucketed(GradientReduction):
             self.accumulator.clear()
 
     def exit_backward(self) -> None:
-        """See base class."""
         self.hooks.end()
 
     def _unused_names(self) -> list[str]:
-        """Parameters without a gradient on this rank. One that was sent from its hook is gone by
-        now, but its firing was counted.
+        """Return the parameters without a gradient on this rank. One that was sent from its hook is
+        gone by now, but its firing was counted.
         """
         fired = self.hooks.readiness.fired
         return [
@@ -333,7 +285,7 @@ class Bucketed(GradientReduction):
 
     def reduce_independent_p_g_buckets_and_remove_grads(self, index: int) -> None:
         """Send bucket `index`: copy its gradients together, reduce onto the owners, add into the
-        owned shard.
+        shard.
         """
         self._finish_in_flight(MAX_IN_FLIGHT - 1)
         bucket = self.ipg_buckets[index]
@@ -348,12 +300,8 @@ class Bucketed(GradientReduction):
 
     @torch.no_grad()
     def average_tensor(self, index: int, grads: list[torch.Tensor | None]) -> None:
-        """Copy gradients into the bucket and start its reduction, on the reduction stream if there
-        is one.
-
-        Args:
-            index: Bucket.
-            grads: Gradient of each of its parameters, None where there is none.
+        """Copy gradients (None where there is none) into bucket `index` and start its reduction, on
+        the reduction stream if there is one.
         """
         plan, bucket = self.plans[index], self.ipg_buckets[index]
         # [fix 1] The gradients of one bucket come from as many streams as their hooks ran on.
@@ -420,12 +368,11 @@ class Bucketed(GradientReduction):
         return PendingShards(works, [payload[self._own_part(plan, group)]], keep=payload)
 
     def _own_part(self, plan: BucketPlan, group: ShardedGroup) -> slice:
-        """What of a bucket's elements this rank owns."""
         return slice(plan.own_start, plan.own_start + plan.own_numel)
 
     def _reduce_between_instances(self, limit: int) -> None:
         """Begin the all-reduce between instances of the oldest buckets, until at most `limit` are
-        without it.
+        left.
         """
         if self.instances.across is None:
             return
@@ -471,7 +418,7 @@ class Bucketed(GradientReduction):
         return self.sink.add(reduction.index, group, plan.segments, pieces, reduction.factors.post)
 
     def named_memory(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See base class; also bucket buffers, and gradients on their way into one."""
+        """Name also bucket buffers, and gradients on their way into one."""
         used = [(reduction.index, reduction.buffer) for reduction in self._in_flight]
         used += [(bucket.index, buffer) for bucket in self.ipg_buckets for buffer in bucket.buffer]
         for index, buffer in used:
@@ -486,26 +433,23 @@ class Bucketed(GradientReduction):
     def _named_views(
         self, buffer: BucketBuffer, index: int, names: list[str]
     ) -> Iterable[tuple[str, torch.Tensor]]:
-        """Where the gradients of bucket `index` lie."""
         params, starts = self.ipg_buckets[index].params, self.plans[index].starts
         views = buffer.views(index, params, starts)
         return zip(names, views, strict=True)
 
     def finish_gradients(self) -> None:
-        """See base class."""
         self._finish_in_flight(0)
         self.side_stream.join()
         self.sink.finish()
 
     @property
     def has_reduced_gradients(self) -> bool:
-        """See base class."""
         return not self.sink.is_empty
 
     # Clearing and state
 
     def clear(self) -> None:
-        """See base class; `param.grad` is only a way station here."""
+        """Forget gradients; `param.grad` is only a way station here."""
         self._finish_in_flight(0)
         for bucket in self.ipg_buckets:
             for param in bucket.params:
@@ -519,25 +463,21 @@ class Bucketed(GradientReduction):
         return not self.sink.is_empty
 
     def layout(self) -> str:
-        """See base class; what was reduced is known by bucket."""
+        """Tell buckets too: what was reduced is known by bucket."""
         return f"{super().layout()} {[plan.params for plan in self.plans]}"
 
     def window_state(self) -> dict[str, Any]:
-        """See base class."""
         self.finish_gradients()
         return {**super().window_state(), "written": sorted(self.sink.written)}
 
     def load_window_state(self, saved: Mapping[str, Any]) -> None:
-        """See base class."""
         super().load_window_state(saved)
         self.sink.written.update(saved["written"])
 
     def let_buffers_go(self) -> None:
-        """Give back the memory of buckets that are not on their way."""
         self.buffers.free = []
 
     def destroy(self) -> None:
-        """See base class."""
         self.hooks.remove()
         if self._static_sums is not None:
             self._static_sums.remove()
@@ -550,19 +490,14 @@ class ZeroMasters(MasterWeights):
     """Masters of which every rank has a shard, on the device or the host."""
 
     def get_grad_norm_direct(self, group_index: int) -> torch.Tensor:
-        """Squared norm of the owned gradients of one group on the device: fp32, shape `[1]`, no
-        communication.
-        """
+        """Sum the squares of the owned gradients of one group on the device: fp32, shape `[1]`."""
         return self._squared_norm(group_index, self.device)
 
     def complete_grad_norm_calculation_for_cpu_offload(self, group_index: int) -> torch.Tensor:
-        """The same where gradients lie on the host: summed there, moved to the model's device as
-        one scalar.
-        """
+        """Sum them on the host, where they lie, and move one scalar to the model's device."""
         return self._squared_norm(group_index, torch.device("cpu")).to(self.device)
 
     def scaled_global_norm(self) -> torch.Tensor:
-        """See base class."""
         squares = torch.zeros(self.num_norm_groups, dtype=torch.float32, device=self.device)
         for group_index, group in enumerate(self.groups):
             local = (
@@ -577,15 +512,38 @@ class ZeroMasters(MasterWeights):
         return self._norm_of(reduce_squared_norm(squares, self.norm_group))
 
 
-class DeepSpeedZeroOptimizer(ZeROOptimizer):
+class BucketNames:
+    """What upstream's optimizers of stages 1 to 3 tell of their parts."""
+
+    def __dir__(self) -> list[str]:
+        """Leave out `average_tensor`: upstream's suite looks for it here, and replaces it by one
+        that walks upstream's own bucket of gradients.
+        """
+        return [name for name in super().__dir__() if name != "average_tensor"]
+
+    average_tensor = forwarded("reduction", Bucketed.average_tensor)
+    reduce_independent_p_g_buckets_and_remove_grads = forwarded(
+        "reduction", Bucketed.reduce_independent_p_g_buckets_and_remove_grads
+    )
+    reduce_ready_partitions_and_remove_grads = forwarded(
+        "reduction", Bucketed.reduce_ready_partitions_and_remove_grads
+    )
+    ipg_buckets: list[IPGBucket] = forwarded("reduction")
+    get_grad_norm_direct = forwarded("masters", ZeroMasters.get_grad_norm_direct)
+    complete_grad_norm_calculation_for_cpu_offload = forwarded(
+        "masters", ZeroMasters.complete_grad_norm_calculation_for_cpu_offload
+    )
+    offload_states = forwarded("movable", MovableStates.offload_states)
+    reload_states = forwarded("movable", MovableStates.reload_states)
+
+
+class DeepSpeedZeroOptimizer(BucketNames, ZeROOptimizer):
     """ZeRO-1 (`partition_grads=False`) and ZeRO-2 (`partition_grads=True`).
 
     Args:
         init_optimizer: torch optimizer over the model's parameters.
         param_names: Name of each parameter, in model order.
-        steps: See `StepSettings`.
-        shards: See `ShardSettings`.
-        reduction: See `ReductionSettings`.
+        steps, shards, reduction: Settings.
         partition_grads: Stage 2.
         local_accumulation_dtype: Sum micro-batches in this dtype before reduction (stage 1 only).
     """
@@ -623,28 +581,6 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         movable = MovableStates(masters, bucketed)
         super().__init__(init_optimizer, context, bucketed, masters, files, outcomes, movable)
 
-    def __dir__(self) -> list[str]:
-        """Without `average_tensor`: upstream's suite looks for it here, and replaces it by one that
-        walks upstream's own bucket of gradients.
-        """
-        return [name for name in super().__dir__() if name != "average_tensor"]
-
-    average_tensor = forwarded("reduction", Bucketed.average_tensor)
     create_gradient_handling_hooks = forwarded("reduction", Bucketed.create_gradient_handling_hooks)
-    reduce_independent_p_g_buckets_and_remove_grads = forwarded(
-        "reduction", Bucketed.reduce_independent_p_g_buckets_and_remove_grads
-    )
-    reduce_ready_partitions_and_remove_grads = forwarded(
-        "reduction", Bucketed.reduce_ready_partitions_and_remove_grads
-    )
     plans: list[BucketPlan] = forwarded("reduction")
-    ipg_buckets: list[IPGBucket] = forwarded("reduction")
     partition_gradients: bool = forwarded("reduction")
-
-    get_grad_norm_direct = forwarded("masters", ZeroMasters.get_grad_norm_direct)
-    complete_grad_norm_calculation_for_cpu_offload = forwarded(
-        "masters", ZeroMasters.complete_grad_norm_calculation_for_cpu_offload
-    )
-
-    offload_states = forwarded("movable", MovableStates.offload_states)
-    reload_states = forwarded("movable", MovableStates.reload_states)

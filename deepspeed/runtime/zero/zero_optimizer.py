@@ -18,15 +18,21 @@ gathered inside the instance.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
 
+from deepspeed import comm as dist
 from deepspeed.comm.parallel_map import OptimizerInstances
-from deepspeed.runtime.gradients.reduction import GradientContext
+from deepspeed.runtime.gradients.buckets import fill_buckets
+from deepspeed.runtime.gradients.reduction import GradientContext, ReductionSettings
+from deepspeed.runtime.gradients.sequence_parts import has_parts
+from deepspeed.runtime.optimizers.group_layout import GroupLayout
 from deepspeed.runtime.optimizers.master_weights import MasterNames, MasterWeights
 from deepspeed.runtime.optimizers.settings import ShardSettings, StepSettings
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
+from deepspeed.runtime.sharding.fragments import FragmentTable
 
 
 def _counts_elsewhere(param: nn.Parameter) -> bool:
@@ -37,11 +43,7 @@ def _counts_elsewhere(param: nn.Parameter) -> bool:
 def instances_of(
     context: GradientContext, steps: StepSettings, shards: ShardSettings
 ) -> tuple[StepSettings, OptimizerInstances]:
-    """The optimizer instances, and the settings with what this rank then counts in the norm.
-
-    Raises:
-        ValueError: Several instances with experts.
-    """
+    """Return the instances, and the settings with what this rank then counts in the norm."""
     instances = shards.instances or OptimizerInstances(inside=context.dp_process_group)
     if instances.count > 1 and context.expert_data_parallel_group:
         raise ValueError(
@@ -52,6 +54,53 @@ def instances_of(
     if instances.index > 0:
         steps = replace(steps, counts_in_norm=_counts_elsewhere)
     return steps, instances
+
+
+# Parts of a shard in memory are multiples of this, where it is laid out otherwise than in files:
+# parts of two-byte elements then start at multiples of 16 bytes, which device collectives copy
+# fastest.
+PART_ALIGNMENT = 8
+
+
+def in_memory(file_table: FragmentTable, sections: Sequence[Sequence[int]]) -> FragmentTable:
+    """Return the layout in memory of a group with this one in files: the same if it is one section,
+    so that nothing is exchanged when state is saved or loaded.
+    """
+    if len(sections) < 2:
+        return file_table
+    return FragmentTable.build(file_table.numels, file_table.num_shards, PART_ALIGNMENT, sections)
+
+
+class BucketLayout(GroupLayout):
+    """A section per bucket, of which every rank owns an equal part. Who owns everything has it in
+    memory as files do.
+    """
+
+    def __init__(
+        self,
+        context: GradientContext,
+        settings: ShardSettings,
+        reduction: ReductionSettings,
+        shard_group: dist.Group,
+    ) -> None:
+        super().__init__(context, settings, shard_group)
+        self._reduction = reduction
+
+    def buckets(self, params: Sequence[nn.Parameter]) -> list[tuple[int, ...]]:
+        """The parameters of each bucket of a group, the one that is complete first at the front."""
+        # Those that are complete after all others have buckets of their own: no other waits.
+        kinds = [(self._reduction.travels_in(param), has_parts(param)) for param in params]
+        numels = [param.numel() for param in params]
+        return fill_buckets(
+            numels, self.positions(params), self._reduction.reduce_bucket_size, kinds
+        )
+
+    def _tables(
+        self, params: Sequence[nn.Parameter], num_shards: int, alignment: int
+    ) -> tuple[FragmentTable, FragmentTable]:
+        in_files, _ = super()._tables(params, num_shards, alignment)
+        sections = self.buckets(params)[::-1] if num_shards > 1 else ()  # in the order of forward
+        return in_files, in_memory(in_files, sections)
 
 
 class ZeROOptimizer(MasterNames, StepSequence):

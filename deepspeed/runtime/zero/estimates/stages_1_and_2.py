@@ -19,8 +19,8 @@ from deepspeed.runtime.gradients.sink import HOST_CHUNK
 from deepspeed.runtime.optimizers.group_layout import SHARD_ALIGNMENT
 from deepspeed.runtime.sharding.fragments import FragmentTable
 from deepspeed.runtime.streams import MAX_KEPT
-from deepspeed.runtime.zero.bucket_layout import in_memory
 from deepspeed.runtime.zero.stage_1_and_2 import MAX_IN_FLIGHT
+from deepspeed.runtime.zero.zero_optimizer import in_memory
 
 GB = 2**30
 FP32_BYTES = 4

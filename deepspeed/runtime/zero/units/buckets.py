@@ -1,7 +1,5 @@
-"""Reductions of stage 3: what of a gather unit travels together, and who owns which of it.
-
-A bucket is the rows of a unit's parameters, of which every rank gets its own by one even
-reduce-scatter. A row may belong to several optimizer groups.
+"""Buckets of a gather unit: the rows of its parameters that are reduced together, of which every
+rank gets its own. A row may belong to several optimizer groups.
 """
 
 from __future__ import annotations
@@ -26,40 +24,25 @@ Groups = Sequence[ShardedGroup]
 
 
 class ShardPart(NamedTuple):
-    """What of a bucket's row belongs to one optimizer group.
+    """What of a bucket's row belongs to one optimizer group."""
 
-    Attributes:
-        group: Number of the group.
-        start: First element in the row.
-        numel: Elements.
-        segments: Where they lie in the group's shard.
-    """
-
-    group: int
-    start: int
+    group: int  # number of the group
+    start: int  # first element in the row
     numel: int
-    segments: tuple[Segment, ...]
+    segments: tuple[Segment, ...]  # where they lie in the group's shard
 
 
 @dataclass(frozen=True)
 class UnitBucket:
-    """The trainable parameters of a unit that travel in one dtype.
+    """The trainable parameters of a unit that travel in one dtype."""
 
-    Attributes:
-        table: How they are cut; the payload is its rows.
-        params: Group and index of each.
-        parts: What of a row belongs to whom.
-        kind: The dtype.
-    """
-
-    table: ParameterCutTable
-    params: tuple[tuple[int, int], ...]
-    parts: tuple[ShardPart, ...]
+    table: ParameterCutTable  # how they are cut; the payload is its rows
+    params: tuple[tuple[int, int], ...]  # group and index of each
+    parts: tuple[ShardPart, ...]  # what of a row belongs to whom
     kind: torch.dtype
 
     @property
     def numel(self) -> int:
-        """Elements of the payload."""
         return self.table.padded_numel
 
     @property
@@ -79,14 +62,9 @@ def buckets_of(
     places: Mapping[nn.Parameter, Place],
     settings: ReductionSettings,
 ) -> Iterator[UnitBucket]:
-    """The buckets of a unit: one for each dtype of its trained parameters, and others for those
-    whose gradients are complete only right before a reduction, for which the rest need not wait.
-
-    Args:
-        unit: Whose.
-        groups: Of the optimizer.
-        places: Where parameters lie in them.
-        settings: What travels. What persists may be many parameters: a bucket's elements at a time.
+    """Make the buckets of a unit: one for each dtype of its trained parameters, and others for
+    those whose gradients are complete only right before a reduction, for which the rest need not
+    wait. What persists may be many parameters: a bucket's elements at a time.
     """
     kinds: dict[tuple[torch.dtype, bool], list[tuple[int, int]]] = {}
     for param in unit.params:

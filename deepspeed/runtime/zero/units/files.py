@@ -23,13 +23,7 @@ from deepspeed.runtime.zero.units.masters import CutMasters
 
 
 class CutFiles(StateFiles):
-    """See module.
-
-    Args:
-        masters: Whose.
-        holders: Ranks that have this same shard; None: no other does.
-        outcomes: The loss scale.
-    """
+    """The state of stage 3 in checkpoints; `holders` are the ranks that have this same shard."""
 
     def __init__(self, masters: CutMasters, holders: dist.Group, outcomes: Outcomes) -> None:
         super().__init__(masters.optimizer)
@@ -39,17 +33,14 @@ class CutFiles(StateFiles):
 
     @property
     def state_layout(self) -> StateLayout:
-        """See base class."""
         return StateLayout(self._shard, has_masters=True, has_weights=True, lists_frozen=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state, in upstream's layout."""
         part = self._masters.device_part
         base = self._optimizer.state_dict() if part is None else part.state_dict()
         return self._in_files(base, [group.master.detach() for group in self._masters.groups])
 
     def _in_files(self, base: dict[str, Any], masters: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """The state of every group's optimizer and its masters, as files have it."""
         if self._masters.device_part is not None:
             base, masters = self._masters.device_part.joined(base, masters)
         return {
@@ -61,22 +52,15 @@ class CutFiles(StateFiles):
         }
 
     @torch.no_grad()
-    def load_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        load_optimizer_states: bool = True,
-        load_from_fp32_weights: bool = True,
-    ) -> None:
-        """See base class; the loss scaler too, and with masters the weights, which are those
-        rounded.
-        """
-        self._outcomes.load_scaler_state(state_dict)
-        part, masters = self._masters.device_part, state_dict[FP32_FLAT_GROUPS]
-        if load_optimizer_states and part is None:
-            load_in_place(self._optimizer, state_dict[OPTIMIZER_STATE_DICT])
-        elif load_optimizer_states and part is not None:
-            part.load(state_dict[OPTIMIZER_STATE_DICT])
-        if load_from_fp32_weights:
+    def _load(self, saved: dict[str, Any], with_moments: bool, with_masters: bool) -> None:
+        """Restore the loss scaler too, and with masters the weights, which are those rounded."""
+        self._outcomes.load_scaler_state(saved)
+        part, masters = self._masters.device_part, saved[FP32_FLAT_GROUPS]
+        if with_moments and part is None:
+            load_in_place(self._optimizer, saved[OPTIMIZER_STATE_DICT])
+        elif with_moments and part is not None:
+            part.load(saved[OPTIMIZER_STATE_DICT])
+        if with_masters:
             parts = masters if part is None else part.master_parts(masters)
             for group, master in zip(self._masters.groups, parts, strict=True):
                 group.master.copy_(master)
@@ -85,7 +69,7 @@ class CutFiles(StateFiles):
             self._masters.refresh_fp32_params()
 
     def fits(self, saved: Mapping[str, Any]) -> bool:
-        """See base class. Upstream cuts large groups into several buffers, which are resharded."""
+        """Refuse also several buffers for a group, which upstream cuts large ones into."""
         if saved.get(ZERO_STAGE) != ZeroStageEnum.weights:
             return False
         base, buffers = saved[OPTIMIZER_STATE_DICT], saved[FP32_FLAT_GROUPS]
@@ -99,6 +83,5 @@ class CutFiles(StateFiles):
     def rebuilt_state(
         self, base: dict[str, Any], masters: Sequence[torch.Tensor], scaler: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """See base class."""
         started = self._outcomes.rebuilt_scaler_state(scaler)
         return {**self._in_files(base, masters), **started}

@@ -9,27 +9,28 @@ weight decay) it is a copy, which follows each update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.gradients.reduction import GradientContext
 from deepspeed.runtime.optimizers.group_layout import GroupLayout
-from deepspeed.runtime.optimizers.publishing import Publishing
+from deepspeed.runtime.optimizers.master_weights import Publishing
 from deepspeed.runtime.optimizers.settings import ShardSettings, StepSettings
 from deepspeed.runtime.optimizers.step_outcome import GradientScaling
+from deepspeed.runtime.sharding.flattening import lies_on_host
 from deepspeed.runtime.sharding.fragments import ParameterCutTable
 from deepspeed.runtime.sharding.group import ShardedGroup
-from deepspeed.runtime.sharding.publisher import Publisher
+from deepspeed.runtime.sharding.publisher import Gather, Publisher
 from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.parameters.zero_parameter import ZeroParamStatus, record_of
 from deepspeed.runtime.zero.stage_1_and_2 import ZeroMasters
 from deepspeed.runtime.zero.units.partial_offload import DevicePart, num_kept
-from deepspeed.runtime.zero.units.shard_writer import ShardWriter
 
 Copies = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -38,7 +39,6 @@ class CutLayout(GroupLayout):
     """Every parameter is cut by itself, in files as in memory."""
 
     def _kept_on_device(self, params: Sequence[Sequence[nn.Parameter]]) -> list[int]:
-        """See base class: with `offload_optimizer.ratio`."""
         offload = self.settings.offload
         if offload is None or offload.ratio == 1.0:
             return super()._kept_on_device(params)
@@ -48,28 +48,45 @@ class CutLayout(GroupLayout):
     def _tables(
         self, params: Sequence[nn.Parameter], num_shards: int, alignment: int
     ) -> tuple[ParameterCutTable, ParameterCutTable]:
-        """See base class."""
         table = ParameterCutTable.cut([record_of(param).numel for param in params], num_shards)
         return table, table
 
     def _maker(self, params: Sequence[nn.Parameter]) -> Callable[..., ShardedGroup]:
-        """See base class."""
         return partial(ShardedGroup, params, shards=[record_of(param).shard for param in params])
 
 
+class ShardWriter(Publisher):
+    """Rounds updated masters into this rank's shard of a group, and gathers nothing."""
+
+    def __init__(self, group: ShardedGroup) -> None:
+        super().__init__(group, group.table.padded_numel, by_broadcast=True)
+
+    def _plan(self, bucket_size: int) -> Iterator[Gather]:
+        sections = self._group.table.sections
+        if sections:
+            yield Gather(sections[0], 0, self._group.table.shard_numel)
+
+    def _sections(self) -> Iterator[tuple[int, int]]:
+        """Cut for the host: on their way there, rounded ones take memory of the device."""
+        return self.pieces() if lies_on_host(self._group.flat) else super()._sections()
+
+    def _send(self, source: torch.Tensor, start: int) -> None:
+        """Send to shards on the host too, from masters there or on the device."""
+        own = self._group.own(start, start + source.numel())
+        if not lies_on_host(own):
+            super()._send(source, start)
+        elif lies_on_host(source):
+            own.copy_(source)
+        else:
+            # Rounded first: fewer bytes cross.
+            self._copy(own, source.to(own.dtype), asynchronous=get_accelerator().is_pinned(own))
+
+    def _gather(self, gather: Gather) -> None:
+        """Who needs the parameters gathers them."""
+
+
 class ShardPublishing(Publishing):
-    """Rounds masters into shards; nobody gathers anything but what persists: that is done by the
-    next forward.
-
-    Args:
-        groups: Whose; the parts that stay on the device come last.
-        settings: How.
-        num_groups: How many groups are not such parts.
-        parameter_offload: Gathers the model's parameters.
-
-    Attributes:
-        copied: Pieces (to, from) by which shards of units follow.
-    """
+    """Rounds masters into shards. Only what persists is gathered now."""
 
     def __init__(
         self,
@@ -81,13 +98,11 @@ class ShardPublishing(Publishing):
         super().__init__(groups, settings)
         self._num_groups = num_groups
         self._parameter_offload = parameter_offload
-        self.copied: Copies = []
 
     def _publisher(self, group: ShardedGroup) -> Publisher:
         return ShardWriter(group)
 
     def publish(self, delivered: bool = False) -> None:
-        """See base class: into the shards."""
         self._parameter_offload.before_update()
         if self._settings.offload is not None:
             self._parameter_offload.resources.before_write()
@@ -104,18 +119,7 @@ class ShardPublishing(Publishing):
 
 
 class CutMasters(ZeroMasters):
-    """See module.
-
-    Args:
-        init_optimizer: See base class.
-        context: See base class.
-        steps: See base class.
-        layout: See base class.
-        parameter_offload: Gathers the model's parameters.
-
-    Attributes:
-        device_part: What stays on the device with `offload_optimizer.ratio`, if anything does.
-    """
+    """Masters of stage 3; with `offload_optimizer.ratio` the `device_part` stays on the device."""
 
     publishing: ShardPublishing
 
@@ -137,8 +141,8 @@ class CutMasters(ZeroMasters):
             self.publishing.copied += self._place_shard(unit)
 
     def _place_shard(self, unit: GatherUnit) -> Copies:
-        """Let a unit's shard be a view of a group's; otherwise the pieces (to, from) by which it
-        follows. See [Note: shards of units and of groups].
+        """Let a unit's shard be a view of a group's; otherwise return the pieces (to, from) by
+        which it follows. See [Note: shards of units and of groups].
         """
         places = [self.places.get(param) for param in unit.params]
         first = places[0]
@@ -163,8 +167,8 @@ class CutMasters(ZeroMasters):
 
     @torch.no_grad()
     def update(self, scaling: GradientScaling) -> None:
-        """See base class; not while somebody would keep the old values. An optimizer on the host
-        writes to shards there by itself.
+        """Step, unless somebody would keep the old values. An optimizer on the host writes to
+        shards there by itself.
         """
         self.parameter_offload.refuse_holders()
         resources = self.parameter_offload.resources
@@ -176,7 +180,7 @@ class CutMasters(ZeroMasters):
         super().update(scaling)
 
     def refresh_fp32_params(self) -> None:
-        """See base class; the shards of units are what was loaded or edited."""
+        """Take over also from the shards of units, which were loaded or edited."""
         with torch.no_grad():
             for shard, own in self.publishing.copied:
                 own.copy_(shard)
@@ -184,7 +188,7 @@ class CutMasters(ZeroMasters):
 
     @torch.no_grad()
     def set_param(self, param: nn.Parameter, value: torch.Tensor) -> None:
-        """See base class: into the shard, and into what is whole."""
+        """Set it in the shard, and in what is whole."""
         record = record_of(param)
         if record.status is ZeroParamStatus.AVAILABLE:
             param.data.copy_(value)
@@ -210,8 +214,8 @@ class CutMasters(ZeroMasters):
 
     @torch.no_grad()
     def set_own_masters(self, own: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Masters <- this rank's elements of parameters, 1-D without padding; the shards have them
-        rounded already. What is not trained here is left alone.
+        """Set masters from this rank's elements of parameters, 1-D without padding, which the
+        shards have rounded already. What is not trained here is left alone.
         """
         for param, value in own.items():
             place = self.places.get(param)
@@ -223,7 +227,6 @@ class CutMasters(ZeroMasters):
 
     @property
     def state(self) -> Any:
-        """See base class; with `offload_optimizer.ratio` that of both parts."""
         state = self.optimizer.state
         return {**state, **self.device_part.optimizer.state} if self.device_part else state
 
@@ -232,7 +235,7 @@ class CutMasters(ZeroMasters):
         self.optimizer.state = value
 
     def numbered_params(self) -> list[list[nn.Parameter]]:
-        """See base class: what stays on the device comes first."""
+        """List what stays on the device first."""
         if self.device_part is None:
             return super().numbered_params()
         count = len(self.optimizer.param_groups)
@@ -242,7 +245,6 @@ class CutMasters(ZeroMasters):
         ]
 
     def shard_numels(self) -> list[int]:
-        """Elements of this rank's shard of each parameter group of the optimizer."""
         numels = [0] * len(self.optimizer.param_groups)
         for index, group in enumerate(self.groups):
             numels[self._param_group_of(index)] += group.table.shard_numel

@@ -3,9 +3,7 @@ host, the rest on the device, each updated where it is.
 
 The first parameters of an optimizer group stay on the device, the last go to the host: their
 gradients come first in backward, and are on the host by the time that it ends. Both parts are
-groups of the optimizer (`MasterWeightOptimizer.groups`), so that what is reduced, the norm and what
-is gathered need not know. Here is what both together are: one step, and one state in files, which
-are those of any other ratio.
+groups of the masters, so that only a step and files need know, which are those of any ratio.
 """
 
 from __future__ import annotations
@@ -30,12 +28,9 @@ State = Mapping[str, Any]
 
 
 def num_kept(numels: Sequence[Sequence[int]], ratio: float) -> list[int]:
-    """How many of the first parameters of each group stay on the device: so many that what goes to
-    the host, of this group and those before it, is as close to `ratio` of them as it gets.
-
-    Args:
-        numels: Elements of each parameter, by group.
-        ratio: 0 to 1.
+    """Choose how many of the first parameters (of these elements, by group) stay on the device: so
+    many that what goes to the host, of this group and those before it, is as close to `ratio` of
+    them as it gets.
     """
     found = []
     total = on_host = 0.0
@@ -50,7 +45,7 @@ def num_kept(numels: Sequence[Sequence[int]], ratio: float) -> list[int]:
 
 
 def has_device_optimizer(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether some optimizer does on a device what this one does on the host, with the same
+    """Return whether some device optimizer does what this one does on the host, with the same
     state.
     """
     return not isinstance(optimizer, HostOptimizer) or isinstance(
@@ -86,17 +81,8 @@ def _device_optimizer(
 
 
 class DevicePart:
-    """The part of masters and moments that stays on the device.
-
-    Args:
-        host: The optimizer of the part on the host; hyper-parameters are its groups'.
-        groups: This part, one group for each of `host`, which may be empty.
-
-    Attributes:
-        optimizer: Updates it.
-
-    Raises:
-        ValueError: Adam without bias correction, which no device optimizer does.
+    """The part of masters and moments that stays on the device: one group for each of `host`, which
+    may be empty; hyper-parameters are those of its groups.
     """
 
     def __init__(self, host: torch.optim.Optimizer, groups: Sequence[ShardedGroup]) -> None:
@@ -120,8 +106,8 @@ class DevicePart:
     # State in files: that of an optimizer of both parts
 
     def state_dict(self) -> dict[str, Any]:
-        """Give both optimizers' states: the host's, and behind its tensors those of the device,
-        as `MasterWeightOptimizer.own_tensors` numbers them.
+        """Return the host's state, and behind its tensors those of the device, as `own_tensors`
+        numbers them.
         """
         host, device = self._host.state_dict(), self.optimizer.state_dict()
         states = {len(self._groups) + number: state for number, state in device["state"].items()}
@@ -130,11 +116,8 @@ class DevicePart:
     def joined(
         self, base: State, masters: Sequence[torch.Tensor]
     ) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """State and masters of the groups as they are, made those of whole groups, on the host.
-
-        Args:
-            base: As `state_dict` returns it.
-            masters: Of each group of the optimizer, the host's first.
+        """Make state (`state_dict`'s) and masters of the groups, the host's first, those of whole
+        groups, on the host.
         """
         count = len(self._groups)
         states = {
@@ -148,7 +131,6 @@ class DevicePart:
         return {**base, "state": {n: state for n, state in states.items() if state}}, wholes
 
     def load(self, base: State) -> None:
-        """Give both optimizers what is theirs of the state of whole groups."""
         parts = {number: self._cut(number, state) for number, state in base["state"].items()}
         load_in_place(
             self._host, {**base, "state": {number: host for number, (_, host) in parts.items()}}
@@ -158,7 +140,6 @@ class DevicePart:
         load_apart(self.optimizer, {"state": states, "param_groups": own})
 
     def master_parts(self, masters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Masters of whole groups, made those of the groups as they are."""
         kept = [group.table.shard_numel for group in self._groups]
         return [
             *(master[first:] for master, first in zip(masters, kept, strict=True)),
@@ -183,9 +164,7 @@ def _is_per_element(value: Any) -> bool:
 
 
 def _join(device: State, host: State) -> dict[str, Any]:
-    """State of the two parts of a shard as that of the whole; a part without elements may have
-    none.
-    """
+    """Join the state of the two parts of a shard; a part without elements may have none."""
     whole = {**device, **host}
     for key in device.keys() & host.keys():
         if _is_per_element(host[key]):
