@@ -80,19 +80,11 @@ def run(
 ) -> int:
     """Start the processes and wait for them, and for those of the other launchers of the job.
 
-    Args:
-        plan: what to start.
-        start: runs the processes; None is torch's agent.
-        on_lost: called when the other launchers are out of reach and the processes have ended.
-
-    Returns:
-        0, or the exit code of the rank that failed first (128 + n for signal n), or 128 + n when
-        this process was ended by signal n. Its traceback has then been written to stderr, last (by
-        the command that the user started).
-
-    Raises:
-        RuntimeError: the port that the plan names is in use.
-        ConnectionError: the job's other launchers cannot be reached.
+    Returns 0, or the exit code of the rank that failed first (128 + n for signal n), whose
+    traceback has then been written to stderr, last, by the command that the user started; or 128 +
+    n when signal n ended this process. `on_lost` is called when the other launchers are out of
+    reach and the processes have ended. Raises RuntimeError if the plan's port is in use,
+    ConnectionError if the other launchers cannot be reached.
     """
     with noting_signals(), pid_file(plan.save_pid), children_ended() as success:
         if plan.place:

@@ -7,8 +7,7 @@ from typing import Any
 
 from deepspeed.monitor.monitor import Event, Monitor, require
 
-# Arguments of comet_ml.start that are keys of the block; those left at null are Comet's own to
-# decide.
+# Arguments of comet_ml.start that are keys of the block; null leaves them to Comet.
 START_KEYS = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
 
 
@@ -25,9 +24,8 @@ class CometMonitor(Monitor):
             import comet_ml  # optional: needs the package
 
             given = {key: getattr(comet_config, key) for key in START_KEYS}
-            self.experiment = comet_ml.start(
-                **{key: value for key, value in given.items() if value is not None}
-            )
+            set_ones = {key: value for key, value in given.items() if value is not None}
+            self.experiment = comet_ml.start(**set_ones)
             if comet_config.experiment_name is not None:
                 self.experiment.set_name(comet_config.experiment_name)
 

@@ -1,6 +1,4 @@
-"""TensorBoard: one folder of event files per run, written by torch's `SummaryWriter` (needs the
-package tensorboard).
-"""
+"""TensorBoard: a folder of event files per run, by torch (needs the package tensorboard)."""
 
 from __future__ import annotations
 
@@ -16,9 +14,8 @@ class TensorBoardMonitor(Monitor):
 
     def __init__(self, tensorboard_config: Any) -> None:
         super().__init__(tensorboard_config)
-        base = tensorboard_config.output_path or os.path.join(
-            os.path.expanduser("~"), "tensorboard"
-        )
+        home = os.path.join(os.path.expanduser("~"), "tensorboard")
+        base = tensorboard_config.output_path or home
         self.log_dir = os.path.join(base, tensorboard_config.job_name)
         self.summary_writer: Any = None  # None if not enabled or closed
         if self.enabled:

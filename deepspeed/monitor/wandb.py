@@ -23,11 +23,9 @@ class WandbMonitor(Monitor):
             import wandb  # optional: needs the package
 
             self._owns_run = wandb.run is None
-            self.run = (
-                wandb.init(project=self.project, group=self.group, entity=self.team)
-                if self._owns_run
-                else wandb.run
-            )
+            self.run = wandb.run
+            if self._owns_run:
+                self.run = wandb.init(project=self.project, group=self.group, entity=self.team)
 
     def log(
         self, data: dict[str, Any], step: int | None = None, commit: bool | None = None

@@ -15,6 +15,7 @@ from deepspeed.monitor.watch.run import PHASES, Curves, Point, Run
 COLORS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
 # More lines than that in one chart cannot be told apart; the table has all.
 GROUPS_DRAWN = 7
+MEMORY = (("peak_memory", "peak"), ("memory", "after the step"))
 _DIGITS = 6
 
 
@@ -27,19 +28,11 @@ def charts_of(run: Run, before: Run | None) -> list[dict[str, Any]]:
         _rates(run, before),
         _times(run, before),
         _chart(f"{speed}/s", run, before, [(f"{speed}/s", f"{speed}/s")], zero=True),
-        _chart(
-            "memory of rank 0",
-            run,
-            before,
-            [("peak_memory", "peak"), ("memory", "after the step")],
-            unit="bytes",
-            zero=True,
-        ),
+        _chart("memory of rank 0", run, before, MEMORY, unit="bytes", zero=True),
     ]
     if len({p.mean("loss_scale") for p in run.curves.points}) > 1:
-        charts.append(
-            _chart("loss scale", run, before, [("loss_scale", "loss scale")], scale="log")
-        )
+        names = [("loss_scale", "loss scale")]
+        charts.append(_chart("loss scale", run, before, names, scale="log"))
     names = [("difficulty", "difficulty")]
     charts.append(_chart("curriculum", run, before, names, zero=True))
     charts += [_script(name, run, before) for name in run.scripts]
@@ -63,12 +56,8 @@ def _chart(
     ]
     if before is not None and names:
         series.append(_series(before.curves.points, names[0][0], "before", COLORS[0], dashed=True))
-    return {
-        "title": title,
-        "unit": unit,
-        "scale": scale,
-        "zero": zero,
-        "stacked": False,
+    look = {"title": title, "unit": unit, "scale": scale, "zero": zero, "stacked": False}
+    return look | {
         "x": "step",
         "skips": [point.last for point in run.curves.points if point.skipped],
         # Nothing of this run, nothing beside it.
@@ -117,13 +106,8 @@ def _script(name: str, run: Run, before: Run | None) -> dict[str, Any]:
     series = [_series(run.scripts[name].points, name, name, COLORS[0])]
     theirs = before.scripts.get(name, Curves()) if before else Curves()
     series.append(_series(theirs.points, name, "before", COLORS[0], dashed=True))
-    chart |= {
-        "x": "at",
-        "skips": [],
-        "scale": "choice",
-        "series": [each for each in series if each["x"]],
-    }
-    return chart
+    drawn = [each for each in series if each["x"]]
+    return chart | {"x": "at", "skips": [], "scale": "choice", "series": drawn}
 
 
 def _series(

@@ -36,21 +36,16 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument(
-        "run",
-        metavar="RUN_DIR",
-        help="folder of records, of which the newest is drawn, or a record",
-    )
-    made.add_argument(
-        "--before", metavar="RUN_DIR", help="what to show beside it (default: the run before)"
-    )
-    made.add_argument("--output", metavar="FILE", help=f"default: {PAGE_NAME} beside the record")
-    made.add_argument(
-        "--follow", action="store_true", help="draw again whenever the record grows, to its end"
-    )
-    made.add_argument(
-        "--every", metavar="S", type=float, default=2.0, help="seconds between two drawings (2)"
-    )
+    add = made.add_argument
+    text = "folder of records, of which the newest is drawn, or a record"
+    add("run", metavar="RUN_DIR", help=text)
+    text = "what to show beside it (default: the run before)"
+    add("--before", metavar="RUN_DIR", help=text)
+    add("--output", metavar="FILE", help=f"default: {PAGE_NAME} beside the record")
+    text = "draw again whenever the record grows, to its end"
+    add("--follow", action="store_true", help=text)
+    text = "seconds between two drawings (2)"
+    add("--every", metavar="S", type=float, default=2.0, help=text)
     return made
 
 
@@ -61,10 +56,8 @@ def find_record(given: str) -> Path:
         return path
     records = records_in(path) if path.is_dir() else []
     if not records:
-        raise Misuse(
-            f"{given}: no record of a run there; give output_path/job_name of the configuration's "
-            "watch block, or a file run-NNNN.jsonl"
-        )
+        named = "output_path/job_name of the configuration's watch block, or a file run-NNNN.jsonl"
+        raise Misuse(f"{given}: no record of a run there; give {named}")
     return records[-1]
 
 

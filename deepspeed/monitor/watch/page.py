@@ -54,20 +54,9 @@ class Figure(NamedTuple):
 def render(run: Run, before: Run | None, refresh_s: float = 0.0, unreadable: int = 0) -> str:
     """Draw the page, which looks for a newer one after `refresh_s` seconds (0: never)."""
     beside = before if before is not None and before.last is not None else None
-    body = "".join(
-        (
-            _head(run),
-            _figures(run, beside),
-            '<div id="charts"></div>',
-            '<div class="tables">',
-            _times(run, beside),
-            _groups(run, beside),
-            _skips(run),
-            _settings(run, beside),
-            "</div>",
-            _foot(run, unreadable),
-        )
-    )
+    tables = _times(run, beside) + _groups(run, beside) + _skips(run) + _settings(run, beside)
+    body = f'{_head(run)}{_figures(run, beside)}<div id="charts"></div>'
+    body += f'<div class="tables">{tables}</div>{_foot(run, unreadable)}'
     data = {
         "charts": charts_of(run, beside),
         "refresh": refresh_s if run.ended is None else 0,
@@ -147,11 +136,13 @@ def _figures(run: Run, before: Run | None) -> str:
 
     reached = (before.last or {}).get("step", 0) if before else 0
     figures = [Figure("step", f"{line['step']:,}", f"{reached:,}" if before else "")]
-    figures.append(of_step("loss", "loss", _float(line.get("loss")), False))
-    figures.append(of_step("gradient norm", "norm", _float(line.get("norm")), None))
-    figures.append(of_step("learning rate", "lr.0", (line.get("lr") or [None])[0], None))
-    figures.append(_step_time(run, before))
-    figures.append(_speed(run, before))
+    figures += [
+        of_step("loss", "loss", _float(line.get("loss")), False),
+        of_step("gradient norm", "norm", _float(line.get("norm")), None),
+        of_step("learning rate", "lr.0", (line.get("lr") or [None])[0], None),
+        _step_time(run, before),
+        _speed(run, before),
+    ]
     peak = _largest_peak(run), _largest_peak(before)
     figures.append(_compared("peak memory, rank 0", *peak, "", False, number_of_bytes))
     share = f"{run.skipped:,}" + (f" of {run.steps:,}" if run.skipped else "")
@@ -176,10 +167,7 @@ def _which(point: Point) -> str:
 
 
 def _step_time(run: Run, before: Run | None) -> Figure:
-    mine, theirs = (
-        each.means["total"].value if each and "total" in each.means else None
-        for each in (run, before)
-    )
+    mine, theirs = (_mean_ms(each, "total") for each in (run, before))
     return _compared("step time, mean", mine, theirs, "", False, milliseconds)
 
 
@@ -230,12 +218,10 @@ def _figure(figure: Figure) -> str:
 def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> str:
     """Cells are HTML; all columns but the first are numbers."""
     head = "".join(f"<th{' class=n' if i else ''}>{text}</th>" for i, text in enumerate(heads))
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td{' class=n' if i else ''}>{c}</td>" for i, c in enumerate(r))
-        + "</tr>"
-        for r in rows
+    cells = (
+        "".join(f"<td{' class=n' if i else ''}>{c}</td>" for i, c in enumerate(row)) for row in rows
     )
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
     below = f'<p class="quiet">{note}</p>' if note else ""
     return (
         f'<section><h2>{title}</h2><div class="wide"><table><tr>{head}</tr>{body}</table></div>'

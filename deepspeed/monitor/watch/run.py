@@ -47,12 +47,9 @@ class Point:
         if mine is None:
             self.values[name] = list(numbers)
         else:
-            mine[:] = [
-                mine[0] + numbers[0],
-                mine[1] + numbers[1],
-                min(mine[2], numbers[2]),
-                max(mine[3], numbers[3]),
-            ]
+            mine[0] += numbers[0]
+            mine[1] += numbers[1]
+            mine[2:] = min(mine[2], numbers[2]), max(mine[3], numbers[3])
 
     def mean(self, name: str) -> float | None:
         """Mean of the finite values of that name; None if there is none."""
@@ -86,8 +83,7 @@ class Curves:
             point.add(name, value)
 
     def _halve(self) -> None:
-        pairs = zip(self.points[::2], self.points[1::2], strict=True)
-        for point, other in pairs:
+        for point, other in zip(self.points[::2], self.points[1::2], strict=True):
             point.take(other)
         self.points = self.points[::2]
         self._steps_per_point *= 2
