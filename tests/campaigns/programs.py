@@ -11,27 +11,17 @@ ONE = "only trials of this one"
 
 
 def trials(
-    name: str,
-    summary: str,
-    module: str,
-    rounds: int,
-    scratch: bool = False,
-    **options: str,
+    name: str, summary: str, module: str, rounds: int, scratch: bool = False, **options: str
 ) -> Campaign:
-    """A campaign whose program ``module`` takes ``--rounds``, ``--seed`` and ``options``.
-
-    Args:
-        rounds: How many trials unless told otherwise.
-        scratch: Whether the program wants an empty ``--folder``.
+    """A campaign whose program ``module`` takes ``--rounds``, ``--seed`` and ``options``, and an
+    empty ``--folder`` if it wants `scratch`.
     """
 
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--rounds", type=int, default=rounds, help="how many trials (default: %(default)s)"
-        )
-        parser.add_argument(
-            "--seed", type=int, help="draws the trials (default: another each time)"
-        )
+        many = "how many trials (default: %(default)s)"
+        parser.add_argument("--rounds", type=int, default=rounds, help=many)
+        drawn = "draws the trials (default: another each time)"
+        parser.add_argument("--seed", type=int, help=drawn)
         for option, words in options.items():
             parser.add_argument(f"--{option}", help=words)
 

@@ -17,27 +17,13 @@ ROOT = Path(__file__).resolve().parents[3]
 RELEASES = {
     "0.18.6": {"fix2-hook-stream"},
     "0.19.6": {"fix2-hook-stream", "fix4-boundary-micro-batch"},
-    "0.19.8": {
-        "fix2-hook-stream",
-        "fix4-boundary-micro-batch",
-        "expert-norm",
-        "ulysses-layout",
-    },
+    "0.19.8": set("fix2-hook-stream fix4-boundary-micro-batch expert-norm ulysses-layout".split()),
 }
 """What releases have already."""
-NAMES = (
-    "fix1-bucket-streams",
-    "fix2-hook-stream",
-    "fix3-zero-norm",
-    "fix3-bf16-norm",
-    "fix3-pipe-dtype",
-    "fix4-boundary-micro-batch",
-    "loss-scale-step",
-    "stage0-loss-scale",
-    "mesh-gradients",
-    "gathered-writes",
-    "expert-norm",
-    "ulysses-layout",
+NAMES = tuple(
+    "fix1-bucket-streams fix2-hook-stream fix3-zero-norm fix3-bf16-norm fix3-pipe-dtype "
+    "fix4-boundary-micro-batch loss-scale-step stage0-loss-scale mesh-gradients "
+    "gathered-writes expert-norm ulysses-layout".split()
 )
 
 pytest.importorskip(

@@ -34,14 +34,10 @@ def findings(scenario: str, world: int, fault: Fault | None = None) -> list[str]
         said = []
         for result in results:
             answer = Path(folder, str(result.rank))
-            said += [
-                f"rank {result.rank}: {finding}"
-                for finding in (
-                    json.loads(answer.read_text())
-                    if answer.exists()
-                    else [f"HANG or crash\n{result.text}\n{result.output[-3000:]}{result.stacks}"]
-                )
-            ]
+            found = [f"HANG or crash\n{result.text}\n{result.output[-3000:]}{result.stacks}"]
+            if answer.exists():
+                found = json.loads(answer.read_text())
+            said += [f"rank {result.rank}: {finding}" for finding in found]
         return said
 
 

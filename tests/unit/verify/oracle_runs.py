@@ -76,8 +76,5 @@ def report_of(plan: Plan) -> Report:
 
 
 def failures(report: Report) -> list[str]:
-    return [
-        f"{row.check} {row.family}: {row.detail}"
-        for row in report.rows
-        if row.verdict.value == "FAIL"
-    ]
+    failed = (row for row in report.rows if row.verdict.value == "FAIL")
+    return [f"{row.check} {row.family}: {row.detail}" for row in failed]

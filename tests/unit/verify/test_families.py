@@ -21,13 +21,8 @@ FAULT = 0.088
 
 
 def report(family: str) -> list[str]:
-    return failures(
-        report_of(
-            plan_of(
-                example_config(), FAMILIES[family], SIMULATED, steps=2, schedules=1, numel=200_000
-            )
-        )
-    )
+    sizes = {"steps": 2, "schedules": 1, "numel": 200_000}
+    return failures(report_of(plan_of(example_config(), FAMILIES[family], SIMULATED, **sizes)))
 
 
 class TestFamilies(DistributedTest):
