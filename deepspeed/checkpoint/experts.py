@@ -38,7 +38,7 @@ def renumbered(name: str, offsets: Mapping[str, int]) -> str:
 
 
 def experts_per_rank(names: Iterable[str]) -> dict[str, int]:
-    """By layer prefix, how many experts a rank holds that has these parameters."""
+    """Return by layer prefix how many experts a rank holds that has these parameters."""
     found: dict[str, set[int]] = {}
     for name in names:
         match = _EXPERT.match(name)

@@ -116,7 +116,7 @@ def load_data(source: Any, map_location: Any = "cpu", mmap: bool = False) -> Any
 
 
 def reason_of(error: Exception) -> str:
-    """In one line, what torch says of a file that it cannot load."""
+    """Return in one line what torch says of a file that it cannot load."""
     lines = str(error).strip().splitlines()
     # What torch says first is advice; which object it is about stands behind the label.
     told = [line.strip() for line in lines if "WeightsUnpickler error" in line]

@@ -26,7 +26,7 @@ class meg_2d_parallel_map:  # noqa: N801  # upstream's name
         self._ranks: dict[tuple[int, int], list[int]] = {}
 
     def get_data(self, pp_index: int | None = None, tp_index: int | None = None) -> list[int]:
-        """Those of one place; None: of all places."""
+        """Return those of one place; None: of all places."""
         stages = range(self.pp_degree) if pp_index is None else [pp_index]
         ranks = range(self.tp_degree) if tp_index is None else [tp_index]
         places = [(stage, rank) for stage in stages for rank in ranks]
@@ -53,7 +53,7 @@ class model_3d_desc:  # noqa: N801  # upstream's name
         ]
 
     def get_desc(self) -> str:
-        """As text."""
+        """Return it as text."""
         return f"PP,TP,DP = ({self.pp_degree}, {self.tp_degree}, {self.dp_degree})"
 
     def world_size(self) -> int:

@@ -50,9 +50,15 @@ class MultiNodeRunner(abc.ABC):
     # ends by itself.
     daemon: str | None = None
 
-    def __init__(self, args: argparse.Namespace, world_info_base64: str) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        world_info_base64: str,
+        resource_pool: Pool | None = None,
+    ) -> None:
         self.args = args
         self.world_info_base64 = world_info_base64
+        self.resource_pool = resource_pool
         self.user_arguments = self.parse_user_args()
         self.user_script = args.user_script
         self.exports: dict[str, str] = {}
@@ -166,20 +172,7 @@ class SSHRunner(MultiNodeRunner):
         return [*ssh_command(self.args.ssh_port), *self.launcher_args(), host, remote]
 
 
-class _RankRunner(MultiNodeRunner):
-    """An engine that starts each process of the job itself, given how many the hosts hold."""
-
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        world_info_base64: str,
-        resource_pool: Pool | None = None,
-    ) -> None:
-        super().__init__(args, world_info_base64)
-        self.resource_pool = resource_pool
-
-
-class OpenMPIRunner(_RankRunner):
+class OpenMPIRunner(MultiNodeRunner):
     """Open MPI's mpirun."""
 
     rank_variables = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
@@ -212,7 +205,7 @@ class OpenMPIRunner(_RankRunner):
         return [*command, *self.launcher_args(), *self.launcher_command(None)]
 
 
-class MPICHRunner(_RankRunner):
+class MPICHRunner(MultiNodeRunner):
     """MPICH's hydra."""
 
     name = MPICH_LAUNCHER
@@ -250,7 +243,7 @@ class MVAPICHRunner(MPICHRunner):
         return find_program(("mpiname",), "MVAPICH") is not None and super().backend_exists()
 
 
-class SlurmRunner(_RankRunner):
+class SlurmRunner(MultiNodeRunner):
     """Slurm's srun, inside an allocation or making one."""
 
     name = SLURM_LAUNCHER
@@ -298,8 +291,7 @@ def make_runner(
     if kind is None:
         names = ", ".join(RUNNERS)
         raise ValueError(f"--launcher={args.launcher}: there is no such engine; use one of {names}")
-    pool = (resource_pool,) if issubclass(kind, _RankRunner) else ()
-    runner = kind(args, world_info_base64, *pool)
+    runner = kind(args, world_info_base64, resource_pool)
     runner.validate_args()
     if not runner.backend_exists():
         text = "its program is not installed here; install it or use another --launcher"

@@ -22,7 +22,6 @@ LARGE: dict[str, str] = {
     "PipelineEngine": "upstream's face of an engine; its work is done by the parts it has",
     "PipelineModule": "upstream's face of a pipeline; its work is done by the parts it has",
     "PipelineParallelGrid": "upstream's face of a grid: a method and an attribute for each axis",
-    **dict.fromkeys(("IMPIRunner", "MVAPICHRunner"), "upstream's classes of launchers"),
     **dict.fromkeys(("Bucketed", "Units"), "the sites of fixes 1 and 2, which stand together"),
     **dict.fromkeys(("GradientLedger", "Channel"), STATE),
 }

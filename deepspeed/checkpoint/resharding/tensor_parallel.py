@@ -154,7 +154,7 @@ class SlicePatterns:
         return {keys.CAT_DIM: dim, keys.VOCAB_TENSOR: True, keys.PARAM: whole[: self._vocabulary]}
 
     def shapes(self, name: str, own: torch.Size, rank: int, size: int) -> list[torch.Size]:
-        """Of the slices of a parameter, of which one of `size` ranks has one of shape `own`."""
+        """Return those of a parameter's slices; one of `size` ranks has one of shape `own`."""
         pieces = self._pieces(name)
         if pieces is None:
             return [own] * size

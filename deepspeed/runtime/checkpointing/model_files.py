@@ -194,7 +194,7 @@ class ModelFiles:
             self.experts.put(put, node, state)
 
     def in_model_file(self, state: dict[str, Any]) -> dict[str, Any] | None:
-        """What of the state dict stands in the model file: all that has no file of its own."""
+        """Return what stands in the model file: all that has no file of its own."""
         if self.is_layered:
             return None
         state = self.with_gathered(state)

@@ -241,7 +241,7 @@ def _exported(
 
 
 def _rest(module: nn.Module, experts: ModelExperts, keep: bool) -> dict[str, Any]:
-    """What of the state dict is not of parameters in shards, on the host. All ranks call it."""
+    """Return what is not of parameters in shards, on the host. All ranks call it."""
     state = module.state_dict(keep_vars=True)
     rest = {name: value for name, value in state.items() if not is_zero_param(value)}
     kept: dict[str, Any] = clone_tensors_for_torch_save(state_of_all(experts, rest, keep))

@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 
 class Payload(Protocol):
-    """What of a bucket's plan is asked here: its elements, and their dtype."""
+    """The part of a bucket's plan that is asked here: its elements, and their dtype."""
 
     @property
     def numel(self) -> int: ...

@@ -92,7 +92,7 @@ class Publishing:
             self._arrivals = ParameterArrivals(model)
 
     def publishers(self) -> list[Publisher]:
-        """Of each group; made late, when the groups have their final buffers."""
+        """The publisher of each group; made late, when the groups have their final buffers."""
         if not self._made:
             self._made = [self._publisher(group) for group in self._groups]
         return self._made

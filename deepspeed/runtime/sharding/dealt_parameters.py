@@ -120,7 +120,7 @@ class _OfSome:
 
 
 class _Ways(NamedTuple):
-    """To the owners, back, and the longest message of either, on which ranks agree."""
+    """The ways to the owners and back, and the longest message of either, on which ranks agree."""
 
     there: LayoutExchange
     back: LayoutExchange

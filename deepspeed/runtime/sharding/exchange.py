@@ -27,7 +27,7 @@ ROUND_NUMEL = 1 << 25
 
 
 class Layout(Protocol):
-    """What of a fragment table says who owns what."""
+    """The part of a fragment table that says who owns what."""
 
     @property
     def shard_numel(self) -> NumEl: ...

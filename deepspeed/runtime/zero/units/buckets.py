@@ -24,7 +24,7 @@ Groups = Sequence[ShardedGroup]
 
 
 class ShardPart(NamedTuple):
-    """What of a bucket's row belongs to one optimizer group."""
+    """The part of a bucket's row that belongs to one optimizer group."""
 
     group: int  # number of the group
     start: int  # first element in the row

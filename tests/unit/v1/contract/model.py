@@ -105,17 +105,14 @@ class ModelOfBlocks(ContractModel):
         return name
 
     def rise(self, x: torch.Tensor) -> torch.Tensor:
-        """See base class."""
         result: torch.Tensor = self.pairs[0](x)
         return result
 
     def again(self, x: torch.Tensor) -> torch.Tensor:
-        """See base class."""
         result: torch.Tensor = self.pairs[0].second(x)
         return result
 
     def detour(self, x: torch.Tensor) -> torch.Tensor:
-        """See base class."""
         result: torch.Tensor = self.pairs[1](x)
         return result
 

@@ -50,7 +50,6 @@ class Stage3Case(Case):
 
     @property
     def name(self) -> str:
-        """See base class."""
         words = {field: getattr(self, field) for field in (*OWN_FACTORS, "secondary")}
         return "-".join([super().name, *(f"{word}:{value}" for word, value in words.items())])
 
