@@ -28,7 +28,7 @@ SIZES: tuple[tuple[str, str], ...] = (
     ("deepspeed.runtime.sharding.exchange", "ROUND_NUMEL"),
     ("deepspeed.runtime.sharding.flattening", "CONVERTED_NUMEL"),
     ("deepspeed.runtime.sharding.publisher", "UPDATE_NUMEL"),
-    ("deepspeed.runtime.tensor_parallel.sharded_models", "WHOLE_NUMEL"),
+    ("deepspeed.runtime.tensor_parallel.cutting", "WHOLE_NUMEL"),
     ("deepspeed.runtime.zero.gathering.undone_edits", "PIECE_NUMEL"),
 )
 """(Module, constant), in elements."""

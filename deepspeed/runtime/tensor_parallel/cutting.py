@@ -1,20 +1,29 @@
-"""Cut a model: ranks that share its layers start from the same weights, and each keeps its part."""
+"""Cut a model: ranks that share its layers start from the same weights, and each keeps its part.
+
+Of parameters that `zero.Init` has sharded over all ranks a few are whole at a time, and each slice
+is sharded over the ranks that hold it.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.resharding.tensor_parallel import Share, own_slice
+from deepspeed.comm import group_store, rank_lists
 from deepspeed.comm.parallel_map import OptimizerInstances, ParallelMap
 from deepspeed.runtime.checkpointing.model_files import LayeredModule
 from deepspeed.runtime.config_utils import DeepSpeedConfigError, parse_dtype
 from deepspeed.runtime.engine_parts.model_setup import broadcast_tensors, model_dtype
+from deepspeed.runtime.sharding.flattening import lies_on_host
 from deepspeed.runtime.sharding.model_slices import ModelSlices, slices_of
 from deepspeed.runtime.tensor_parallel.families import counts_of
 from deepspeed.runtime.tensor_parallel.layers import (
@@ -25,15 +34,79 @@ from deepspeed.runtime.tensor_parallel.layers import (
     is_transposed,
 )
 from deepspeed.runtime.tensor_parallel.partition_config import PartitionConfig
-from deepspeed.runtime.tensor_parallel.ranks import tensor_ranks
-from deepspeed.runtime.tensor_parallel.sharded_models import refuse_trained, shard_anew
 from deepspeed.runtime.tensor_parallel.structure import LayerCut, Plan, plan_of
-from deepspeed.runtime.zero.parameters.zero_parameter import is_zero_param
+from deepspeed.runtime.zero.gathering.gathered_parameters import hold_whole, let_go
+from deepspeed.runtime.zero.parameters.shards import ShardMemory
+from deepspeed.runtime.zero.parameters.zero_parameter import (
+    become_plain,
+    cut_parameters,
+    is_zero_param,
+    record_of,
+)
 from deepspeed.utils.tensor_fragment import logical_shape
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.config_models.features import TPTrainingConfig
+
+
+# Elements that are whole at once.
+WHOLE_NUMEL = 1 << 24
+
+
+@dataclass(frozen=True, eq=False)
+class TensorRanks:
+    """An mpu: rank = data rank * size + tensor rank. `data_group` holds the same slices;
+    `cuts_models`: the engine has cut the layers, and a model that is not cut is not for these
+    ranks.
+    """
+
+    size: int
+    tensor_group: Any
+    data_group: Any
+    cuts_models: bool = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorRanks:
+        return self
+
+    def get_tensor_model_parallel_group(self) -> Any:
+        return self.tensor_group
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return dist.get_rank(group=self.tensor_group)
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return self.size
+
+    get_model_parallel_group = get_tensor_model_parallel_group
+    get_model_parallel_rank = get_tensor_model_parallel_rank
+    get_model_parallel_world_size = get_tensor_model_parallel_world_size
+
+    def get_data_parallel_group(self) -> Any:
+        return self.data_group
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank(group=self.data_group)
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size(group=self.data_group)
+
+
+def tensor_ranks(size: int) -> TensorRanks:
+    """Make the mpu of `size` ranks per model, once. Collective over the world when first asked."""
+    world = dist.get_world_size()
+    if world % size:
+        raise DeepSpeedConfigError(
+            f"tensor_parallel.autotp_size: {size} does not divide the {world} ranks; use a size "
+            "that does"
+        )
+    lists = rank_lists.optimizer_instances([tuple(range(world))], world // size)
+    return group_store.made_once(
+        ("autotp", size),
+        lambda: TensorRanks(
+            size, group_store.shared_group(lists.rows), group_store.shared_group(lists.columns)
+        ),
+    )
 
 
 def mpu_of(model: nn.Module, block: TPTrainingConfig | None, mpu: Any) -> Any:
@@ -221,3 +294,51 @@ def _slicing(model: nn.Module, plan: Plan) -> dict[str, Any]:
             {"patterns": patterns, keys.PIECES: pieces} for pieces, patterns in dealt.items()
         ]
     return info
+
+
+def refuse_trained(model: nn.Module, size: int) -> None:
+    """Refuse a model whose engine of stage 3 has an optimizer with shards of whole parameters."""
+    for param in model.parameters():
+        if is_zero_param(param) and record_of(param).unit is not None:
+            raise DeepSpeedConfigError(
+                f"tensor_parallel.autotp_size: {size} with a model that an engine at "
+                "zero_optimization.stage: 3 has: cut it before, by deepspeed.tp_model_init or that "
+                "engine's configuration, or destroy() the engine first"
+            )
+
+
+@torch.no_grad()
+def shard_anew(
+    model: nn.Module,
+    own_part: Callable[[nn.Parameter, torch.Tensor], torch.Tensor],
+    slice_group: dist.Group,
+    instances: OptimizerInstances,
+) -> None:
+    """Shard what `own_part` says this rank keeps of each sharded parameter. Collective."""
+    for piece in _pieces(model):
+        hold_whole(piece)
+        whole = [param.data for param in piece]
+        # Of ranks that are not sharded together each has drawn its own numbers.
+        broadcast_tensors(whole, slice_group)
+        own = [own_part(param, value).clone() for param, value in zip(piece, whole, strict=True)]
+        shard = record_of(piece[0]).shard
+        memory = ShardMemory(lies_on_host(shard), get_accelerator().is_pinned(shard))
+        let_go(piece)
+        for param, value in zip(piece, own, strict=True):
+            become_plain(param, value)
+        cut_parameters(piece, instances, memory=memory)
+
+
+def _pieces(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+    piece: list[nn.Parameter] = []
+    held = 0
+    for param in filter(is_zero_param, model.parameters()):
+        record = record_of(param)
+        is_alike = not piece or record.shard.device == record_of(piece[0]).shard.device
+        if piece and (not is_alike or held + record.numel > WHOLE_NUMEL):
+            yield piece
+            piece, held = [], 0
+        piece.append(param)
+        held += record.numel
+    if piece:
+        yield piece

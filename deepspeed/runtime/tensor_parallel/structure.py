@@ -30,8 +30,7 @@ from deepspeed.runtime.tensor_parallel.families import (
     head_size,
 )
 from deepspeed.runtime.tensor_parallel.layers import is_matrix, num_inputs, num_outputs
-from deepspeed.runtime.tensor_parallel.model_plan import ModelPlan, plan_in
-from deepspeed.runtime.tensor_parallel.partition_config import PartitionConfig
+from deepspeed.runtime.tensor_parallel.partition_config import ModelPlan, PartitionConfig, plan_in
 from deepspeed.utils.tensor_fragment import logical_shape
 
 OF_HEADS = frozenset(("q_proj", "k_proj", "v_proj", "q", "k", "v"))

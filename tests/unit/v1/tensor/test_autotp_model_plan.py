@@ -87,7 +87,7 @@ def test_layers_in_one_are_cut_each() -> None:
 def test_a_style_that_is_not_known_leaves_all_to_names(monkeypatch: pytest.MonkeyPatch) -> None:
     # Kills: a part of a plan that is followed.
     told: list[str] = []
-    monkeypatch.setattr("deepspeed.runtime.tensor_parallel.model_plan.warn_once", told.append)
+    monkeypatch.setattr("deepspeed.runtime.tensor_parallel.partition_config.warn_once", told.append)
     model = planned({**OWN, "blocks.*.mlp.fc1": "sequence_parallel", "nowhere": "local"})
     assert cuts_of(model)["blocks.0.mlp.fc1"] == "column" and "head" not in cuts_of(model)
     assert "says 'sequence_parallel' of blocks.0.mlp.fc1.weight" in told[0]
