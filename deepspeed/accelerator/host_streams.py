@@ -3,7 +3,6 @@ time, so that the code which orders work on streams is one code for all devices.
 """
 
 import time
-from types import TracebackType
 
 
 class HostEvent:
@@ -67,10 +66,5 @@ class HostStream:
     def __enter__(self) -> "HostStream":
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         return None

@@ -23,7 +23,6 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 ALGORITHM = "xxh3_128"
@@ -152,12 +151,7 @@ class FileWriter:
     def __enter__(self) -> FileWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """End the threads and close the file; unless `finish` has returned, it is not complete."""
         for thread in self._threads:
             thread.shutdown()

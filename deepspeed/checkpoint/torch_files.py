@@ -8,7 +8,6 @@ import struct
 import threading
 import zipfile
 from collections.abc import Iterator
-from types import TracebackType
 from typing import IO, Any, cast
 
 import torch
@@ -100,12 +99,7 @@ class StreamedFile:
     def __enter__(self) -> StreamedFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         os.close(self._file)
 
 

@@ -1,6 +1,5 @@
 """Building a model directly on a device and in a dtype, without a first copy elsewhere."""
 
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -58,14 +57,9 @@ class OnDevice(TorchFunctionMode):
             super().__enter__()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self.enabled:
-            super().__exit__(exc_type, exc, traceback)
+            super().__exit__(*error)
 
     def __torch_function__(
         self,

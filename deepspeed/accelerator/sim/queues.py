@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -106,12 +105,7 @@ class Stream:
         self.scheduler.switch(self)
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.scheduler.switch(self._outer.pop())
 
 

@@ -138,10 +138,7 @@ class MuonWithAuxAdam(WholeParameterOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. On shards, all ranks call it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for number, group in enumerate(self.param_groups):
             if group[MARK]:
                 for tensor in group["params"]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import TracebackType
 
 import torch
 from torch import nn
@@ -49,12 +48,7 @@ class GatherReplacedLayerParams:
             param.data = self._slices.put_together(name, param.data)
 
     @torch.no_grad()
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self._slices is None:
             return
         changed = []
@@ -66,7 +60,7 @@ class GatherReplacedLayerParams:
             param.data = own
         self._own = {}
         let_go(self._params.values())
-        if changed and error is None:
+        if changed and kind is None:
             raise ValueError(
                 f"GatherReplacedLayerParams: {', '.join(changed)} changed inside the block, which "
                 "is for reading; load weights before the model is cut, or by "

@@ -19,7 +19,6 @@ block has whole already is that block's to judge.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -276,12 +275,7 @@ class GatheredParameters:
                 self._agree(group)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if not self.params:
             return
         ordinary_copies.end()
