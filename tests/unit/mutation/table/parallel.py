@@ -120,23 +120,23 @@ FAULTS = (
     Fault(
         "gathered outputs have the gradient of the first rank's",
         "_GatherOutputs.backward: ctx.ranks.rank -> 0",
-        "v1/tensor/test_autotp_model_plan.py",
+        "v1/tensor/test_autotp_structure.py",
     ),
     Fault(
         "an embedding's weight is cut with the head that it is tied to",
         "plan_of: _leave_whole(plan, model) -> pass",
-        "v1/tensor/test_autotp_model_plan.py",
+        "v1/tensor/test_autotp_structure.py",
     ),
     Fault(
         "a model's plan comes before the families that are known",
         "plan_of: partition is None and family not in FAMILIES -> partition is None",
-        "v1/tensor/test_autotp_model_plan.py",
+        "v1/tensor/test_autotp_structure.py",
     ),
     Fault(
         "a plan's parameter that acts on what is cut keeps its rank's gradient",
         "_explain: is_of_head or (is_inside and spec is not None and spec.is_partial) -> "
         "is_of_head",
-        "v1/tensor/test_autotp_model_plan.py",
+        "v1/tensor/test_autotp_structure.py",
     ),
     Fault(
         "queries are dealt out without their keys",

@@ -1,10 +1,20 @@
-"""What a value may be written as, and the wording of every wrong one."""
+"""Names of keys, what values may be written as, batch sizes, and the wording of what is wrong."""
 
 import pytest
 import torch
 
+from deepspeed.runtime.config import (
+    DeepSpeedConfig,
+    DeepSpeedConfigError,
+    DtypeEnum,
+    data_parallel_world_size,
+    parse_dtype,
+)
+from deepspeed.runtime.config_models.reader import read_block
+from deepspeed.runtime.config_models.zero import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.init_context import _configured_dtype
-from unit.runtime.config_models.reading import config, error
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from unit.runtime.config_models.reading import ON, config, error, error_of
 
 
 def test_floats_stand_for_integers_where_they_are_exact():
@@ -113,3 +123,250 @@ def test_a_missing_key_is_named():
 def test_all_type_errors_are_listed_at_once():
     text = error(fp16=True, zero_optimization={"stage": 9}, gradient_clipping="x")
     assert all(path in text for path in ("fp16", "zero_optimization.stage", "gradient_clipping"))
+
+
+@pytest.mark.parametrize(
+    "keys, path, near",
+    [
+        (dict(zero_optimisation={}), "zero_optimisation", "zero_optimization"),
+        (dict(stage=2), "stage", "zero_optimization.stage"),
+        (dict(gradient_cliping=1), "gradient_cliping", "gradient_clipping"),
+        (
+            dict(zero_optimization={"reduce_bucketsize": 1}),
+            "zero_optimization.reduce_bucketsize",
+            "zero_optimization.reduce_bucket_size",
+        ),
+        (
+            dict(zero_optimization={"offload_optimizer": {"devise": "cpu"}}),
+            "zero_optimization.offload_optimizer.devise",
+            "zero_optimization.offload_optimizer.device",
+        ),
+        (dict(fp16={"scale_window": 1}), "fp16.scale_window", "fp16.loss_scale_window"),
+        ({"zero_optimization.stagee": 1}, "zero_optimization.stagee", "zero_optimization.stage"),
+    ],
+)
+def test_unknown_keys_come_with_the_nearest_known_one(keys, path, near):
+    assert f'{path}: unknown key; did you mean "{near}"?' in error(**keys)
+
+
+@pytest.mark.parametrize("path", ["zero_optimization.enabled", "compile.disable", "optimizer.lr"])
+def test_a_name_that_says_nothing_is_no_neighbour(path):
+    # Kills: "fp16.enabled" for every block that has no "enabled".
+    block, _, key = path.partition(".")
+    given = {"type": "Adam", key: 1} if block == "optimizer" else {key: True}
+    assert f"{path}: unknown key; remove it" in error(**{block: given})
+
+
+@pytest.mark.parametrize(
+    "key, call",
+    [("enabled", "engine.compile()"), ("backend", "(backend=...)"), ("kwargs", "compile_kwargs")],
+)
+def test_what_the_script_does_now_is_said(key, call):
+    text = error(compile={key: True})
+    assert f"compile.{key}: unknown key; remove it, and call" in text and call in text
+
+
+def test_all_unknown_keys_are_listed_at_once():
+    text = error(foo_bar_baz=1, fp16={"enabeld": True}, qqqq={})
+    assert all(path in text for path in ("foo_bar_baz", "fp16.enabeld", "qqqq"))
+
+
+def test_left_over_autos_are_listed_at_once():
+    text = error(
+        train_micro_batch_size_per_gpu="auto",
+        optimizer={"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, "auto"]}},
+        zero_optimization={"stage": 2, "round_robin_gradients": "auto"},
+        fp16={"enabled": "auto"},
+    )
+    paths = (
+        "train_micro_batch_size_per_gpu",
+        "optimizer.params.lr",
+        "optimizer.params.betas[1]",
+        "zero_optimization.round_robin_gradients",
+        "fp16.enabled",
+    )
+    assert '"auto"' in text and all(path in text for path in paths)
+
+
+def test_autos_may_be_read_as_not_given():
+    zero = read_block(
+        DeepSpeedZeroConfig, {"stage": 2, "reduce_bucket_size": "auto"}, drop_autos=True
+    )
+    assert zero.stage == 2 and zero.reduce_bucket_size == 500_000_000
+
+
+def test_auto_is_kept_where_it_is_the_default():
+    assert config(pipeline={"stages": "auto"}).tree.pipeline.stages == "auto"
+
+
+def test_dotted_keys_set_nested_ones():
+    read = DeepSpeedConfig(
+        {
+            "train_batch_size": 8,
+            "zero_optimization": {"stage": 1, "reduce_bucket_size": 7},
+            "zero_optimization.reduce_bucket_size": 0.9 * 100 * 100,
+            "bf16.enabled": True,
+        }
+    )
+    assert (
+        read.tree.zero_optimization.reduce_bucket_size == 9000
+        and read.tree.zero_optimization.stage == 1
+    )
+    assert read.tree.bf16.enabled and "bf16.enabled" not in read._param_dict
+
+
+def test_old_names_are_mapped_with_one_warning(warnings):
+    tree = config(
+        bfloat16={"enabled": True},
+        zero_optimization={"stage": 2, "cpu_offload": True, "cpu_offload_use_pin_memory": False},
+        aio={"thread_count": 1},
+    ).tree
+    assert tree.bf16.enabled
+    assert tree.zero_optimization.offload_optimizer.device == OffloadDeviceEnum.cpu
+    assert tree.zero_optimization.offload_optimizer.pin_memory is False
+    assert len(warnings) == 1 and all(
+        name in warnings[0] for name in ("bfloat16", "cpu_offload", "thread_count")
+    )
+
+
+def test_old_and_new_name_together_are_refused():
+    assert "bfloat16 is the old name of bf16" in error(
+        bfloat16={"enabled": True}, bf16={"enabled": True}
+    )
+    assert "cpu_offload: 'x'" in error(zero_optimization={"cpu_offload": "x"})
+
+
+def test_fp16_and_bf16_exclude_each_other():
+    text = error(fp16=ON, bf16=ON)
+    assert "fp16.enabled" in text and "bf16.enabled" in text
+
+
+def test_a_vocabulary_that_tensor_cores_cannot_split_is_named(warnings):
+    config(vocabulary_size=17)
+    config(vocabulary_size=16, fp16=ON)
+    assert warnings == []
+    config(vocabulary_size=17, fp16=ON)
+    assert "vocabulary_size: 17 is not a multiple of 8" in warnings[0]
+
+
+def test_dtypes_parse_by_one_function():
+    for names, dtype in (
+        (("fp16", "float16", "half", "torch.float16", torch.float16), torch.float16),
+        (("bf16", "bfloat16", torch.bfloat16), torch.bfloat16),
+        (("fp32", "float32", "float"), torch.float32),
+    ):
+        assert all(parse_dtype(name) is dtype for name in names)
+    assert parse_dtype(None) is None
+    with pytest.raises(DeepSpeedConfigError, match="some.key: 'int4'"):
+        parse_dtype("int4", "some.key")
+    assert DtypeEnum("bf16") is DtypeEnum.bf16 and DtypeEnum(torch.float32) is DtypeEnum.fp32
+    with pytest.raises(ValueError):
+        DtypeEnum("int4")
+
+
+@pytest.mark.parametrize(
+    "train, micro, steps, expected",
+    [
+        (16, 2, 2, (16, 2, 2)),
+        (16, 2, None, (16, 2, 2)),
+        (16, None, 2, (16, 2, 2)),
+        (None, 2, 2, (16, 2, 2)),
+        (16, None, None, (16, 4, 1)),
+        (None, 4, None, (16, 4, 1)),
+    ],
+)
+def test_batch_sizes_are_derived(train, micro, steps, expected, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    given = {
+        name: value
+        for name, value in zip(names, (train, micro, steps), strict=True)
+        if value is not None
+    }
+    read = DeepSpeedConfig(given)
+    assert (
+        read.train_batch_size,
+        read.train_micro_batch_size_per_gpu,
+        read.gradient_accumulation_steps,
+    ) == expected
+    assert tuple(read._param_dict[name] for name in names) == expected
+    assert tuple(getattr(read.tree, name) for name in names) == expected
+    assert read.world_size == 4
+
+
+@pytest.mark.parametrize(
+    "train, micro, steps", [(16, 3, 2), (10, 2, None), (10, None, 2), (2, None, None), (2, 8, None)]
+)
+def test_contradictions_say_where_each_number_came_from(train, micro, steps, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    given = {
+        name: value
+        for name, value in zip(names, (train, micro, steps), strict=True)
+        if value is not None
+    }
+    text = error_of(given)
+    for name, value in given.items():
+        assert f"{name} = {value} (given in the configuration)" in text
+    for name in set(names) - set(given):
+        assert f"{name} = " in text and ("derived as" in text or "the default" in text)
+    assert "world size = 4 (from environment variable WORLD_SIZE)" in text
+
+
+@pytest.mark.parametrize("given", [{}, {"gradient_accumulation_steps": 2}])
+def test_no_batch_size_at_all(given):
+    assert "train_batch_size and train_micro_batch_size_per_gpu are both missing" in error_of(given)
+
+
+def test_world_size_sources(monkeypatch):
+    class Megatron:
+        def get_data_parallel_world_size(self):
+            return 3
+
+    class Ulysses:
+        def get_sequence_parallel_world_size(self):
+            return 2
+
+    assert data_parallel_world_size().size == 1
+    assert data_parallel_world_size(Megatron()).size == 3
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert data_parallel_world_size().source == "from environment variable WORLD_SIZE"
+    assert data_parallel_world_size(Ulysses()).size == 4
+    assert (
+        DeepSpeedConfig({"train_batch_size": 6}, mpu=Megatron()).train_micro_batch_size_per_gpu == 2
+    )
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    assert "WORLD_SIZE is 'many'" in error()
+
+
+def test_world_size_of_a_process_group_wins_over_the_environment(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setattr("deepspeed.comm.is_initialized", lambda: True)
+    monkeypatch.setattr("deepspeed.comm.get_world_size", lambda: 2)
+    monkeypatch.setattr("deepspeed.comm.get_rank", lambda: 1)
+    read = config()
+    assert (read.world_size, read.global_rank, read.train_micro_batch_size_per_gpu) == (2, 1, 4)
+    assert "from the process group" in error(train_batch_size=3)
+
+
+def test_data_parallel_size_must_agree():
+    assert config(data_parallel_size=1).world_size == 1
+    assert "data_parallel_size: 3" in error(data_parallel_size=3)
+
+
+def test_tensor_parallel_ranks_share_their_batches(monkeypatch, warnings):
+    # Kills: batch sizes for as many data-parallel ranks as there are ranks.
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    read = DeepSpeedConfig({"train_batch_size": 4, "tensor_parallel": {"autotp_size": 4}})
+    assert (read.world_size, read.train_micro_batch_size_per_gpu) == (2, 2)
+    assert warnings == []
+    by_clients = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    read = DeepSpeedConfig(
+        {"train_batch_size": 48, **by_clients, "tensor_parallel": {"autotp_size": 4}}
+    )
+    assert read.train_batch_size == 12 and "it is 12" in warnings[0]
+    for more in ({"tensor_parallel": {"autotp_size": 3}}, {"sequence_parallel_size": 2}):
+        with pytest.raises(
+            DeepSpeedConfigError, match=r"^tensor_parallel.autotp_size: [23] .*; use"
+        ):
+            DeepSpeedConfig({"train_batch_size": 8, "tensor_parallel": {"autotp_size": 2}, **more})

@@ -91,7 +91,7 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def orthogonalize_gram(matrix: torch.Tensor) -> torch.Tensor:
-    """As tests/unit/ops/test_muon.py holds it to the polynomial."""
+    """As tests/unit/ops/test_optimizers.py holds it to the polynomial."""
     return orthogonalize(matrix, "gram")
 
 

@@ -19,9 +19,8 @@ from deepspeed.utils.exceptions import MisuseError
 from deepspeed.verify import check_budgets, check_streams
 from unit.common import DistributedTest
 from unit.v1.looping import each
-from unit.v1.tensor.architectures import batch_of, model_of
+from unit.v1.tensor.architectures import PlainDecoder, batch_of, model_of
 from unit.v1.tensor.megatron import Mpu
-from unit.v1.tensor.plain_decoder import PlainDecoder
 from unit.v1.tensor.test_autotp import assert_close, check_training, config, start, whole
 
 pytest.importorskip("transformers")

@@ -13,8 +13,7 @@ from deepspeed.checkpoint.resharding.tensor_parallel import Share, SlicePatterns
 from deepspeed.module_inject.layers import GatherReplacedLayerParams
 from unit.common import DistributedTest
 from unit.v1.looping import each
-from unit.v1.tensor.architectures import model_of
-from unit.v1.tensor.plain_decoder import PlainDecoder
+from unit.v1.tensor.architectures import PlainDecoder, model_of
 from unit.v1.tensor.test_autotp import check_training, config, start
 from unit.v1.tensor.test_autotp_stage3 import CHECKED, Runs, alike, goes_on, zero
 
