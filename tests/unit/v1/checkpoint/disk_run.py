@@ -1,4 +1,4 @@
-"""Two ranks that save into a folder whose disk is full, then read-only; `test_disk` starts them.
+"""Two ranks that save into a folder whose disk is full, then read-only; `test_crashes` starts them.
 
 Run as ``python disk_run.py FOLDER``: mounts a small file system there, which only the two see.
 """

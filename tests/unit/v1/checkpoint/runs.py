@@ -20,6 +20,8 @@ WIDTH = 8
 # 5 micro-batches of 2 per rank and epoch: with 2 accumulation steps every other step spans two
 # epochs.
 SAMPLES = 20
+BF16 = {"bf16": {"enabled": True}}
+ACCUMULATE = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}  # BF16_Optimizer
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 

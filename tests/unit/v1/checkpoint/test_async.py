@@ -26,7 +26,7 @@ from deepspeed.runtime.checkpointing import background_save
 from deepspeed.runtime.checkpointing.save_job import SaveJob
 from unit.common import DistributedTest, get_master_port
 
-from . import pipeline
+from . import test_pipeline as pipeline
 from .runs import config, differences, look, start, train
 
 KEYS = {

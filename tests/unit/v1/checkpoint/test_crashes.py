@@ -1,6 +1,8 @@
-"""A save that fails or is killed, and files that are damaged, never cost a good checkpoint."""
+"""A failed or killed save, damaged files, full and read-only disks never cost a good checkpoint."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,15 @@ from deepspeed import comm as dist
 from deepspeed.checkpoint import files, torch_files
 from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.runtime.checkpoint_engine import torch_checkpoint_engine
-from unit.common import DistributedFixture, DistributedTest
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.checkpointing.folders import StorageNode
+from deepspeed.runtime.checkpointing.save_job import SaveJob, put_converter
+from unit.common import DistributedFixture, DistributedTest, get_master_port
+from unit.launcher import forked
 
+from . import disk_run
+from .kills import CASES, Campaign
 from .runs import config, differences, look, start, train
 
 KEYS = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
@@ -223,3 +232,91 @@ class Evil:
 
     def __reduce__(self) -> Any:
         return (open, (self.path, "w"))
+
+
+NAMES = [case.name for case in CASES]
+
+
+class TestKills(DistributedTest):
+    """Kills: `latest` before the rename (found by the campaign after 32 kills), an old folder of
+    the same tag that is not put back (after 2). It found dropout that repeated itself in a resumed
+    pipeline, and `destroy()` waiting for a dead rank.
+    """
+
+    world_size = 1
+    init_distributed = False
+    set_dist_env = False
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_the_next_run_goes_on(self, name: str, tmp_path: Path) -> None:
+        campaign = Campaign(CASES[NAMES.index(name)], tmp_path, seed=1)
+        campaign.run(kills=1)
+        assert campaign.kills == 1
+        assert campaign.problems == []
+
+
+def test_full_and_read_only_disks(tmp_path: Path) -> None:
+    """Kills: a rank going on alone, an older checkpoint or state changed by a failed save."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    try:
+        command = ["unshare", "-m", *disk_run.MOUNT, str(folder)]
+        possible = subprocess.run(command, capture_output=True).returncode == 0
+    except FileNotFoundError:
+        possible = False
+    if not possible:
+        pytest.skip("nothing can be mounted here: it takes unshare, and to be root")
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": get_master_port()}
+    ranks = forked.start(
+        [sys.executable, disk_run.__file__, str(folder)],
+        {**os.environ, **world, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        restore_signals=False,  # as a program of Python begins
+    )
+    told, _ = ranks.communicate(timeout=150)
+    assert (ranks.returncode, told.count("all held")) == (0, 2), told
+
+
+def test_everything_is_on_disk_before_its_name_and_latest_is_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kills: a file or folder not flushed before the rename that relies on it."""
+    seen: list[str] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def short(path: Any) -> str:
+        return os.path.relpath(path, tmp_path)
+
+    def seen_fsync(handle: int) -> None:
+        seen.append(f"flush {short(os.readlink(f'/proc/self/fd/{handle}'))}")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", seen_fsync)
+    for name, function in (("rename", rename), ("replace", replace)):
+
+        def seen_rename(source: Any, target: Any, function: Any = function) -> None:
+            seen.append(f"{short(source)} -> {short(target)}")
+            function(source, target)
+
+        monkeypatch.setattr(os, name, seen_rename)
+    info = CheckpointCommitInfo("T", str(tmp_path), True)
+    for _ in range(2):
+        seen.clear()
+        node = StorageNode(0, (0,), (0,))
+        job = SaveJob(TorchCheckpointEngine(), info, node, 1, {}, put_converter)
+        job.prepare()
+        job.write({"files": {}}, lambda put: put("a.pt", {"x": 1}))
+        job.publish()
+    assert [step for step in seen if "zero_to_fp32" not in step] == [
+        "flush .T.saving/a.pt",
+        "flush .T.saving/manifest.json",
+        "flush .T.saving",
+        "T -> .T.replaced",
+        ".T.saving -> T",
+        "flush .",
+        "flush .latest.saving",
+        ".latest.saving -> latest",
+        "flush .",
+    ]

@@ -18,7 +18,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from unit.common import DistributedFixture, DistributedTest
 from unit.v1.gathering import from_all_ranks
 
-from .runs import by_name, counts, differences
+from .runs import ACCUMULATE, BF16, by_name, counts, differences
 from .runs import whole as whole_weight
 
 WIDTH = 6
@@ -27,16 +27,11 @@ ROWS, STEPS, AFTER = 16, 2, 2
 # Ranks, and those that share one set of experts.
 DIVIDED = [(2, 1), (2, 2), (4, 2), (4, 4)]
 STAGE_3 = {"stage": 3, "stage3_param_persistence_threshold": 10}
-BF16 = {"bf16": {"enabled": True}}
 CASES: dict[str, dict[str, Any]] = {
     "fp32-0": {},
     "fp32-2": {"zero_optimization": {"stage": 2, "reduce_bucket_size": 50}},
     "bf16-1": {**BF16, "zero_optimization": {"stage": 1}},
-    "accumulate-1": {
-        **BF16,
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_optimization": {"stage": 1},
-    },
+    "accumulate-1": {**ACCUMULATE, "zero_optimization": {"stage": 1}},
     "fp32-3": {"zero_optimization": STAGE_3},
     "fp16-0": {"fp16": {"enabled": True, "initial_scale_power": 6}},
     "fp32-2-data-first": {

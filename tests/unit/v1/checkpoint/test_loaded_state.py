@@ -18,10 +18,7 @@ from .runs import counts, differences
 from .test_updates import AFTER, STEPS, Layout, begun
 
 # Stage, and how its files are.
-LAYOUTS = [
-    *(Layout(stage, "two", 1) for stage in range(4)),
-    Layout(2, "two", 1, keys="elastic"),
-]
+LAYOUTS = [*(Layout(stage, "two", 1) for stage in range(4)), Layout(2, "two", 1, keys="elastic")]
 
 
 def share_counts(engine: Any) -> None:

@@ -25,9 +25,10 @@ from deepspeed.checkpoint.verification import check_coverage, check_folder, veri
 from deepspeed.utils import groups
 from unit.common import DistributedTest
 
-from . import pipeline, runs, test_experts
+from . import runs, test_experts
+from . import test_pipeline as pipeline
+from .runs import BF16
 
-BF16 = {"bf16": {"enabled": True}}
 Description = dict[str, Any]
 
 
@@ -258,10 +259,7 @@ class TestOffline:
         (folder / "b.pt").unlink()
         assert [
             problem.split(f"{folder}/")[1][:15] for problem in verify_checkpoint(str(tmp_path))
-        ] == [
-            "a.pt has checks",
-            "b.pt is missing",
-        ]
+        ] == ["a.pt has checks", "b.pt is missing"]
         assert verify_checkpoint(str(folder)) == verify_checkpoint(str(tmp_path))
         assert len(verify_checkpoint(str(tmp_path), level="sizes")) == 1
         assert ds_checkpoint(["verify", str(tmp_path), "--tag", "tag"]) == 1

@@ -36,10 +36,10 @@ from deepspeed.utils import zero_to_fp32
 from deepspeed.utils.tensor_fragment import fragment_address
 from unit.common import DistributedTest
 
-from . import pipeline, test_experts
-from .runs import config, differences, look, start, train
+from . import test_experts
+from . import test_pipeline as pipeline
+from .runs import BF16, config, differences, look, start, train
 
-BF16 = {"bf16": {"enabled": True}}
 MODEL = "mp_rank_00_model_states.pt"
 
 

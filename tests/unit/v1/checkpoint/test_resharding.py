@@ -2,16 +2,16 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.checkpoint.resharding.cuts import ParallelDegrees
 from unit.common import DistributedFixture, DistributedTest
 
-from .runs import by_name, config, differences, start, train
+from .runs import ACCUMULATE, BF16, by_name, config, differences, start, train
 
-BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}
-ACCUMULATE = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 TORCH_ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
 WORLDS = (1, 2, 4)
 STEPS = 2
@@ -125,3 +125,36 @@ class TestOtherWorlds(DistributedTest):
         if case != into:
             wanted, found = masters_and_moments(wanted), masters_and_moments(found)
         assert differences(wanted, found) == [], (case, into, saved)
+
+
+@pytest.mark.parametrize(
+    ("model", "degrees"),
+    [
+        ({}, (1, 1, 1)),
+        ({"module": {}, "mp_world_size": 1}, (1, 1, 1)),
+        (
+            {
+                "module": {},
+                "mp_world_size": 4,
+                "checkpoint_parallel_dimensions": {"pp_degree": 2, "tp_degree": 2},
+            },
+            (2, 2, 4),
+        ),
+        ({"mp_world_size": 2, "checkpoint_parallel_dimensions": {"tp_degree": 2}}, (1, 2, 2)),
+        ({"module": {}, "mp_world_size": 2}, (1, 2, 2)),
+        ({"module": None, "mp_world_size": 2}, (2, 1, 2)),
+        ({"module": None, "mp_world_size": 2, "checkpoint_parallel_dimensions": None}, (2, 1, 2)),
+    ],
+)
+def test_of_a_file(model: dict[str, Any], degrees: tuple[int, int, int]) -> None:
+    assert ParallelDegrees.of_file(model) == degrees
+
+
+def test_ranks_of_a_slice() -> None:
+    degrees = ParallelDegrees(stages=3, tensor=2, parts=6)
+    assert [list(degrees.ranks_of_slice(rank)) for rank in range(2)] == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_fields_are_those_of_files() -> None:
+    """The manifest and the files of processes hold them by these names."""
+    assert ParallelDegrees._fields == ("stages", "tensor", "parts")

@@ -11,9 +11,8 @@ import torch
 from deepspeed import comm as dist
 from unit.common import DistributedFixture, DistributedTest
 
-from .runs import config, differences, start, train
+from .runs import BF16, config, differences, start, train
 
-BF16 = {"bf16": {"enabled": True}}
 FP16 = {
     "fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2, "hysteresis": 2}
 }

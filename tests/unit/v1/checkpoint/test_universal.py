@@ -15,7 +15,8 @@ from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.utils import groups
 from unit.common import DistributedFixture, DistributedTest
 
-from . import pipeline, test_experts
+from . import test_experts
+from . import test_pipeline as pipeline
 from .runs import differences
 from .test_resharding import CASES, STEPS, expected, make, masters_and_moments, train
 

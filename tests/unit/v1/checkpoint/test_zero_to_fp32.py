@@ -37,10 +37,10 @@ from deepspeed.utils.zero_to_fp32 import (
 )
 from unit.common import DistributedTest
 
-from . import pipeline, test_experts
-from .runs import Net, by_name, config, differences, samples, start, train
+from . import test_experts
+from . import test_pipeline as pipeline
+from .runs import BF16, Net, by_name, config, differences, samples, start, train
 
-BF16 = {"bf16": {"enabled": True}}
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 6}}
 COMPAT = Path(__file__).resolve().parents[5] / "shared" / "compat" / "checkpoints"
