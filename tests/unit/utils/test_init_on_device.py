@@ -1,21 +1,27 @@
-"""Building models on a device and in a dtype; profiler ranges."""
+"""Models on a device and in a dtype; modules marked as leaves; profiler ranges."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
 
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.utils import (
+    get_z3_leaf_modules,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+)
 from deepspeed.utils.init_on_device import OnDevice
 from deepspeed.utils.nvtx import instrument_w_nvtx
 
 
 def test_modules_have_shapes_without_memory() -> None:
     with OnDevice(dtype=torch.float16, device="meta"):
-        model = torch.nn.Sequential(
-            torch.nn.Embedding(5, 4), torch.nn.LayerNorm(4), torch.nn.MultiheadAttention(4, 2)
-        )
+        model = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.MultiheadAttention(4, 2))
     kinds = {(p.device.type, p.dtype) for p in model.parameters()}
     assert kinds == {("meta", torch.float16)} and model[0].weight.shape == (5, 4)
 
@@ -73,3 +79,28 @@ def test_ranges_close_also_after_an_exception(range_device: RangeDevice) -> None
         divide(by=0)
     assert [name.rsplit(".", 1)[-1] for name in range_device.ranges] == ["divide", "pop"] * 2
     assert divide.__doc__ == "Doc."
+
+
+def make() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+
+
+@pytest.mark.parametrize("classes", ["Linear", nn.Linear, ["Linear"], (nn.Linear,)])
+def test_one_class_needs_no_list(classes: object) -> None:
+    # Kills: reading a string as its letters, of which no module is.
+    model = make()
+    assert set_z3_leaf_modules(model, classes) == [model[0], model[1][0]]
+    assert get_z3_leaf_modules(model) == [model[0], model[1][0]]
+    unset_z3_leaf_modules(model, classes)
+    assert get_z3_leaf_modules(model) == []
+
+
+def test_one_name_is_not_part_of_another() -> None:
+    # Kills: `name in "1.0"`, which is true of "0" and "1" too.
+    model = make()
+    assert set_z3_leaf_modules_by_name(model, "1.0") == ([model[1][0]], [])
+    assert get_z3_leaf_modules(model) == [model[1][0]]
+    with pytest.raises(ValueError, match=r"Sequential is named \['2'\]"):
+        set_z3_leaf_modules_by_name(model, "2")
+    model = make()
+    assert set_z3_leaf_modules_by_suffix(model, ".0") == ([model[1][0]], [])

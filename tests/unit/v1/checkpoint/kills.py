@@ -50,18 +50,16 @@ TOO_MANY = 5
 
 
 class Case(NamedTuple):
-    """What is trained and how it is saved.
+    """What two ranks train and how they save it, with more keys of the configuration.
 
     Attributes:
         stages: Pipeline stages; 0 trains `runs.Net`.
-        keys: More keys of the configuration.
         one_tag: Every save replaces the one before, under the same tag.
     """
 
     name: str
-    world: int
-    stages: int
     keys: dict[str, Any]
+    stages: int = 0
     one_tag: bool = False
 
     @property
@@ -70,38 +68,17 @@ class Case(NamedTuple):
         return bool(self.keys.get("checkpoint", {}).get("writer", {}).get("decoupled", False))
 
 
-_ASYNC = {"writer": {"type": "fast", "decoupled": True}}
+WORLD = 2
+ASYNC = {"writer": {"type": "fast", "decoupled": True}}
+ZERO1, ZERO2 = ({"zero_optimization": {"stage": stage}} for stage in (1, 2))
 CASES = (
-    Case("zero2-bf16", 2, 0, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}),
-    Case(
-        "zero1-fp16-async",
-        2,
-        0,
-        {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}, "checkpoint": _ASYNC},
-    ),
-    Case("stage0-one-tag", 2, 0, {}, one_tag=True),
-    Case(
-        "zero2-async-keep2",
-        2,
-        0,
-        {"zero_optimization": {"stage": 2}, "checkpoint": {**_ASYNC, "keep_last": 2}},
-    ),
-    Case(
-        "zero2-async-one-tag",
-        2,
-        0,
-        {"zero_optimization": {"stage": 2}, "checkpoint": _ASYNC},
-        one_tag=True,
-    ),
-    Case(
-        "pipeline-async",
-        2,
-        2,
-        {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "checkpoint": _ASYNC},
-    ),
-    Case(
-        "pipeline-keep1", 2, 2, {"zero_optimization": {"stage": 1}, "checkpoint": {"keep_last": 1}}
-    ),
+    Case("zero2-bf16", {**runs.BF16, **ZERO2}),
+    Case("zero1-fp16-async", {"fp16": {"enabled": True}, **ZERO1, "checkpoint": ASYNC}),
+    Case("stage0-one-tag", {}, one_tag=True),
+    Case("zero2-async-keep2", {**ZERO2, "checkpoint": {**ASYNC, "keep_last": 2}}),
+    Case("zero2-async-one-tag", {**ZERO2, "checkpoint": ASYNC}, one_tag=True),
+    Case("pipeline-async", {**runs.BF16, **ZERO1, "checkpoint": ASYNC}, stages=2),
+    Case("pipeline-keep1", {**ZERO1, "checkpoint": {"keep_last": 1}}, stages=2),
 )
 
 
@@ -225,14 +202,9 @@ def _rank(
     steps: list[str],
 ) -> None:
     """One rank of a round; with an empty `steps` it is the unbroken run, and fills them."""
-    local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.world, "LOCAL_SIZE": case.world}
-    os.environ.update(
-        {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            **{key: str(value) for key, value in local.items()},
-        }
-    )
+    local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_SIZE": WORLD}
+    os.environ.update({key: str(value) for key, value in local.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     engine = _start(case)
     unbroken = not steps
@@ -289,7 +261,7 @@ class Campaign:
         self._unbroken_run()
         while self.kills < kills and len(self.problems) < TOO_MANY:
             # The second save replaces a published one, and with `keep_last` removes one.
-            rank, save = self.random.randrange(self.case.world), self.random.randrange(3)
+            rank, save = self.random.randrange(WORLD), self.random.randrange(3)
             operation = self.random.randint(1, 40) if self.random.random() < 0.5 else None
             self._round(Kill(rank, save, operation, self.random.uniform(0.0, 0.03)))
         self._round(None)
@@ -341,7 +313,7 @@ class _Ranks:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.inbox, outbox = os.pipe()
-        for rank in range(case.world):
+        for rank in range(WORLD):
             pid = os.fork()
             if pid == 0:
                 _become(case, rank, port, folder, outbox, kill, unbroken.get(rank, []), logs)

@@ -8,38 +8,22 @@ import torch
 
 from unit.common import DistributedFixture, DistributedTest
 
-from .runs import by_name, config, differences, look, start, train
+from .runs import ACCUMULATE, BF16, by_name, config, differences, look, start, train
 
-BF16_OPTIMIZER = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+SCALE = {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2, "hysteresis": 2}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "stage1-accumulate": (1, BF16_OPTIMIZER),
-    "stage2": (2, {"bf16": {"enabled": True}}),
-    "stage3": (3, {"bf16": {"enabled": True}}),
-    "stage2-fp16": (
-        2,
-        {
-            "fp16": {
-                "enabled": True,
-                "initial_scale_power": 20,
-                "loss_scale_window": 2,
-                "hysteresis": 2,
-            }
-        },
-    ),
+    "stage1-accumulate": (1, ACCUMULATE),
+    "stage2": (2, BF16),
+    "stage3": (3, BF16),
+    "stage2-fp16": (2, {"fp16": SCALE}),
 }
 STEPS, SAVED_AT = 3, 2
 
 
 def configuration(case: str, instances: int) -> dict[str, Any]:
     stage, keys = CASES[case]
-    return config(
-        **keys,
-        zero_optimization={
-            "stage": stage,
-            "reduce_bucket_size": 50,
-            "num_optimizer_instances": instances,
-        },
-    )
+    zero = {"stage": stage, "reduce_bucket_size": 50, "num_optimizer_instances": instances}
+    return config(**keys, zero_optimization=zero)
 
 
 class TestSameInstances(DistributedTest):

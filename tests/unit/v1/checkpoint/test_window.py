@@ -18,8 +18,8 @@ from unit.v1.looping import each
 from unit.v1.zero.usage import Warnings
 
 from . import test_experts
-from .runs import backward, config, differences, look, start, stepped, train
-from .test_resume import ACCUMULATE, BF16, CPU, TORCH_ADAM, zero
+from .runs import BF16, backward, config, differences, look, start, stepped, train
+from .test_resume import ACCUMULATE, CPU, TORCH_ADAM, zero
 from .test_universal import convert
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 2}}

@@ -39,9 +39,8 @@ from unit.common import DistributedTest
 
 from . import test_experts
 from . import test_pipeline as pipeline
-from .runs import BF16, Net, by_name, config, differences, samples, start, train
+from .runs import ACCUMULATE, BF16, Net, by_name, config, differences, samples, start, train
 
-FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 6}}
 COMPAT = Path(__file__).resolve().parents[5] / "shared" / "compat" / "checkpoints"
 
@@ -72,7 +71,7 @@ class TestDense(DistributedTest):
             "fp32-0": {},
             "bf16-0": BF16,
             "fp16-0": FP16,
-            "bf16-1-accumulate": {**BF16, **FP32_SUMS, "zero_optimization": {"stage": 1}},
+            "bf16-1-accumulate": {**ACCUMULATE, "zero_optimization": {"stage": 1}},
             "fp16-1-elastic": {
                 **FP16,
                 "zero_optimization": {"stage": 1, "elastic_checkpoint": True},
@@ -142,12 +141,7 @@ class TestDivided(DistributedTest):
         cases: dict[str, dict[str, Any]] = {
             "fp32-0": {"grouped": True},
             "bf16-1": {**BF16, "zero_optimization": {"stage": 1}},
-            "accumulate-1": {
-                **BF16,
-                **FP32_SUMS,
-                "zero_optimization": {"stage": 1},
-                "grouped": True,
-            },
+            "accumulate-1": {**ACCUMULATE, "zero_optimization": {"stage": 1}, "grouped": True},
             "fp16-0": {"fp16": {"enabled": True, "initial_scale_power": 8}},
         }
         for number, (case, keys) in enumerate(cases.items()):
@@ -170,10 +164,7 @@ class TestDivided(DistributedTest):
             engine.save_checkpoint(folder)
             wanted = expected_of(test_experts.whole(engine))
             found = get_fp32_state_dict_from_zero_checkpoint(folder)
-            assert differences(wanted, {name: found[name] for name in wanted}) == [], (
-                case,
-                ep_size,
-            )
+            assert differences(wanted, {n: found[n] for n in wanted}) == [], (case, ep_size)
 
 
 class TestBeside(DistributedTest):
