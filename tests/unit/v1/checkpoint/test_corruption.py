@@ -22,7 +22,7 @@ from unit.common import DistributedTest
 
 from . import runs, test_experts
 from . import test_pipeline as pipeline
-from .runs import differences
+from .runs import BF16, differences
 
 # Flips in each file, beside those at its start, middle and end.
 RANDOM_FLIPS = int(os.environ.get("DS_CORRUPTIONS", "0"))
@@ -36,24 +36,26 @@ class Case(NamedTuple):
     train: Callable[[Any, int], Any]
 
 
-BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 6}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 6}}
+
+
+def plain(**keys: Any) -> Case:
+    return Case(lambda seed: runs.start(runs.config(**keys), seed), runs.train)
+
+
+def experts(**keys: Any) -> Case:
+    return Case(lambda seed: test_experts.make(2, seed, **keys), test_experts.train)
+
+
 CASES = {
-    "stage 0": Case(lambda seed: runs.start(runs.config(), seed), runs.train),
-    "ZeRO-1 bf16": Case(
-        lambda seed: runs.start(runs.config(**BF16, zero_optimization={"stage": 1}), seed),
-        runs.train,
-    ),
-    "ZeRO-2 fp16": Case(
-        lambda seed: runs.start(runs.config(**FP16, zero_optimization={"stage": 2}), seed),
-        runs.train,
-    ),
+    "stage 0": plain(),
+    "ZeRO-1 bf16": plain(**BF16, zero_optimization={"stage": 1}),
+    "ZeRO-2 fp16": plain(**FP16, zero_optimization={"stage": 2}),
     "pipeline": Case(
         lambda seed: pipeline.make(2, seed, **BF16, zero_optimization={"stage": 1}), pipeline.train
     ),
-    "experts": Case(
-        lambda seed: test_experts.make(2, seed, zero_optimization={"stage": 2}), test_experts.train
-    ),
-    "experts, stage 0": Case(lambda seed: test_experts.make(2, seed), test_experts.train),
+    "experts": experts(zero_optimization={"stage": 2}),
+    "experts, stage 0": experts(),
 }
 
 

@@ -33,60 +33,28 @@ CONFIG: dict[str, Any] = {
         "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 4},
     },
 }
-ADAM_GROUP = [
-    "lr float",
-    "betas tuple",
-    "eps float",
-    "weight_decay float",
-    "amsgrad bool",
-    "maximize bool",
-    "foreach NoneType",
-    "capturable bool",
-    "differentiable bool",
-    "fused NoneType",
-    "decoupled_weight_decay bool",
-    "params list",
-]
+ADAM_GROUP = (
+    "lr float, betas tuple, eps float, weight_decay float, amsgrad bool, maximize bool, foreach "
+    "NoneType, capturable bool, differentiable bool, fused NoneType, decoupled_weight_decay "
+    "bool, params list"
+).split(", ")
 # Read off files that upstream 0.19.6 wrote with this model and configuration (rank 0 of 2).
-MODEL_FILE = [
-    "module OrderedDict",
-    "buffer_names list",
-    "optimizer NoneType",
-    "param_shapes list",
-    "frozen_param_shapes OrderedDict",
-    "shared_params dict",
-    "frozen_param_fragments OrderedDict",
-    "lr_scheduler dict",
-    "data_sampler NoneType",
-    "random_ltd NoneType",
-    "sparse_tensor_module_names set",
-    "skipped_steps int",
-    "global_steps int",
-    "global_samples int",
-    "dp_world_size int",
-    "mp_world_size int",
-    "checkpoint_parallel_dimensions dict",
-    "ds_config dict",
-    "ds_version str",
-    "note str",
-    "manifest_version int",  # not upstream's
-]
+MODEL_FILE = (  # the last is not upstream's
+    "module OrderedDict, buffer_names list, optimizer NoneType, param_shapes list, "
+    "frozen_param_shapes OrderedDict, shared_params dict, frozen_param_fragments OrderedDict, "
+    "lr_scheduler dict, data_sampler NoneType, random_ltd NoneType, sparse_tensor_module_names "
+    "set, skipped_steps int, global_steps int, global_samples int, dp_world_size int, "
+    "mp_world_size int, checkpoint_parallel_dimensions dict, ds_config dict, ds_version str, "
+    "note str, manifest_version int"
+).split(", ")
 WEIGHTS = {"0.weight": (32, 16), "0.bias": (32,), "2.weight": (16, 32), "2.bias": (16,)}
-SHARD = [
-    "clip_grad float",
-    "base_optimizer_state dict",
-    "single_partition_of_fp32_groups list",
-    "group_paddings list",
-    "partition_count list",
-    "ds_version str",
-    "param_slice_mappings list",
-]
-SCALED = [
-    "loss_scaler LossScaler",
-    "dynamic_loss_scale bool",
-    "overflow bool",
-    "zero_stage ZeroStageEnum",
-]
+SHARD = (
+    "clip_grad float, base_optimizer_state dict, single_partition_of_fp32_groups list, "
+    "group_paddings list, partition_count list, ds_version str, param_slice_mappings list"
+).split(", ")
+SCALED = (
+    "loss_scaler LossScaler, dynamic_loss_scale bool, overflow bool, zero_stage ZeroStageEnum"
+).split(", ")
 
 
 def keys_of(value: dict[str, Any]) -> list[str]:
@@ -264,21 +232,9 @@ MAY_WRITE_NAMES = ("checkpoint/constants.py", "checkpoint/file_names.py")
 # Keys of transformers' configurations and of ours.
 OTHER_WORDS = ("layer_types", "layer_specs")
 PARTS_OF_NAMES = (
-    "mp_rank_",
-    "zero_pp_rank_",
-    "expp_rank_",
-    "host_state_rank_",
-    "window_rank_",
-    "layer_",
-    "_states.pt",
-    ".dcp",
-    ".distcp",
-    ".saving",
-    ".replaced",
-    ".removed",
-    ".converting",
-    "manifest.json",
-)
+    "mp_rank_ zero_pp_rank_ expp_rank_ host_state_rank_ window_rank_ layer_ _states.pt .dcp "
+    ".distcp .saving .replaced .removed .converting manifest.json"
+).split()
 
 
 def test_names_are_upstreams() -> None:

@@ -278,32 +278,28 @@ class TestOffline:
             ds_checkpoint(["mend", str(tmp_path)])
 
 
-def grouped_experts(**keys: Any) -> Callable[[], Any]:
-    return lambda: test_experts.make(2, 1, **keys)
+Way = tuple[Callable[[], Any], Callable[[Any, int], Any]]
 
 
-DESCRIBED: dict[str, tuple[Callable[[], Any], Callable[[Any, int], Any]]] = {
-    "stage 0": (lambda: runs.start(runs.config()), runs.train),
-    "fp16, stage 0": (
-        lambda: runs.start(runs.config(fp16={"enabled": True, "initial_scale_power": 6})),
-        runs.train,
-    ),
-    "ZeRO-1 bf16": (
-        lambda: runs.start(runs.config(**BF16, zero_optimization={"stage": 1})),
-        runs.train,
-    ),
-    "ZeRO-2 round robin": (
-        lambda: runs.start(
-            runs.config(zero_optimization={"stage": 2, "round_robin_gradients": True})
-        ),
-        runs.train,
-    ),
+def plain(**keys: Any) -> Way:
+    return lambda: runs.start(runs.config(**keys)), runs.train
+
+
+def experts(**keys: Any) -> Way:
+    return lambda: test_experts.make(2, 1, **keys), test_experts.train
+
+
+DESCRIBED: dict[str, Way] = {
+    "stage 0": plain(),
+    "fp16, stage 0": plain(fp16={"enabled": True, "initial_scale_power": 6}),
+    "ZeRO-1 bf16": plain(**BF16, zero_optimization={"stage": 1}),
+    "ZeRO-2 round robin": plain(zero_optimization={"stage": 2, "round_robin_gradients": True}),
     "pipeline": (
         lambda: pipeline.make(2, **BF16, grouped=True, zero_optimization={"stage": 1}),
         pipeline.train,
     ),
-    "experts": (grouped_experts(zero_optimization={"stage": 2}), test_experts.train),
-    "experts, stage 0": (grouped_experts(), test_experts.train),
+    "experts": experts(zero_optimization={"stage": 2}),
+    "experts, stage 0": experts(),
 }
 
 
