@@ -21,11 +21,7 @@ from unit.common import DistributedTest
 
 
 def started(model: nn.Module | None = None, **more: Any) -> Any:
-    config = {
-        "train_batch_size": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
-        **more,
-    }
+    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}, **more}
     return deepspeed.initialize(model=model or nn.Linear(4, 4), config=config)[0]
 
 

@@ -95,10 +95,7 @@ def one_that_is_late(act: Callable[[], Any], what: str, who: str) -> None:
             assert "DS_VERIFY=collectives" in text
 
 
-GRADIENTS = {
-    0: "40 elements of gradients",
-    2: "the gradients of 0.weight and 3 more parameters",
-}
+GRADIENTS = {0: "40 elements of gradients", 2: "the gradients of 0.weight and 3 more parameters"}
 NOT_ALL = "not all ranks have joined"
 
 

@@ -1,4 +1,4 @@
-"""Training with sequences that grow, against one plain process; skips, checkpoints, pipelines."""
+"""Sequences that grow and batches of unequal sizes against one process; difficulties of steps."""
 
 import math
 from pathlib import Path
@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import nn
 from unit.common import DistributedTest
-from unit.models import tokens
-from unit.one_process import OneProcess, of_all_ranks
+from unit.models import drawn, seeded, tokens
+from unit.one_process import OneProcess, mean_square, of_all_ranks
 
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
+from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 
 LENGTH, ROWS, ACCUMULATION, STEPS, LR = 12, 2, 2, 6, 0.5
 # 2 + 10 x sqrt(t / 5) at steps 1 to 6, rounded down to twos.
@@ -180,3 +181,166 @@ class TestTraining(DistributedTest):
         with pytest.raises(DeepSpeedConfigError, match="split over 2 ranks"):
             deepspeed.initialize(model=Model(), config=split)
         assert not list(Path(str(tmpdir)).iterdir())
+
+
+CLIP = 0.4
+# Samples by step, micro-batch and rank.
+UNEQUAL_ROWS = [[[1, 3], [4, 2]], [[5, 1], [1, 2]]]
+
+
+def make_model() -> nn.Module:
+    return seeded(lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)), seed=3)
+
+
+def batch_of(number: int, rank: int) -> torch.Tensor:
+    step, micro = divmod(number, ACCUMULATION)
+    return drawn(100 * step + 10 * micro + rank, UNEQUAL_ROWS[step][micro][rank], 5)
+
+
+class TestUnequalBatches(DistributedTest):
+    world_size = 2
+
+    def test_equal_one_process(self) -> None:
+        # Kills: a mean of ranks' means, which counts a sample of a small batch more, and a total of
+        # one micro-batch.
+        one, norms = OneProcess(make_model(), LR, mean_square, CLIP), []
+        for step in range(len(UNEQUAL_ROWS)):
+            one.step([torch.cat(of_all_ranks(batch_of, step, ACCUMULATION))])
+            norms.append(float(one.norm))
+        assert norms[0] > CLIP
+        for stage in range(4):
+            engine, *_ = deepspeed.initialize(
+                model=make_model(),
+                config={
+                    "train_micro_batch_size_per_gpu": 1,
+                    "gradient_accumulation_steps": ACCUMULATION,
+                    "gradient_clipping": CLIP,
+                    "optimizer": {"type": "SGD", "params": {"lr": LR}},
+                    "zero_allow_untested_optimizer": True,
+                    "zero_optimization": {"stage": stage},
+                },
+            )
+            for step in range(len(UNEQUAL_ROWS)):
+                own = of_all_ranks(batch_of, step, ACCUMULATION)[dist.get_rank() :: 2]
+                self.step(engine, own)
+                assert abs(engine.get_global_grad_norm() - norms[step]) < 1e-5, stage
+            with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+                for param, wanted in zip(
+                    engine.module.parameters(), one.params().values(), strict=True
+                ):
+                    torch.testing.assert_close(param.detach(), wanted, atol=1e-6, rtol=1e-5)
+            engine.destroy()
+
+    def step(self, engine: Any, micro_batches: list[torch.Tensor]) -> None:
+        """What the page has."""
+        rows = sum(len(batch) for batch in micro_batches)
+        total = torch.tensor(float(rows), device=engine.device)
+        dist.all_reduce(total, group=engine.data_parallel_group)
+        share = engine.dp_world_size * engine.gradient_accumulation_steps() / total
+        for batch in micro_batches:
+            loss = engine(batch).square().sum() * share
+            engine.backward(loss)
+            engine.step()
+
+
+def block(schedule_type: str, least: int, largest: int, **schedule: Any) -> dict[str, Any]:
+    return {
+        "min_difficulty": least,
+        "max_difficulty": largest,
+        "schedule_type": schedule_type,
+        "schedule_config": schedule,
+    }
+
+
+LINEAR = block("fixed_linear", 8, 64, total_curriculum_step=10, difficulty_step=8)
+ROOT = block("fixed_root", 8, 64, total_curriculum_step=100, difficulty_step=8, root_degree=2)
+DISCRETE = block("fixed_discrete", 1, 9, difficulty=[1, 4, 9], max_step=[2, 5])
+
+
+@pytest.mark.parametrize(
+    ("config", "steps", "difficulties"),
+    [
+        # 8 + 56 x t / 10, rounded down to eights.
+        (LINEAR, range(1, 13), [8, 16, 24, 24, 32, 40, 40, 48, 56, 64, 64, 64]),
+        # 8 + 56 x sqrt(t / 100): 13.6, 19.2, 36, 58.4, 64
+        (ROOT, (1, 4, 25, 81, 100, 400), [8, 16, 32, 56, 64, 64]),
+        (DISCRETE, range(1, 8), [1, 1, 4, 4, 4, 9, 9]),
+        # Never less than the least, also where that is no multiple: upstream begins with 0 here.
+        (
+            block("fixed_linear", 5, 20, total_curriculum_step=4, difficulty_step=8),
+            range(1, 7),
+            [8, 8, 16, 16, 16, 20],
+        ),
+        (
+            block("fixed_linear", 5, 20, total_curriculum_step=40, difficulty_step=8),
+            (1, 7, 8, 41),
+            [5, 5, 8, 16],
+        ),
+    ],
+)
+def test_difficulties(config: dict[str, Any], steps: Any, difficulties: list[int]) -> None:
+    # Kills: steps counted from 0, rounding to the nearest, another root, an end that is not the
+    # largest.
+    scheduler = CurriculumScheduler(config)
+    assert scheduler.get_current_difficulty() == config["min_difficulty"]
+    assert [scheduler.update_difficulty(step) for step in steps] == difficulties
+    assert scheduler.get_current_difficulty() == difficulties[-1]
+    # Of any step at any time: a run may go back to a checkpoint.
+    assert [scheduler.get_difficulty(step) for step in steps] == difficulties
+
+
+def test_a_custom_schedule() -> None:
+    # Kills: a schedule that stays at the largest difficulty once it was there.
+    scheduler = CurriculumScheduler(block("custom", 1, 100))
+    with pytest.raises(DeepSpeedConfigError, match="set_custom_curriculum_learning_schedule"):
+        scheduler.update_difficulty(1)
+    scheduler.set_custom_get_difficulty(lambda step: 101 - step)
+    assert [scheduler.update_difficulty(step) for step in (1, 2, 90)] == [100, 99, 11]
+    for wrong in (0, 2.5, True):
+        scheduler.set_custom_get_difficulty(lambda step, wrong=wrong: wrong)  # type: ignore[misc]  # that is the point
+        with pytest.raises(ValueError, match="positive whole number"):
+            scheduler.update_difficulty(1)
+
+
+def test_state() -> None:
+    scheduler, other = CurriculumScheduler(LINEAR), CurriculumScheduler(ROOT)
+    scheduler.update_difficulty(5)
+    other.set_state(scheduler.get_state())
+    assert other.get_state() == scheduler.get_state()
+    assert other.get_current_difficulty() == 32 and other.update_difficulty(9) == 56
+    other.set_current_difficulty(3)
+    assert other.get_current_difficulty() == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"min_difficulty": None}, "min_difficulty is missing"),
+        ({"max_difficulty": 4}, "max_difficulty: 4: expected a whole number of at least 8"),
+        ({"schedule_type": "linear"}, "schedule_type: 'linear': expected one of fixed_linear"),
+        ({"schedule_config": {"difficulty_step": 8}}, "total_curriculum_step is missing"),
+        (
+            {"schedule_config": {"difficulty_step": 0, "total_curriculum_step": 5}},
+            "difficulty_step: 0: expected a whole number of at least 1",
+        ),
+        (
+            {"schedule_config": {**LINEAR["schedule_config"], "root_degree": 2}},
+            "root_degree: 2: expected no such key, but total_curriculum_step",
+        ),
+        (
+            {**DISCRETE, "schedule_config": {"difficulty": [1, 2], "max_step": [3, 4]}},
+            "one entry less than difficulty",
+        ),
+        (
+            {**DISCRETE, "schedule_config": {"difficulty": [1, 2, 3], "max_step": [4, 3]}},
+            "steps in their order",
+        ),
+        (
+            {**DISCRETE, "schedule_config": {"difficulty": 5, "max_step": [4]}},
+            "a list of whole numbers",
+        ),
+    ],
+)
+def test_what_makes_no_sense(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(DeepSpeedConfigError, match=said):
+        CurriculumScheduler({**LINEAR, **change})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from deepspeed.runtime.zero import stage_1_and_2, zero_optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import Bucketed
 from unit.common import DistributedTest
 from unit.v1.contract.matrix import Case
-from unit.v1.contract.runner import run_cases
+from unit.v1.contract.runner import CaseRun, run_cases
 
 STAGE_0 = Case(0, "fp32", 3, True, False, True, False, "huge", 2)
 STAGE_0_ONCE = Case(0, "fp32", 1, False, False, True, False, "huge", 2)
@@ -234,6 +234,35 @@ MUTATIONS = [
 ]
 
 
+Mutation = Callable[[pytest.MonkeyPatch], None]
+
+
+def assert_unbroken(
+    mutations: Sequence[tuple[Mutation, Sequence[Case]]], run: Any = CaseRun
+) -> None:
+    """Cases of mutations pass as they are."""
+    run_cases(sorted({case for _, cases in mutations for case in cases}, key=lambda c: c.name), run)
+
+
+def assert_all_found(
+    mutations: Sequence[tuple[Mutation, Sequence[Case]]], run: Any = CaseRun
+) -> None:
+    """Each mutation makes its cases deviate, and does nothing else."""
+    survivors = []
+    for mutate, cases in mutations:
+        with pytest.MonkeyPatch.context() as patch:
+            mutate(patch)
+            try:
+                run_cases(cases, run)
+            except AssertionError as error:
+                if "configurations deviate" not in str(error):
+                    raise
+                continue
+        survivors.append(f"{mutate.__name__} on {cases[0].name}")
+    if survivors:
+        raise AssertionError(f"not found: {survivors}")
+
+
 class TestContractBites(DistributedTest):
     """Mutations, all in one launched world."""
 
@@ -242,22 +271,8 @@ class TestContractBites(DistributedTest):
 
     def test_unbroken_cases_pass(self) -> None:
         # Kills: cases below that fail for another reason than their mutation.
-        run_cases(
-            sorted({case for _, cases in MUTATIONS for case in cases}, key=lambda case: case.name)
-        )
+        assert_unbroken(MUTATIONS)
 
     def test_every_mutation_is_found(self) -> None:
         # Kills: a comparison that lets a wrong gradient, norm or parameter through.
-        survivors = []
-        for mutate, cases in MUTATIONS:
-            with pytest.MonkeyPatch.context() as patch:
-                mutate(patch)
-                try:
-                    run_cases(cases)
-                except AssertionError as error:
-                    if "configurations deviate" not in str(error):
-                        raise
-                    continue
-            survivors.append(f"{mutate.__name__} on {cases[0].name}")
-        if survivors:
-            raise AssertionError(f"not found: {survivors}")
+        assert_all_found(MUTATIONS)

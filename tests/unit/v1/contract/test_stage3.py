@@ -11,14 +11,7 @@ import pytest
 import torch
 
 from unit.common import DistributedTest
-from unit.v1.contract.matrix import (
-    CHUNKS_PER_WORLD,
-    FACTORS,
-    Case,
-    chunk,
-    of_world,
-    pairwise,
-)
+from unit.v1.contract.matrix import CHUNKS_PER_WORLD, FACTORS, Case, chunk, of_world, pairwise
 from unit.v1.contract.model import ContractModel, ModelOfBlocks, make_model
 from unit.v1.contract.reference import Tensors
 from unit.v1.contract.runner import CaseRun, run_cases

@@ -73,12 +73,7 @@ class TestSilence(DistributedTest):
 class TestExpertsOnTheDevice(DistributedTest):
     world_size = 4
 
-    @each(
-        case=[
-            ExpertCase(2, 2, True, 2, "bf16"),
-            ExpertCase(4, 1, False, 0, "fp32"),
-        ]
-    )
+    @each(case=[ExpertCase(2, 2, True, 2, "bf16"), ExpertCase(4, 1, False, 0, "fp32")])
     def test(self, case: ExpertCase) -> None:
         # Kills: tokens that are used before their exchange is over, or sent before they are gated;
         # a simulated collective that is over before its start is, because that waits for another's.

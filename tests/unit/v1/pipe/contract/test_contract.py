@@ -5,15 +5,23 @@ and where they are zero, stand in `reference`, the faults found in `test_contrac
 """
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_grad
 from unit.common import DistributedTest
 from unit.v1.contract.matrix import all_pairs, of_world, pairs_of, pairwise
+from unit.v1.contract.reference import LEARNING_RATE, LOSS_SCALE, Tensors
 from unit.v1.contract.runner import run_cases
-from unit.v1.pipe.contract import reference
+from unit.v1.looping import each
+from unit.v1.pipe.contract import reference, runner
 from unit.v1.pipe.contract.cases import FACTORS, SHARES, PipeCase, pair_cases, product_cases
+from unit.v1.pipe.contract.model import Micro, micro_batch, parameter_groups
+from unit.v1.pipe.contract.reference import Chain
 from unit.v1.pipe.contract.runner import PipeRun
 
 
@@ -112,3 +120,181 @@ def test_two_uses_are_one_weight() -> None:
     torch.testing.assert_close(
         total[reference.SHARED], shared.layers[0].weight.grad, rtol=1e-12, atol=1e-15
     )
+
+
+STEPS = 2
+# fp32: sums over micro-batches and ranks in another order.
+TOLERANCE = 1e-6
+
+
+def whole_batch(step: int, accumulation: int) -> list[Micro]:
+    """Micro-batches of an even number of rows: two of `micro_batch`, one after the other."""
+    pairs = [
+        [micro_batch(step, half, micro, 2, False) for half in range(2)]
+        for micro in range(accumulation)
+    ]
+    return [
+        Micro(
+            tuple(torch.cat(parts) for parts in zip(a.inputs, b.inputs, strict=True)),  # type: ignore[arg-type]
+            torch.cat((a.labels, b.labels)),
+        )
+        for a, b in pairs
+    ]
+
+
+def own_half(micro: Micro) -> Micro:
+    """What this of two data-parallel ranks sees of it."""
+    half = slice(None, None, 2) if dist.get_rank() == 0 else slice(1, None, 2)
+    return Micro((micro.inputs[0][half], micro.inputs[1][half]), micro.labels[half])
+
+
+def plain_run(accumulation: int) -> list[tuple[float, Tensors, float, Tensors]]:
+    """Loss, gradients, norm and parameters of each step of a data-parallel engine."""
+    chain = Chain(tied=False)
+    named = chain.trainable()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+    }
+    optimizer = torch.optim.SGD(parameter_groups(named), lr=LEARNING_RATE)
+    engine, _, _, _ = deepspeed.initialize(model=chain, optimizer=optimizer, config=config)
+    run = []
+    for step in range(STEPS):
+        total = torch.zeros(())
+        for index, micro in enumerate(whole_batch(step, accumulation)):
+            if index:
+                engine.step()
+            loss = engine(own_half(micro))
+            engine.backward(loss)
+            total += loss.detach() / accumulation
+        dist.all_reduce(total)
+        grads = {name: safe_get_full_grad(param).clone() for name, param in named.items()}
+        engine.step()
+        params = {name: param.detach().clone() for name, param in named.items()}
+        run.append((total.item() / 2, grads, float(engine.get_global_grad_norm()), params))
+    engine.destroy()
+    return run
+
+
+class TestTwoRanks(DistributedTest):
+    world_size = 2
+
+    @each(accumulation=(1, 4, 7))
+    def test_mean_of_micro_batches(self, accumulation: int) -> None:
+        # Kills: a division by the wrong number (or by m and by the stages), a micro-batch left out
+        # of a ragged last round.
+        wanted = plain_run(accumulation)
+        for schedule in ("1f1b", "interleaved", "zero_bubble"):
+            case = PipeCase(
+                0,
+                "fp32",
+                accumulation,
+                False,
+                False,
+                True,
+                False,
+                "huge",
+                2,
+                pipe=2,
+                schedule=schedule,
+            )
+            run = PipeRun(case)
+            for step, (loss, grads, norm, params) in enumerate(wanted):
+                found = run.engine.train_batch(iter(whole_batch(step, accumulation)))
+                assert abs(found.item() - loss) <= TOLERANCE * loss
+                assert abs(float(run.engine.get_global_grad_norm()) - norm) <= TOLERANCE * norm
+                bounds = {
+                    name: TOLERANCE * max(norm, value.norm().item())
+                    for name, value in params.items()
+                }
+                own = {name: value for name, value in grads.items() if name in run.params}
+                run.compare_tensors(step, "gradient", run.found, own, bounds)
+                run.compare_tensors(
+                    step, "parameter", run.everywhere(run.masters()), params, bounds
+                )
+            run.engine.destroy()
+            assert run.failures == []
+
+
+original_config = runner.pipe_config
+
+
+def config_without_patience(case: PipeCase) -> dict[str, Any]:
+    """Every overflow halves a dynamic scale."""
+    config = original_config(case)
+    config["fp16"]["hysteresis"] = 1
+    return config
+
+
+class OverflowRun(PipeRun):
+    """One weight's gradient on one stage and rank is infinite in the steps that are told."""
+
+    def __init__(self, case: PipeCase, stage: int) -> None:
+        super().__init__(case)
+        self.is_infinite = False
+        if self.model.stage_id == stage and self.replica == case.replicas - 1:
+            weight = next(param for param in self.params.values() if param.dim() >= 2)
+            weight.register_hook(lambda grad: grad * float("inf") if self.is_infinite else grad)
+
+    def state(self) -> tuple[Any, ...]:
+        """What all ranks must agree on."""
+        engine = self.engine
+        return (
+            engine.skipped_steps,
+            engine.global_steps,
+            engine.was_step_applied(),
+            engine.optimizer.cur_scale,
+        )
+
+    def overflow(self, step: int, wanted: tuple[Any, ...]) -> None:
+        """A step that changes the scale, and nothing else, on all ranks."""
+        before = self.everywhere(self.masters())
+        self.is_infinite = True
+        self.train(step)
+        self.is_infinite = False
+        self.compare_tensors(
+            step, "parameter", self.everywhere(self.masters()), before, dict.fromkeys(before, 0.0)
+        )
+        if self.state() != wanted:
+            self.fail(
+                step, f"skipped steps, steps, applied and scale are {self.state()}, not {wanted}"
+            )
+
+    def check(self) -> None:
+        """Overflow twice, then train; an AssertionError tells what any rank found."""
+        scales = [LOSS_SCALE / 2, LOSS_SCALE / 4] if self.pipe_case.adaptive else [LOSS_SCALE] * 2
+        for step, scale in enumerate(scales):
+            self.overflow(step, (step + 1, step + 1, False, scale))
+        before = self.everywhere(self.masters())
+        self.train(2)
+        after = self.everywhere(self.masters())
+        if self.state() != (2, 3, True, scales[-1]) or all(
+            torch.equal(before[name], after[name]) for name in before
+        ):
+            self.fail(2, f"the step after the skipped ones is not applied: {self.state()}")
+        self.engine.destroy()
+        failures: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(failures, self.failures)
+        assert not any(failures), failures
+
+
+class TestFourRanks(DistributedTest):
+    world_size = 4
+
+    @each(settings=((2, 0, False), (2, 1, True), (4, 0, True), (4, 1, False)))
+    def test_all_stages_skip(
+        self, settings: tuple[int, int, bool], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Kills: a stage that decides by its own gradients or its own replicas', a scale that adapts
+        # on that stage only.
+        monkeypatch.setattr(runner, "pipe_config", config_without_patience)
+        pipe, zero, adaptive = settings
+        for stage, schedule in zip(
+            (0, pipe - 1, 1), ("1f1b", "interleaved", "zero_bubble"), strict=True
+        ):
+            case = PipeCase(
+                zero, "fp16", 3, True, False, True, False, "huge", 4,
+                pipe=pipe, schedule=schedule, tied=True, adaptive=adaptive,
+            )  # fmt: skip
+            OverflowRun(case, stage).check()

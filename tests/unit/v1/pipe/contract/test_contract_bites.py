@@ -19,7 +19,12 @@ from deepspeed.runtime.pipe.p2p import Channel
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
 from unit.common import DistributedTest
 from unit.v1.contract.runner import run_cases
-from unit.v1.contract.test_contract_bites import reduce_before_the_last_micro_batch
+from unit.v1.contract.test_contract_bites import (
+    Mutation,
+    assert_all_found,
+    assert_unbroken,
+    reduce_before_the_last_micro_batch,
+)
 from unit.v1.pipe.contract.cases import PipeCase
 from unit.v1.pipe.contract.runner import PipeRun, leave_together
 
@@ -199,7 +204,7 @@ def labels_of_the_one_before(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MicroBatches, "next", next_batch)
 
 
-MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], Sequence[PipeCase]]] = [
+MUTATIONS: list[tuple[Mutation, Sequence[PipeCase]]] = [
     (sum_over_micro_batches, [PLAIN]),
     (sum_over_micro_batches, [INTERLEAVED]),
     (divide_on_every_stage, [HALF]),
@@ -251,30 +256,15 @@ class TestContractBites(DistributedTest):
 
     def test_unbroken_cases_pass(self) -> None:
         # Kills: cases below that fail for another reason than their mutation.
-        run_cases(
-            sorted({case for _, cases in MUTATIONS for case in cases}, key=lambda case: case.name),
-            PipeRun,
-        )
+        assert_unbroken(MUTATIONS, PipeRun)
 
     def test_every_mutation_is_found(self) -> None:
         # Kills: a comparison that lets a wrong loss, gradient, norm or parameter through.
-        survivors = []
-        for mutate, cases in MUTATIONS:
-            with pytest.MonkeyPatch.context() as patch:
-                mutate(patch)
-                try:
-                    run_cases(cases, PipeRun)
-                except AssertionError as error:
-                    if "configurations deviate" not in str(error):
-                        raise
-                    continue
-            survivors.append(f"{mutate.__name__} on {cases[0].name}")
-        if survivors:
-            raise AssertionError(f"not found: {survivors}")
+        assert_all_found(MUTATIONS, PipeRun)
 
     @pytest.mark.parametrize("mutate", (let_go_when_sent, one_buffer_for_all))
     def test_a_buffer_that_is_let_go_early_is_noticed(
-        self, mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+        self, mutate: Mutation, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # Kills: a buffer that is used again without a word, and the gradient of a micro-batch with
         # it.
