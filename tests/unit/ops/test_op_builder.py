@@ -118,9 +118,8 @@ def test_an_op_is_built_once_and_again_when_its_header_changes(folder: Path) -> 
 @needs_compiler
 def test_a_compiler_error_is_shown_and_leaves_nothing(folder: Path) -> None:
     (folder / "tiny.cpp").write_text("int broken(")
-    with pytest.raises(
-        OpBuildError, match=r"op tiny: the compiler exited with 1[\s\S]*tiny\.cpp:1"
-    ):
+    told = r"op tiny: the compiler exited with 1[\s\S]*tiny\.cpp:1"
+    with pytest.raises(OpBuildError, match=told):
         TinyBuilder(folder, "broken").load(verbose=False)
     assert libraries(folder) == []
 
@@ -223,22 +222,10 @@ def test_a_native_op_builds_ahead_of_time(folder: Path) -> None:
     # Kills: flags or sources that only the just-in-time build has; a module that does not bear the
     # name it is looked up by.
     pytest.importorskip("setuptools")
-    build = [
-        sys.executable,
-        "setup.py",
-        "-q",
-        "build_ext",
-        "--build-lib",
-        str(folder / "lib"),
-        "--build-temp",
-        str(folder / "temp"),
-    ]
-    environment = {
-        **os.environ,
-        "DS_BUILD_OPS": "1",
-        "DS_BUILD_CPU_ADAGRAD": "0",
-        "DS_BUILD_CPU_LION": "0",
-    }
+    build = [sys.executable, *"setup.py -q build_ext --build-lib".split(), str(folder / "lib")]
+    build += ["--build-temp", str(folder / "temp")]
+    chosen = {"DS_BUILD_OPS": "1", "DS_BUILD_CPU_ADAGRAD": "0", "DS_BUILD_CPU_LION": "0"}
+    environment = {**os.environ, **chosen}
     result = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     (library,) = (folder / "lib").rglob("*.so")
@@ -253,15 +240,10 @@ def test_a_native_op_builds_ahead_of_time(folder: Path) -> None:
 
 
 def test_the_builders_have_upstreams_names() -> None:
-    for cls, name in (
-        (CPUAdamBuilder, "cpu_adam"),
-        (CPUAdagradBuilder, "cpu_adagrad"),
-        (CPULionBuilder, "cpu_lion"),
-    ):
-        builder = cls()
-        assert (
-            builder.NAME == builder.name == name and builder.BUILD_VAR == f"DS_BUILD_{name.upper()}"
-        )
+    builders = (CPUAdamBuilder(), CPUAdagradBuilder(), CPULionBuilder())
+    for builder, name in zip(builders, ("cpu_adam", "cpu_adagrad", "cpu_lion"), strict=True):
+        assert builder.NAME == builder.name == name
+        assert builder.BUILD_VAR == f"DS_BUILD_{name.upper()}"
         assert builder.absolute_name() == f"deepspeed.ops.{name.removeprefix('cpu_')}.{name}_op"
 
 

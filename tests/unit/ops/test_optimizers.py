@@ -81,9 +81,8 @@ def test_lion(cls: Any) -> None:
         value, momentum = start.detach().double(), torch.zeros_like(start).double()
         for step in range(STEPS):
             grad = gradients(step)[index].double()
-            value = value * (1 - lr * decay) - lr * torch.sign(
-                beta1 * momentum + (1 - beta1) * grad
-            )
+            update = torch.sign(beta1 * momentum + (1 - beta1) * grad)
+            value = value * (1 - lr * decay) - lr * update
             momentum = beta2 * momentum + (1 - beta2) * grad
         wanted.append(value)
     assert_same(run(lambda p: cls(p, lr=lr, betas=(beta1, beta2), weight_decay=decay)), wanted)
@@ -99,22 +98,14 @@ def test_lamb() -> None:
         first, second = torch.zeros_like(value), torch.zeros_like(value)
         for step in range(STEPS):
             grad = gradients(step)[index].double()
-            first, second = (
-                beta1 * first + (1 - beta1) * grad,
-                beta2 * second + (1 - beta2) * grad**2,
-            )
+            first = beta1 * first + (1 - beta1) * grad
+            second = beta2 * second + (1 - beta2) * grad**2
             corrected = first / (1 - beta1 ** (step + 1)), second / (1 - beta2 ** (step + 1))
             update = corrected[0] / (corrected[1].sqrt() + eps) + decay * value
             value = value - lr * (value.norm() / update.norm()).clamp(least, most) * update
         wanted.append(value)
-    options = {
-        "lr": lr,
-        "betas": (beta1, beta2),
-        "eps": eps,
-        "weight_decay": decay,
-        "min_coeff": least,
-        "max_coeff": most,
-    }
+    options = {"lr": lr, "betas": (beta1, beta2), "eps": eps, "weight_decay": decay}
+    options |= {"min_coeff": least, "max_coeff": most}
     assert_same(run(lambda p: FusedLamb(p, **options)), wanted)
 
 
@@ -164,9 +155,8 @@ def test_names_in_the_configuration(block: dict[str, Any], cls: type) -> None:
 )
 def test_offload_takes_the_host_optimizers(name: str, cls: type) -> None:
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    config = DeepSpeedConfig(
-        {"train_batch_size": 1, "optimizer": {"type": name}, "zero_optimization": zero}
-    )
+    block = {"optimizer": {"type": name}, "zero_optimization": zero}
+    config = DeepSpeedConfig({"train_batch_size": 1, **block})
     assert isinstance(build_basic_optimizer(config, parameters(), nn.Module()), cls)
 
 

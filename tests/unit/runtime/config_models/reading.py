@@ -11,6 +11,10 @@ def config(**keys):
     return DeepSpeedConfig({"train_batch_size": 8, **keys})
 
 
+def zero_of(**keys):
+    return config(zero_optimization=keys).tree.zero_optimization
+
+
 def error_of(source):
     with pytest.raises(DeepSpeedConfigError) as caught:
         DeepSpeedConfig(source)

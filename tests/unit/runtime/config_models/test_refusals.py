@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.runtime.config_models.reader import all_paths, read_block
 from deepspeed.runtime.config_models.refusals import AT_STAGE_3, BELOW_STAGE_3, INERT, REFUSALS
 from deepspeed.runtime.config_models.training import TrainingConfig
 from deepspeed.runtime.config_models.zero import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.config import get_zero_config
 from deepspeed.utils.logging import _log_dist_once
-from unit.runtime.config_models.reading import ON, config, error
+from unit.runtime.config_models.reading import ON, config, error, zero_of
 
 REFUSED_EXAMPLES = [
     ("zero_optimization.offload_optimizer", {"device": "nvme"}),
@@ -132,21 +132,9 @@ def test_round_robin_gradients_has_no_effect_at_stage_3(stage, warnings):
 
 def test_disabled_features_are_accepted_silently(warnings):
     off = {"enabled": False}
-    blocks = (
-        "tensorboard",
-        "wandb",
-        "csv_monitor",
-        "comet",
-        "flops_profiler",
-        "amp",
-        "elasticity",
-        "nebula",
-        "autotuning",
-    )
+    blocks = "tensorboard wandb csv_monitor comet flops_profiler amp elasticity nebula autotuning"
     config(
-        **dict.fromkeys(blocks, off),
-        fp16=off,
-        bf16=off,
+        **dict.fromkeys([*blocks.split(), "fp16", "bf16"], off),
         compression_training={"weight_quantization": {"shared_parameters": off}},
         sparse_attention={},
         zero_optimization={
@@ -214,14 +202,12 @@ def test_each_refusal_at_stage_3_has_an_example():
 @pytest.mark.parametrize("key", REFUSED_AT_STAGE_3)
 def test_what_stage_3_does_not_honour_is_refused_there_by_name(key, monkeypatch):
     value = REFUSED_AT_STAGE_3[key]
-    zero = {key: value}
     remedy = AT_STAGE_3[list(REFUSED_AT_STAGE_3).index(key)].remedy
-    text = error(zero_optimization={"stage": 3, **zero})
+    text = error(zero_optimization={"stage": 3, key: value})
     assert text.count("\n") == 0
     assert text.startswith(f"zero_optimization.{key}") and remedy in text
-    elsewhere = {"train_batch_size": 8, "zero_optimization": {"stage": 2, **zero}}
     monkeypatch.setenv("WORLD_SIZE", "2")
-    DeepSpeedConfig(elsewhere)
+    config(zero_optimization={"stage": 2, key: value})
 
 
 @pytest.mark.parametrize(
@@ -248,7 +234,7 @@ def test_groups_of_stage_3_that_cannot_be_are_refused(zero, message, monkeypatch
     # Kills: a key that is ignored, or that contradicts another unseen.
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(DeepSpeedConfigError, match=message):
-        DeepSpeedConfig({"train_batch_size": 8, "zero_optimization": {"stage": 3, **zero}})
+        zero_of(stage=3, **zero)
 
 
 @pytest.mark.parametrize(
@@ -264,8 +250,7 @@ def test_groups_of_stage_3_that_cannot_be_are_refused(zero, message, monkeypatch
 )
 def test_groups_of_stage_3(zero, instances, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    tree = DeepSpeedConfig({"train_batch_size": 8, "zero_optimization": {"stage": 3, **zero}}).tree
-    assert tree.zero_optimization.num_optimizer_instances == instances
+    assert zero_of(stage=3, **zero).num_optimizer_instances == instances
 
 
 def test_groups_of_stage_3_have_no_effect_below(warnings):
@@ -276,29 +261,19 @@ def test_groups_of_stage_3_have_no_effect_below(warnings):
 
 
 def test_what_only_stage_3_has_is_refused_below_it():
-    assert [refusal.path for refusal in BELOW_STAGE_3] == [
-        "zero_optimization.offload_optimizer.ratio"
-    ]
+    (refusal,) = BELOW_STAGE_3
+    assert refusal.path == "zero_optimization.offload_optimizer.ratio"
     part = {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}
-    assert BELOW_STAGE_3[0].remedy in error(zero_optimization={"stage": 2, **part})
+    assert refusal.remedy in error(zero_optimization={"stage": 2, **part})
     config(zero_optimization={"stage": 3, **part})
 
 
 def test_keys_without_effect_are_named_in_one_warning(warnings):
-    config(
-        zero_optimization={
-            "stage": 0,
-            "sub_group_size": 5,
-            "offload_optimizer": {"device": "cpu", "pipeline_read": True},
-        }
-    )
-    assert len(warnings) == 1
-    for path in (
-        "zero_optimization.sub_group_size=5",
-        "offload_optimizer.pipeline_read=True",
-        "device='cpu'",
-    ):
-        assert path in warnings[0]
+    offload = {"device": "cpu", "pipeline_read": True}
+    zero_of(stage=0, sub_group_size=5, offload_optimizer=offload)
+    (text,) = warnings
+    assert "zero_optimization.sub_group_size=5" in text
+    assert "offload_optimizer.pipeline_read=True" in text and "device='cpu'" in text
 
 
 def test_parameter_offload_below_stage_3_is_named_in_one_warning(warnings):
@@ -315,24 +290,11 @@ def test_parameter_offload_below_stage_3_is_named_in_one_warning(warnings):
 
 def test_sizes_may_be_left_at_auto():
     # Kills: reference models of trl below stage 3, whose sizes nobody fills in.
-    zero = config(
-        zero_optimization={
-            "stage": 0,
-            "reduce_bucket_size": "auto",
-            "stage3_prefetch_bucket_size": "auto",
-            "stage3_param_persistence_threshold": "auto",
-        }
-    ).tree.zero_optimization
-    default = DeepSpeedZeroConfig()
-    assert (
-        zero.reduce_bucket_size,
-        zero.prefetch_bucket_size,
-        zero.param_persistence_threshold,
-    ) == (
-        default.reduce_bucket_size,
-        default.prefetch_bucket_size,
-        default.param_persistence_threshold,
-    )
+    given = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
+    given += ("stage3_param_persistence_threshold",)
+    zero, default = zero_of(stage=0, **dict.fromkeys(given, "auto")), DeepSpeedZeroConfig()
+    for name in (name.removeprefix("stage3_") for name in given):
+        assert getattr(zero, name) == getattr(default, name)
 
 
 def test_the_oldest_form_of_zero_is_a_switch(warnings):
@@ -342,13 +304,8 @@ def test_the_oldest_form_of_zero_is_a_switch(warnings):
 
 
 def test_overlap_is_resolved_by_stage():
-    assert config(zero_optimization={"stage": 2}).tree.zero_optimization.overlap_comm is False
-    assert (
-        config(
-            zero_optimization={"stage": 2, "overlap_comm": True}
-        ).tree.zero_optimization.overlap_comm
-        is True
-    )
+    assert zero_of(stage=2).overlap_comm is False
+    assert zero_of(stage=2, overlap_comm=True).overlap_comm is True
     assert read_block(DeepSpeedZeroConfig, {"stage": 3}).overlap_comm is True
 
 

@@ -20,13 +20,8 @@ def test_every_source_reads_the_same(tmp_path):
         "{\n  # a comment\n  train_batch_size: 8\n  zero_optimization: {stage: 2}\n}\n"
     )
     encoded = base64.urlsafe_b64encode(json.dumps(keys).encode()).decode()
-    for source in (
-        keys,
-        str(tmp_path / "a.json"),
-        tmp_path / "a.json",
-        str(tmp_path / "a.hjson"),
-        encoded,
-    ):
+    path = tmp_path / "a.json"
+    for source in (keys, str(path), path, str(tmp_path / "a.hjson"), encoded):
         read = DeepSpeedConfig(source)
         assert read.tree.zero_optimization.stage == 2 and read.train_batch_size == 8
     assert keys == {"train_batch_size": 8, "zero_optimization": {"stage": 2}}

@@ -14,25 +14,24 @@ from deepspeed.runtime.config_models.reader import read_block
 from deepspeed.runtime.config_models.zero import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.init_context import _configured_dtype
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from unit.runtime.config_models.reading import ON, config, error, error_of
+from unit.runtime.config_models.reading import ON, config, error, error_of, zero_of
+
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def sizes_given(*values):
+    return {key: value for key, value in zip(SIZES, values, strict=True) if value is not None}
 
 
 def test_floats_stand_for_integers_where_they_are_exact():
-    zero = config(
-        zero_optimization={"reduce_bucket_size": 2e8, "stage3_max_live_parameters": 1e9}
-    ).tree.zero_optimization
+    zero = zero_of(reduce_bucket_size=2e8, stage3_max_live_parameters=1e9)
     assert (zero.reduce_bucket_size, type(zero.reduce_bucket_size)) == (200_000_000, int)
     assert config(train_batch_size=16.0).train_batch_size == 16
     assert "gradient_accumulation_steps: 1.5 (float)" in error(gradient_accumulation_steps=1.5)
 
 
 def test_sizes_drop_a_fraction():
-    assert (
-        config(
-            zero_optimization={"reduce_bucket_size": 0.9 * 13 * 13}
-        ).tree.zero_optimization.reduce_bucket_size
-        == 152
-    )
+    assert zero_of(reduce_bucket_size=0.9 * 13 * 13).reduce_bucket_size == 152
     assert "reduce_bucket_size" in error(zero_optimization={"reduce_bucket_size": float("nan")})
     assert "at least 0" in error(zero_optimization={"reduce_bucket_size": -1})
 
@@ -189,9 +188,8 @@ def test_left_over_autos_are_listed_at_once():
 
 
 def test_autos_may_be_read_as_not_given():
-    zero = read_block(
-        DeepSpeedZeroConfig, {"stage": 2, "reduce_bucket_size": "auto"}, drop_autos=True
-    )
+    given = {"stage": 2, "reduce_bucket_size": "auto"}
+    zero = read_block(DeepSpeedZeroConfig, given, drop_autos=True)
     assert zero.stage == 2 and zero.reduce_bucket_size == 500_000_000
 
 
@@ -200,18 +198,10 @@ def test_auto_is_kept_where_it_is_the_default():
 
 
 def test_dotted_keys_set_nested_ones():
-    read = DeepSpeedConfig(
-        {
-            "train_batch_size": 8,
-            "zero_optimization": {"stage": 1, "reduce_bucket_size": 7},
-            "zero_optimization.reduce_bucket_size": 0.9 * 100 * 100,
-            "bf16.enabled": True,
-        }
-    )
-    assert (
-        read.tree.zero_optimization.reduce_bucket_size == 9000
-        and read.tree.zero_optimization.stage == 1
-    )
+    dotted = {"zero_optimization.reduce_bucket_size": 0.9 * 100 * 100, "bf16.enabled": True}
+    read = config(zero_optimization={"stage": 1, "reduce_bucket_size": 7}, **dotted)
+    zero = read.tree.zero_optimization
+    assert zero.reduce_bucket_size == 9000 and zero.stage == 1
     assert read.tree.bf16.enabled and "bf16.enabled" not in read._param_dict
 
 
@@ -224,15 +214,12 @@ def test_old_names_are_mapped_with_one_warning(warnings):
     assert tree.bf16.enabled
     assert tree.zero_optimization.offload_optimizer.device == OffloadDeviceEnum.cpu
     assert tree.zero_optimization.offload_optimizer.pin_memory is False
-    assert len(warnings) == 1 and all(
-        name in warnings[0] for name in ("bfloat16", "cpu_offload", "thread_count")
-    )
+    (text,) = warnings
+    assert all(name in text for name in ("bfloat16", "cpu_offload", "thread_count"))
 
 
 def test_old_and_new_name_together_are_refused():
-    assert "bfloat16 is the old name of bf16" in error(
-        bfloat16={"enabled": True}, bf16={"enabled": True}
-    )
+    assert "bfloat16 is the old name of bf16" in error(bfloat16=ON, bf16=ON)
     assert "cpu_offload: 'x'" in error(zero_optimization={"cpu_offload": "x"})
 
 
@@ -277,20 +264,10 @@ def test_dtypes_parse_by_one_function():
 )
 def test_batch_sizes_are_derived(train, micro, steps, expected, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    given = {
-        name: value
-        for name, value in zip(names, (train, micro, steps), strict=True)
-        if value is not None
-    }
-    read = DeepSpeedConfig(given)
-    assert (
-        read.train_batch_size,
-        read.train_micro_batch_size_per_gpu,
-        read.gradient_accumulation_steps,
-    ) == expected
-    assert tuple(read._param_dict[name] for name in names) == expected
-    assert tuple(getattr(read.tree, name) for name in names) == expected
+    read = DeepSpeedConfig(sizes_given(train, micro, steps))
+    assert tuple(getattr(read, name) for name in SIZES) == expected
+    assert tuple(read._param_dict[name] for name in SIZES) == expected
+    assert tuple(getattr(read.tree, name) for name in SIZES) == expected
     assert read.world_size == 4
 
 
@@ -299,16 +276,11 @@ def test_batch_sizes_are_derived(train, micro, steps, expected, monkeypatch):
 )
 def test_contradictions_say_where_each_number_came_from(train, micro, steps, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    given = {
-        name: value
-        for name, value in zip(names, (train, micro, steps), strict=True)
-        if value is not None
-    }
+    given = sizes_given(train, micro, steps)
     text = error_of(given)
     for name, value in given.items():
         assert f"{name} = {value} (given in the configuration)" in text
-    for name in set(names) - set(given):
+    for name in set(SIZES) - set(given):
         assert f"{name} = " in text and ("derived as" in text or "the default" in text)
     assert "world size = 4 (from environment variable WORLD_SIZE)" in text
 
@@ -332,9 +304,8 @@ def test_world_size_sources(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert data_parallel_world_size().source == "from environment variable WORLD_SIZE"
     assert data_parallel_world_size(Ulysses()).size == 4
-    assert (
-        DeepSpeedConfig({"train_batch_size": 6}, mpu=Megatron()).train_micro_batch_size_per_gpu == 2
-    )
+    read = DeepSpeedConfig({"train_batch_size": 6}, mpu=Megatron())
+    assert read.train_micro_batch_size_per_gpu == 2
     monkeypatch.setenv("WORLD_SIZE", "many")
     assert "WORLD_SIZE is 'many'" in error()
 
@@ -361,12 +332,9 @@ def test_tensor_parallel_ranks_share_their_batches(monkeypatch, warnings):
     assert (read.world_size, read.train_micro_batch_size_per_gpu) == (2, 2)
     assert warnings == []
     by_clients = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
-    read = DeepSpeedConfig(
-        {"train_batch_size": 48, **by_clients, "tensor_parallel": {"autotp_size": 4}}
-    )
+    read = config(train_batch_size=48, **by_clients, tensor_parallel={"autotp_size": 4})
     assert read.train_batch_size == 12 and "it is 12" in warnings[0]
     for more in ({"tensor_parallel": {"autotp_size": 3}}, {"sequence_parallel_size": 2}):
-        with pytest.raises(
-            DeepSpeedConfigError, match=r"^tensor_parallel.autotp_size: [23] .*; use"
-        ):
+        refusal = r"^tensor_parallel.autotp_size: [23] .*; use"
+        with pytest.raises(DeepSpeedConfigError, match=refusal):
             DeepSpeedConfig({"train_batch_size": 8, "tensor_parallel": {"autotp_size": 2}, **more})

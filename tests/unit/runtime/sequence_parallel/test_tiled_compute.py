@@ -136,19 +136,8 @@ class TestEqualsTheWhole:
         x.grad = z.grad = factor.grad = None
         cut, passed = {"x": x, "z": z, "absent": None}, {"function": factor, "power": 2}
         found = sequence_tiled_compute(function, 6, 3, cut, passed, "x")
-        called = SequenceTiledCompute.apply(
-            function,
-            6,
-            3,
-            list(cut),
-            list(passed),
-            "x",
-            [],
-            1,
-            "mean",
-            *cut.values(),
-            *passed.values(),
-        )
+        names, values = (list(cut), list(passed), "x", []), (*cut.values(), *passed.values())
+        called = SequenceTiledCompute.apply(function, 6, 3, *names, 1, "mean", *values)
         assert torch.equal(found, called)
         found.sum().backward()
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
