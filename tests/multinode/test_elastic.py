@@ -83,12 +83,9 @@ def replay(job: ElasticJob, *worlds: tuple[int, int]) -> None:
             str(ranks),
             str(SCRIPT),
         ]
-        settings = {
-            "PYTHONPATH": str(hosts.ROOT),
-            "DS_ACCELERATOR": "cpu",
-            "OMP_NUM_THREADS": "1",
-            "STEPS": str(last),
-        }
+        settings = dict(
+            PYTHONPATH=str(hosts.ROOT), DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", STEPS=str(last)
+        )
         done = subprocess.run(
             [*command, "--checkpoints", str(job.seen.folder / "replayed")],
             env={**os.environ, **settings},

@@ -84,8 +84,7 @@ def check_training(job: Job, weights: Path, ranks_per_node: int = 2) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_two_nodes_train_as_one_process(two: hosts.Cluster, tmp_path: Path, engine: str) -> None:
-    # Kills: ranks counted per node, arguments split or expanded by a shell, a store that other
-    # nodes cannot reach.
+    # Kills: ranks counted per node, arguments a shell expands, a store other nodes cannot reach.
     weights = tmp_path / "weights.pt"
     job = Job(
         two, "-q", *engine_flags(two, engine), str(SCRIPT), "--save", str(weights), "--", *ARGUMENTS
@@ -113,10 +112,7 @@ def test_three_nodes_train_as_one_process(
 
 def test_nodes_started_by_hand_train_as_one_process(two: hosts.Cluster, tmp_path: Path) -> None:
     weights = tmp_path / "weights.pt"
-    flags = [
-        *"-q --no_ssh --num_nodes 2 --num_gpus 2 --master_addr".split(),
-        two.nodes[0].address,
-    ]
+    flags = [*"-q --no_ssh --num_nodes 2 --num_gpus 2 --master_addr".split(), two.nodes[0].address]
     script = [str(SCRIPT), "--save", str(weights), "--", *ARGUMENTS]
     jobs = [Job(two, *flags, "--node_rank", str(index), *script, node=index) for index in (0, 1)]
     codes = [job.end() for job in jobs]
@@ -129,10 +125,7 @@ def test_nodes_started_by_hand_train_as_one_process(two: hosts.Cluster, tmp_path
 
 def test_nodes_started_by_hand_fail_together(two: hosts.Cluster, tmp_path: Path) -> None:
     # Kills: a node that waits for ranks of another one, which has failed.
-    flags = [
-        *"-q --no_ssh --num_nodes 2 --num_gpus 2 --master_addr".split(),
-        two.nodes[0].address,
-    ]
+    flags = [*"-q --no_ssh --num_nodes 2 --num_gpus 2 --master_addr".split(), two.nodes[0].address]
     script = [str(SCRIPT), "--save", str(tmp_path / "none"), "--stay", "--fail_rank", "3"]
     jobs = [Job(two, *flags, "--node_rank", str(index), *script, node=index) for index in (0, 1)]
     for job in jobs:
@@ -156,8 +149,7 @@ def staying_job(
 def test_a_rank_that_raises_on_the_second_node_is_what_is_reported(
     two: hosts.Cluster, tmp_path: Path, engine: str
 ) -> None:
-    # Kills: peers that only noticed the loss being blamed; the engine's exit code in place of the
-    # rank's.
+    # Kills: blame of peers that noticed the loss; the engine's exit code for the rank's.
     job = staying_job(two, engine, tmp_path, "--fail_rank", "2")
     assert job.end() == train.FAILURE_CODE, job.text
     assert "rank 2 (process" in job.text and "failed first, with exit code 13" in job.text
@@ -180,8 +172,7 @@ def test_a_killed_launcher_ends_the_job(two: hosts.Cluster, tmp_path: Path, engi
 def test_a_node_that_is_cut_off_ends_the_job_on_all_nodes(
     two: hosts.Cluster, tmp_path: Path, engine: str
 ) -> None:
-    # Kills: waiting for the network's own timeouts, which take a quarter of an hour; ranks that
-    # train on behind the cut.
+    # Kills: waiting a quarter of an hour for the network's timeouts; ranks that train on.
     job = staying_job(two, engine, tmp_path)
     node = two.nodes[1]
     node.cut()

@@ -57,13 +57,9 @@ class Nodes:
                     checkpoints,
                 ],
                 cwd=self.folder,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": str(ROOT),
-                    "DS_ACCELERATOR": "cpu",
-                    "OMP_NUM_THREADS": "1",
-                    **environment,
-                },
+                env=os.environ
+                | dict(PYTHONPATH=str(ROOT), DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+                | environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

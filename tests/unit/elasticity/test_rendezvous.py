@@ -42,8 +42,7 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 def test_a_silent_node_is_lost_and_a_silent_rendezvous_is_a_cut(
     server: "subprocess.Popen[str]",
 ) -> None:
-    # Kills: beats that are not sent, a word that is there taken for a sign of life, answers that
-    # nobody waits for.
+    # Kills: beats not sent, a word already there as a sign of life, answers nobody waits for.
     assert server.stdout is not None
     endpoint = f"127.0.0.1:{int(server.stdout.readline())}"
     cut = threading.Event()
@@ -68,8 +67,7 @@ def test_silence_is_counted_from_the_last_new_word(monkeypatch: pytest.MonkeyPat
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     seen = Round("a", 0, 2)
-    # Kills: silence counted from the round's begin, and a node that never spoke taken for one that
-    # lives.
+    # Kills: silence counted from the round's begin; a node that never spoke counted as alive.
     for moment, word, lost in (
         (0.0, "", False),
         (9.0, "b 1", False),
@@ -116,8 +114,7 @@ while not watch._answers:
 
 
 def test_no_sign_of_life_is_under_way_when_the_process_ends() -> None:
-    # Kills: a launch that ends well, or by Ctrl-C, with "terminate called without an active
-    # exception".
+    # Kills: a good launch, or Ctrl-C, that ends with "terminate called without an active...".
     done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr  # torch tells of each wait there
 

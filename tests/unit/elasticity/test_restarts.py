@@ -1,13 +1,17 @@
-"""When the agent of an elastic job gives up, without processes."""
+"""The agent of an elastic job: what processes get, who starts again, when it gives up."""
 
 import time
+import uuid
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
+from deepspeed.elasticity import DSElasticAgent
 from deepspeed.launcher.job.rendezvous import QUICK_FAILURE_SECONDS, PatientAgent
 
 QUICK, LONG = QUICK_FAILURE_SECONDS - 1, QUICK_FAILURE_SECONDS
@@ -74,3 +78,31 @@ def test_failures_soon_after_the_start_are_no_reason_to_start_again(
         play(agent, lasts, waiting)
     assert agent.rendezvous.gave_up is gives_up
     assert agent._remaining_restarts == (0 if gives_up else RESTARTS)
+
+
+def test_variables_and_restart(tmp_path: Path) -> None:
+    # Kills: an agent that drops `env`, or lets it override what it sets itself.
+    script = "echo $COLOUR $RANK >> seen; [ -e failed ] || { touch failed; exit 1; }"
+    parameters = RendezvousParameters(
+        "c10d",
+        str(tmp_path / "store"),
+        uuid.uuid4().hex,
+        1,
+        1,
+        local_addr="127.0.0.1",
+        is_host=True,
+        store_type="file",
+    )
+    spec = WorkerSpec(
+        role="default",
+        local_world_size=1,
+        entrypoint="sh",
+        args=("-c", f"cd {tmp_path}; {script}"),
+        rdzv_handler=registry.get_rendezvous_handler(parameters),
+        max_restarts=1,
+    )
+    result = DSElasticAgent(
+        spec, {"COLOUR": "blue", "RANK": 7}, log_dir=str(tmp_path / "logs")
+    ).run()
+    assert not result.is_failed()
+    assert (tmp_path / "seen").read_text() == "blue 0\nblue 0\n"

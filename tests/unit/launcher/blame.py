@@ -1,7 +1,5 @@
 """One of two ranks ends at a random moment, and whom the launcher blames: the campaign `blame`.
-
-The other notices that its peer is gone, raises, and is still cleaning up when the launcher ends it:
-which end is seen first is chance.
+Its peer raises and still cleans up when the launcher ends it: whose end is seen first is chance.
 """
 
 import argparse

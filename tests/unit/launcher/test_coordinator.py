@@ -62,8 +62,7 @@ def test_all_go_together_and_end_well(coordinator: Coordinator) -> None:
 
 
 def test_the_older_failure_is_the_cause_whoever_reports_first(coordinator: Coordinator) -> None:
-    # Kills: taking the order of arrival: a rank that raised may be slow to end, and its peer's loss
-    # is told before.
+    # Kills: the order of arrival: a rank that raised ends slowly, its peer's loss is told before.
     stops: list[int | None] = []
     with connect(coordinator, 0) as first, connect(coordinator, 1, stops) as second:
         first.join(), second.join()
@@ -110,8 +109,7 @@ def test_a_closed_connection_ends_the_others(coordinator: Coordinator) -> None:
 
 
 def test_the_loss_of_a_launcher_is_the_cause_of_its_peers_errors(coordinator: Coordinator) -> None:
-    # Kills: taking the moment at which a busy coordinator reads the end of the connection for that
-    # of the loss.
+    # Kills: the moment a busy coordinator reads a connection's end taken for that of the loss.
     with connect(coordinator, 0) as first:
         with connect(coordinator, 1) as second:
             first.join(), second.join()

@@ -1,8 +1,10 @@
-"""Which rank is blamed, and what is shown of it: decisions over what was seen of each process."""
+"""Which rank is blamed, and what is shown of it: decisions, and a share of the campaign's."""
 
 import signal
+from pathlib import Path
 
 import pytest
+from unit.launcher.blame import Round, hearing_hangups, play
 
 from deepspeed.launcher.failures import (
     End,
@@ -38,8 +40,7 @@ def seen(exited_at: float | None, traceback_at: float | None = None) -> RankHist
         ),
         pytest.param({0: -15, 1: 3}, [seen(None), seen(None)], 1, id="no-times-known"),
         pytest.param({0: -15, 1: -9}, [seen(50.1), seen(50.0)], 1, id="killed"),
-        # Kills: taking the first traceback for the cause: a killed process's connections close
-        # before its end can be seen.
+        # Kills: the first traceback as the cause: connections of the killed close before its end.
         pytest.param({0: -15, 1: -9}, [seen(50.3, 49.9), seen(50.0)], 1, id="peer-of-killed"),
         pytest.param({0: 1, 1: -9}, [seen(50.3, 49.9), seen(50.4)], 1, id="killed-is-slow-to-go"),
         pytest.param({0: 1, 1: -9}, [seen(50.0, 49.9), seen(56.0)], 0, id="killed-much-later"),
@@ -119,3 +120,18 @@ def test_describe_exit() -> None:
     assert describe_exit(3) == "exit code 3"
     assert describe_exit(-signal.SIGKILL) == "signal SIGKILL (9)"
     assert describe_exit(-63) in ("signal 63", "signal SIGRTMAX-1 (63)")
+
+
+ROUNDS = {
+    "killed": Round("SIGKILL", 1, 0.1, is_light=True),
+    "terminated from outside": Round("SIGTERM", 1, 0.1),
+    "crashes": Round("crash", 0, 0.1, is_light=True),
+    "aborts on one of two nodes": Round("abort", 1, 0.1, nodes=2, is_light=True),
+    "raises": Round("raise", 1, 0.1, is_light=True),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_the_one_that_ended_is_named(name: str, tmp_path: Path) -> None:
+    with hearing_hangups():
+        assert play(ROUNDS[name], tmp_path) == ""

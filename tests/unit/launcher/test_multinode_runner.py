@@ -54,12 +54,10 @@ def test_ssh_starts_one_command_per_host() -> None:
     words = shlex.split(second[-1])
     assert words[:5] == ["export", "NCCL_X=a b;c;", "cd", os.getcwd(), "&&"]
     assert words[5:7] == ["exec", sys.executable] and words[-5:] == ["train.py", *AWKWARD]
-    assert (
-        "--node_rank=1" in words
-        and "--module" in words
-        and "--no_local_rank" in words
-        and "--coordinator=COORDINATOR" in words
-    )
+    assert "--node_rank=1" in words
+    assert "--module" in words
+    assert "--no_local_rank" in words
+    assert "--coordinator=COORDINATOR" in words
     assert not [word for word in words if word.startswith("--master_port")], (
         "29500 may be replaced unless it was asked for"
     )
@@ -74,9 +72,8 @@ def test_pdsh_starts_all_hosts_and_numbers_them() -> None:
     )
     assert command[0] == "pdsh" and command[command.index("-w") + 1] == "alpha,beta"
     assert variables["PDSH_RCMD_TYPE"] == "ssh"
-    assert variables["PDSH_SSH_ARGS_APPEND"].startswith("-v -o") and variables[
-        "PDSH_SSH_ARGS_APPEND"
-    ].endswith("-p 2222")
+    assert variables["PDSH_SSH_ARGS_APPEND"].startswith("-v -o")
+    assert variables["PDSH_SSH_ARGS_APPEND"].endswith("-p 2222")
     assert "--node_rank=%n" in command[-1] and "--master_port=29500" in command[-1]
     # Kills: a percent sign of the user that pdsh takes for its own.
     assert "%%n %%h 100%%" in command[-1]
@@ -149,15 +146,9 @@ def test_forwarded_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     name = constants.DEEPSPEED_ENVIRONMENT_NAME
     (home / name).write_text("# a comment\nNCCL_A = from home\nMINE=x=y z\n\n")
     (tmp_path / name).write_text("MINE=the current folder wins\n")
-    given = {
-        "NCCL_A": "1",
-        "NCCL_B": "2",
-        "PYTHONPATH": "/lib",
-        "UCX_X": "3",
-        "DS_X": "4",
-        "HOME": "/root",
-        "OPAL_X": "5",
-    }
+    given = dict(
+        NCCL_A="1", NCCL_B="2", PYTHONPATH="/lib", UCX_X="3", DS_X="4", HOME="/root", OPAL_X="5"
+    )
     found = nodes.forwarded_environment(given, [*constants.EXPORT_ENVS, "OPAL"])
     assert found == {
         **{"NCCL_A": "from home", "NCCL_B": "2", "UCX_X": "3", "DS_X": "4", "OPAL_X": "5"},

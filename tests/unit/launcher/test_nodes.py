@@ -77,21 +77,15 @@ class Nodes:
         (self.folder / "hostfile").write_text("\n".join(lines))
 
     def start(self, *args: str) -> "subprocess.Popen[str]":
-        given = {
-            "PYTHONPATH": str(ROOT),
-            "DS_ACCELERATOR": "cpu",
-            "DS_MARK": "a 'b'; $c",
-            "DS_LAUNCH_TIMEOUT": "20",
-        }
+        given = dict(
+            PYTHONPATH=str(ROOT), DS_ACCELERATOR="cpu", DS_MARK="a 'b'; $c", DS_LAUNCH_TIMEOUT="20"
+        )
         process = subprocess.Popen(
             [sys.executable, "-m", "deepspeed.launcher.runner", "-q", *args],
             cwd=self.folder,
-            env={
-                **os.environ,
-                "PATH": f"{self.folder}{os.pathsep}{os.environ['PATH']}",
-                "TMPDIR": str(self.folder),
-                **given,
-            },
+            env=os.environ
+            | dict(PATH=f"{self.folder}{os.pathsep}{os.environ['PATH']}", TMPDIR=str(self.folder))
+            | given,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -150,10 +144,9 @@ def check_places(ranks: dict[int, dict[str, object]], sizes: list[int]) -> None:
 
 
 def test_ssh_starts_ranks_of_one_job_on_all_nodes(nodes: Nodes) -> None:
-    # Kills: environment lost or expanded on the way, ranks counted per node, cores dealt without
-    # their binding.
+    # Kills: environment lost or expanded on the way, ranks counted per node, cores not bound.
     flags = [
-        *"--launcher ssh --hostfile hostfile --bind_cores_to_rank --bind_core_list 0-1".split(),
+        *"--launcher ssh --hostfile hostfile --bind_cores_to_rank --bind_core_list 0-1".split()
     ]
     if len(os.sched_getaffinity(0)) < 2:
         flags = flags[:4]
@@ -174,10 +167,8 @@ def test_the_first_failure_on_any_node_is_the_commands(nodes: Nodes) -> None:
         "--launcher", "ssh", "--hostfile", "hostfile", "--enable_each_rank_log", "logs", "fail.py"
     )
     assert code == 13
-    assert (
-        "[deepspeed] node 1 (beta): rank 2 (process" in err
-        and "failed first, with exit code 13" in err
-    )
+    assert "[deepspeed] node 1 (beta): rank 2 (process" in err
+    assert "failed first, with exit code 13" in err
     assert err.endswith("ValueError: boom\n")
     logs = sorted(path.name.rpartition("_")[2] for path in (nodes.folder / "logs").iterdir())
     assert logs == ["rank0.log", "rank1.log", "rank2.log"]

@@ -68,12 +68,9 @@ class Launcher:
     def start(
         self, *args: str, module: str = "deepspeed.launcher.runner", is_forked: bool = True
     ) -> subprocess.Popen[str]:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "DS_ACCELERATOR": "cpu",
-            "TMPDIR": str(self.folder),
-        }
+        environment = os.environ | dict(
+            PYTHONPATH=str(ROOT), DS_ACCELERATOR="cpu", TMPDIR=str(self.folder)
+        )
         environment.pop("OMP_NUM_THREADS", None)
         how: dict[str, Any] = {"cwd": self.folder, "text": True, "stdin": subprocess.DEVNULL}
         how.update(stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
@@ -110,8 +107,7 @@ def test_environment_arguments_and_prefixes(launcher: Launcher) -> None:
     assert code == 0, err
     ranks = shown(out)
     assert sorted(ranks) == [0, 1]
-    # Kills: ranks that are told to meet at port 0, which each takes for another one, and wait for
-    # ever.
+    # Kills: ranks told to meet at port 0, which each takes for another one, and wait for ever.
     assert ranks[0]["MASTER_PORT"] == ranks[1]["MASTER_PORT"] not in (None, "0")
     for rank, seen in ranks.items():
         # torch's agent would expand the dollars; they are the user's.

@@ -74,8 +74,7 @@ STARTS: dict[str, tuple[tuple[Moment, ...], int]] = {
     "torch loads": ((Moment("import", "'torch._C'"),), -signal.SIGINT),
     # Kills: a handler that raises while the launch is set up, what was noted then not looked at.
     "the agent loads": ((Moment("import", AGENT, number=signal.SIGTERM),), 128 + signal.SIGTERM),
-    # Kills: a watch that does not repeat the signal. The first one is what `nohup` ignores; kills:
-    # handlers in place of that.
+    # Kills: a watch that does not repeat the signal; handlers in place of what `nohup` ignores.
     "a rank starts": (
         (
             Moment("subprocess.Popen", "worker_exec.py", 1, signal.SIGHUP, False),

@@ -38,8 +38,7 @@ ROUNDS = {
     "the terminal is closed": Round(
         (rank("sleep", *CHILDREN), rank("sleep")), "SIGHUP", 0.1, group=True
     ),
-    # Kills: a launch without its reaper; the kernel ends the ranks, and their children come to
-    # init.
+    # Kills: a launch without its reaper: the kernel ends ranks, their children come to init.
     "the launcher is killed": Round(
         (rank("native", *CHILDREN), rank("sleep", *CHILDREN)), "SIGKILL", 0.1
     ),

@@ -1,4 +1,4 @@
-"""Each monitor by itself, and all of them behind `MonitorMaster`."""
+"""Each monitor by itself, all behind `MonitorMaster`, and what engines write after each step."""
 
 import csv
 import sys
@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+import deepspeed
+from deepspeed import comm as dist
 from deepspeed.monitor.config import get_monitor_config
 from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.pipe import PipelineModule
+from unit.common import DistributedTest
 
 EVENTS = [
     ("Train/Samples/loss", 0.5, 8),
@@ -108,8 +112,7 @@ def test_wandb_gets_one_call_per_step(fakes: list[Any]) -> None:
 
 
 def test_wandb_joins_the_scripts_run_and_leaves_it_open(fakes: list[Any]) -> None:
-    # Kills: a second run beside the one that the script began, a script's run that ends with the
-    # engine.
+    # Kills: a second run beside the script's one, a script's run that ends with the engine.
     own: list[Any] = []
     run = types.SimpleNamespace(log=lambda data, step=None, commit=None: own.append(step))
     sys.modules["wandb"].run = run  # type: ignore[attr-defined]
@@ -120,8 +123,7 @@ def test_wandb_joins_the_scripts_run_and_leaves_it_open(fakes: list[Any]) -> Non
 
 
 def test_comet_thins_out_each_name_by_itself(fakes: list[Any]) -> None:
-    # Kills: an interval that one name uses up for all, an interval of calls instead of samples,
-    # nulls passed to comet_ml.start.
+    # Kills: an interval one name uses up, or of calls, not samples; nulls for comet_ml.start.
     monitors = master(comet={"samples_log_interval": 10, "project": "p", "experiment_name": "e"})
     monitors.write_events(
         [("a", 1.0, 0), ("b", 2.0, 5), ("a", 3.0, 9), ("a", 4.0, 10), ("a", 5.0, 4)]
@@ -146,8 +148,7 @@ def test_a_missing_package_is_named(
 def test_a_monitor_that_fails_does_not_end_the_training(
     fakes: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Kills: a full disk that ends the run, one that silences the other monitors, a warning with
-    # each step.
+    # Kills: a full disk that ends the run or silences other monitors, a warning every step.
     said: list[str] = []
     monkeypatch.setattr(
         "deepspeed.monitor.monitor.logger.warning", lambda text, *args: said.append(text % args)
@@ -169,3 +170,115 @@ def test_a_monitor_that_fails_does_not_end_the_training(
 def test_a_wrong_event_is_an_error(event: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="an event is"):
         master(csv_monitor={"output_path": str(tmp_path)}).write_events([event])
+
+
+def series(folder: Path, name: str) -> list[tuple[int, float]]:
+    with open(folder / "job" / f"Train_Samples_{name}.csv", newline="") as file:
+        return [(int(step), float(value)) for step, value in list(csv.reader(file))[1:]]
+
+
+def configuration(folder: Path, **keys: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "job"},
+        **keys,
+    }
+
+
+class TestEngine(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("divided_by", ["engine", "caller", "scale"])
+    def test_values_and_steps(self, divided_by: str, tmpdir: Any) -> None:
+        # Kills: the last micro-batch's, divided, scaled or rank 1's loss; steps counted in steps.
+        folder = Path(str(tmpdir))
+        model = torch.nn.Linear(3, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        engine, *_ = deepspeed.initialize(
+            model=model, config=configuration(folder, zero_optimization={"stage": 1})
+        )
+        expected = []
+        for step in range(2):
+            losses = []
+            for micro_batch in range(2):
+                x = torch.full((2, 3), float(1 + step + 3 * micro_batch + 100 * dist.get_rank()))
+                loss = engine(x).mean()
+                losses.append(loss.item())
+                if divided_by == "engine":
+                    engine.backward(loss)
+                elif divided_by == "caller":
+                    engine.backward(loss / 2, scale_wrt_gas=False)
+                else:
+                    engine.scale(loss).backward()
+                engine.step()
+            expected.append(sum(losses) / 2)
+        norm = engine.get_global_grad_norm()
+        engine.destroy()
+        if dist.get_rank() == 0:
+            # Global batch 2 micro-batches x 2 samples x 2 ranks.
+            assert series(folder, "train_loss") == list(zip([8, 16], expected, strict=True))
+            assert series(folder, "lr") == [(8, 0.5), (16, 0.5)]
+            assert series(folder, "grad_norm")[1] == (16, pytest.approx(float(norm), rel=1e-6))
+            assert not list(folder.glob("job/*elapsed*"))
+            assert not list(folder.glob("job/*loss_scale*"))
+
+    def test_fp16_and_phases(self, tmpdir: Any) -> None:
+        # Kills: phases written on steps that were not logged, a loss scale that is not the step's.
+        folder = Path(str(tmpdir))
+        keys = {
+            "wall_clock_breakdown": True,
+            "steps_per_print": 2,
+            "fp16": {"enabled": True, "initial_scale_power": 4},
+        }
+        engine, *_ = deepspeed.initialize(
+            model=torch.nn.Linear(3, 1), config=configuration(folder, **keys)
+        )
+        for _ in range(2 * 4):
+            engine.backward(engine(torch.ones(2, 3, dtype=torch.float16)).mean())
+            engine.step()
+        engine.destroy()
+        if dist.get_rank() == 0:
+            assert series(folder, "loss_scale") == [(8, 16.0), (16, 16.0), (24, 16.0), (32, 16.0)]
+            phases = {
+                name: series(folder, f"elapsed_time_ms_{name}")
+                for name in ("forward", "backward", "backward_inner", "step")
+            }
+            assert all([step for step, _ in points] == [16, 32] for points in phases.values())
+            assert all(value > 0 for points in phases.values() for _, value in points)
+            assert all(
+                inner <= whole
+                for (_, inner), (_, whole) in zip(
+                    phases["backward_inner"], phases["backward"], strict=True
+                )
+            )
+
+    def test_scripts_write_too(self, tmpdir: Any) -> None:
+        folder = Path(str(tmpdir))
+        engine, *_ = deepspeed.initialize(model=torch.nn.Linear(3, 1), config=configuration(folder))
+        engine.monitor.write_events([("Train/Samples/mine", float(dist.get_rank()), 3)])
+        engine.destroy()
+        dist.barrier()
+        assert engine.monitor.enabled and series(folder, "mine") == [(3, 0.0)]
+
+    def test_pipeline_writes_the_mean_of_all_ranks(self, tmpdir: Any) -> None:
+        # Kills: a pipeline whose rank 0, which has no loss, writes none; a loss of the step before.
+        folder = Path(str(tmpdir))
+        module = PipelineModule(
+            [torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)],
+            num_stages=2,
+            loss_fn=lambda out, label: (out - label).square().mean(),
+        )
+        keys = {"wall_clock_breakdown": True, "steps_per_print": 2}
+        engine, *_ = deepspeed.initialize(model=module, config=configuration(folder, **keys))
+        data = [(torch.ones(2, 3), torch.zeros(2, 1)), (torch.zeros(2, 3), torch.ones(2, 1))]
+        losses = [float(engine.train_batch(iter(data))) for _ in range(2)]
+        engine.destroy()
+        if dist.get_rank() == 0:
+            assert series(folder, "train_loss") == list(zip([4, 8], losses, strict=True))
+            assert [step for step, _ in series(folder, "lr")] == [4, 8]
+            for phase in ("forward", "backward", "backward_inner", "step"):
+                assert [
+                    step for step, value in series(folder, f"elapsed_time_ms_{phase}") if value > 0
+                ] == [8]

@@ -92,8 +92,7 @@ def test_which_run_was_before(tmp_path: Path) -> None:
 
 
 def test_a_long_run_costs_no_more_than_a_short_one() -> None:
-    # Kills: points that grow with the run, means that forget or weigh steps, a range that is the
-    # mean's.
+    # Kills: points that grow with the run, means that forget or weigh steps or are the range.
     curves, steps = Curves(), 16 * POINTS
     for step in range(1, steps + 1):
         curves.add(step, {"y": float(step), "odd": math.nan if step % 2 else 1.0})
@@ -156,7 +155,7 @@ def test_what_is_kept_of_a_run() -> None:
 
 def test_numbers() -> None:
     assert [number(v) for v in (None, 0, 1, 0.123456, 12345.6, 999.96, 0.00032, math.nan)] == [
-        *"– 0 1 0.1235 12,346 1,000 3.2e-4 nan".split(),
+        *"– 0 1 0.1235 12,346 1,000 3.2e-4 nan".split()
     ]
     assert number_of_bytes(3 * 2**29) == "1.5 GiB" and milliseconds(12345) == "12.35 s"
     assert [change(*pair) for pair in ((3.0, 2.0), (2.0, 2.0001), (1.0, 0.0), (30.0, 2.0))] == [
@@ -252,8 +251,7 @@ def test_misuse(
 def test_scripts_values_and_a_disk_that_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Kills: the engine's own events recorded twice, a record that ends the training, a page that is
-    # drawn with every line.
+    # Kills: the engine's events twice, a record that ends training, a page drawn with each line.
     block = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     monitors = MonitorMaster(get_monitor_config({"watch": block}))
     monitors.describe({"watch": 1, "began": 2.0})

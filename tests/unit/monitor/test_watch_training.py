@@ -189,8 +189,7 @@ class TestRecord(DistributedTest):
         assert [line["tokens"] for line in found] == [ACCUMULATION * ROWS * 5] * 3
 
     def test_makes_the_host_wait_nowhere(self, tmpdir: Any) -> None:
-        # Kills: reading the loss, the norm or a time of a step when it ends; copies of pageable
-        # memory; steps that pile up.
+        # Kills: a loss, norm or time read as a step ends; pageable copies; steps that pile up.
         for checks, waits_per_step in ((True, 1), (False, 0)):
             folder = Path(str(tmpdir)) / str(waits_per_step)
             with simulate():
@@ -237,8 +236,7 @@ class TestOneRank(DistributedTest):
         assert len(steps_in(read(folder))) == MAX_UNREAD + 4
 
     def test_in_a_browser(self, tmpdir: Any) -> None:
-        # Kills: a script that fails, curves that are not drawn, numbers that are not the recorded
-        # ones, skips without marks.
+        # Kills: a failing script, curves not drawn, numbers not the recorded ones, unmarked skips.
         browser = next(filter(None, map(shutil.which, BROWSERS)), None)
         if browser is None:
             pytest.skip(f"no browser to open the page with: none of {', '.join(BROWSERS)}")

@@ -95,10 +95,8 @@ def test_parts_and_their_sums() -> None:
         < get_module_duration(model)
         == profiler.get_total_duration()
     )
-    assert (
-        profiler.get_total_params() == PARAMS
-        and profiler.get_total_macs(as_string=True) == "176 MACs"
-    )
+    assert profiler.get_total_params() == PARAMS
+    assert profiler.get_total_macs(as_string=True) == "176 MACs"
     profiler.reset_profile()
     assert profiler.get_total_flops() == 0
     profiler.end_profile()
@@ -110,8 +108,7 @@ def test_parts_and_their_sums() -> None:
 
 
 def test_a_forward_that_raises_leaves_nothing_open() -> None:
-    # Kills: a counter that goes on counting, a total that has the failed forward's open modules in
-    # it.
+    # Kills: a counter that goes on, a total that has the failed forward's open modules in it.
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 4))
     with pytest.raises(RuntimeError):
         quiet(model, input_shape=(2, 3), warm_up=0)
@@ -158,10 +155,8 @@ def test_units() -> None:
         "0.1 u",
     ]
     assert [params_to_string(n) for n in (0, 1234, 2.5e9)] == ["0", "1.23 K", "2.5 B"]
-    assert (
-        params_to_string(2.5e9, units="M") == "2500 M"
-        and duration_to_string(0.5, units="ms") == "500 ms"
-    )
+    assert params_to_string(2.5e9, units="M") == "2500 M"
+    assert duration_to_string(0.5, units="ms") == "500 ms"
 
 
 def test_report(tmp_path: Path) -> None:
@@ -171,9 +166,8 @@ def test_report(tmp_path: Path) -> None:
     assert ["fwd", "flops", "per", "GPU:", str(TOTAL)] in [
         line.split() for line in text.splitlines()
     ]
-    assert (
-        "depth 1:" in text and "(first): Linear(16 = 44.44% Params, 24 MACs = 27.27% MACs" in text
-    )
+    assert "depth 1:" in text
+    assert "(first): Linear(16 = 44.44% Params, 24 MACs = 27.27% MACs" in text
     assert "bwd latency" not in text  # nothing was measured
     get_model_profile(Net(), (2, 3), output_file=str(path), detailed=False, module_depth=0)
     assert "(first)" not in path.read_text() and "depth 1:" not in path.read_text()
@@ -204,8 +198,7 @@ class TestEngine(DistributedTest):
 
     @pytest.mark.parametrize("pipeline", [False, True])
     def test_the_step_is_profiled_once(self, pipeline: bool, tmpdir: Any) -> None:
-        # Kills: several micro-batches in one forward's number, a report with every step, the wrong
-        # step, hooks left behind.
+        # Kills: several micro-batches in one number, a report each or the wrong step, left hooks.
         model: nn.Module = Net()
         if pipeline:
             layers = [nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
@@ -250,17 +243,13 @@ class TestEngine(DistributedTest):
         }
         engine, *_ = deepspeed.initialize(model=Net(), config=config)
         assert {key: getattr(engine, f"flops_profiler_{key}")() for key in block} == block
-        assert (
-            engine.flops_profiler_recompute_fwd_factor() == 0.0
-            and engine.memory_breakdown() is True
-        )
+        assert engine.flops_profiler_recompute_fwd_factor() == 0.0
+        assert engine.memory_breakdown() is True
         engine.destroy()
         for key, default in profiling_config.DeepSpeedFlopsProfilerConfig():
             name = f"FLOPS_PROFILER_{key.upper()}"
-            assert (
-                getattr(profiling_config, name) == key
-                and getattr(profiling_config, f"{name}_DEFAULT") == default
-            )
+            assert getattr(profiling_config, name) == key
+            assert getattr(profiling_config, f"{name}_DEFAULT") == default
 
     def test_memory_breakdown(self, tmpdir: Any) -> None:
         out = trained(Net(), 2, tmpdir, memory_breakdown=True)
@@ -269,8 +258,6 @@ class TestEngine(DistributedTest):
             for phase in ("forward", "backward", "step")
             for when in ("before", "after")
         ]
-        assert (
-            at == sorted(at)
-            and out.count("after step") == 2
-            and out.count("CPU Virtual Memory:") == 12
-        )
+        assert at == sorted(at)
+        assert out.count("after step") == 2
+        assert out.count("CPU Virtual Memory:") == 12

@@ -68,8 +68,7 @@ def measured(width: int, steps: int = 3, **zero_keys: Any) -> int:
     }
     before = live_bytes()
     engine, *_ = deepspeed.initialize(model=Wide(LAYERS, width).bfloat16(), config=config)
-    # Construction is left out: a broadcast's buffer may be let go by the backend's thread, which
-    # the profiler does not see.
+    # Without construction: the backend's thread may let a broadcast's buffer go, unseen.
     peaks = []
     for _ in range(steps):
         held = live_bytes() - before
@@ -114,11 +113,7 @@ class TestAgainstMeasuredPeaks(DistributedTest):
         width, world = 768, dist.get_world_size()
         peak = measured(width, stage=2, offload_optimizer={"device": "cpu"})
         plan = plan_model_states(
-            [width * width] * 4,
-            world,
-            offload=True,
-            gradient_accumulation_steps=2,
-            on_host=True,
+            [width * width] * 4, world, offload=True, gradient_accumulation_steps=2, on_host=True
         )
         # Device and host are one here.
         assert peak == pytest.approx(plan.device + plan.host, rel=0.01), (peak / MIB, plan)
@@ -141,11 +136,9 @@ def test_upstreams_functions(capsys: pytest.CaptureFixture[str]) -> None:
     assert offloaded_device == device - 10**9 + slices // 16
     zero.estimate_zero2_model_states_mem_needs_all_cold(10**9, 8, 2)
     out = capsys.readouterr().out
-    assert (
-        f"{host / 2**30:.2f}GB" in out
-        and "2 nodes, 8 GPUs per node" in out
-        and "1000M total" in out
-    )
+    assert f"{host / 2**30:.2f}GB" in out
+    assert "2 nodes, 8 GPUs per node" in out
+    assert "1000M total" in out
 
 
 def test_upstreams_functions_of_stage_3(capsys: pytest.CaptureFixture[str]) -> None:

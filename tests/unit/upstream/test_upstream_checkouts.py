@@ -425,11 +425,7 @@ def test_the_table_has_releases_and_checkouts(programs: Any) -> None:
     pair = ("passed", "failed")
     worse = compared({"a": pair[0]}, {"a": pair[1]}, {"a": pair}, counts(1), 1)
     document = f"{table.BEGIN}\n\n{table.END}\n"
-    for release, own in (
-        ("0.19.6, a git checkout", worse),
-        ("0.19.10", None),
-        ("0.19.6", None),
-    ):
+    for release, own in (("0.19.6, a git checkout", worse), ("0.19.10", None), ("0.19.6", None)):
         section = table.Section(release, "today", "torch 1", (row,), 4, counts(3), own)
         assert section.good == (own is None)
         document = table.merged(document, section)

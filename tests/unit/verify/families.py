@@ -1,7 +1,4 @@
-"""Families of transformers under `ds_verify`, small: which of them pass, with several seeds.
-
-The suite runs a few (`test_families`); `make campaign NAME=families` runs all of them.
-"""
+"""Small transformers of all families under `ds_verify`, with several seeds: a campaign."""
 
 import argparse
 import json

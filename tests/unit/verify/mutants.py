@@ -1,6 +1,4 @@
-"""Runs a scenario of `unit.verify.scenarios` on ranks of the harness, with a fault put into the
-package that they have imported: its functions get the code of the changed file.
-"""
+"""Runs a scenario on ranks whose imported package gets the code of a changed file: a fault."""
 
 import importlib
 import json

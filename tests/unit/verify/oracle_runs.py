@@ -1,6 +1,4 @@
-"""The oracle on ranks that a test already has: what `ds_verify` does, without starting processes.
-Collective.
-"""
+"""What `ds_verify` does, on ranks that a test already has, without new processes. Collective."""
 
 from __future__ import annotations
 

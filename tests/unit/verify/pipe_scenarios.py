@@ -1,9 +1,7 @@
-"""Short pipeline and expert trainings with one guard switched on, by name; see `scenarios`, which
-lists them with its own.
+"""Short pipeline and expert trainings with one guard switched on, by name (see `scenarios`).
 
-The guards: the ledger, the intent check, the stream checker, the comparison with one process
-("oracle"), the schedules' simulator, and what the pipeline engine itself refuses ("engine"). The
-trainings are those of the contract suites; what they need is imported by those who run them.
+Guards are the ledger, the intent check, the stream checker, the comparison with one process
+("oracle"), the schedules' simulator, and what the pipeline engine itself refuses ("engine").
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ def case_of(
     return PipeCase(**{**values, "pipe": pipe, "schedule": schedule, "tied": tied, **more})
 
 
-# Every schedule, ZeRO stage, precision and grid that guards must be silent about; the mutations use
-# the first ones.
+# Every schedule, stage, precision and grid without findings; the mutations use the first ones.
 TWO = case_of(2, 2)
 TWO_HALF = case_of(2, 2, "zero_bubble", 1, "bf16", overlap=True)
 FOUR = case_of(2, 4, "1f1b", 1, overlap=True)

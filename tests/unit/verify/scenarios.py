@@ -1,7 +1,5 @@
-"""Short trainings with one guard switched on, run by name on every rank; what they return is what
-the guard found.
-
-Each trains the contract suite's model, with different data on every rank and SGD.
+"""Short trainings (the contract suite's model, SGD, other data on every rank) with one guard on,
+run by name on every rank; they return what the guard found.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ STEPS = 2
 NAN_OVER_SEEDS = "oracle: a NaN over 20 seeds and 8 schedules"
 ACCUMULATION = 2
 SMALL_BUCKET = 300
-# Bounds of an oracle that looks for faults and not for rounding: relative to how far a parameter
-# moves, and to its own size.
+# Bounds that look for faults, not rounding: relative to a parameter's moves and its size.
 TOLERANCE = {"fp32": (1e-5, 1e-6), "bf16": (0.1, 2.0**-8), "fp16": (0.02, 2.0**-11)}
 
 

@@ -303,8 +303,7 @@ def _differs(graph: Graph, choice: dict[int, tuple[int, frozenset[int]]]) -> boo
             old, waits = choice[index]
             block[node.views[0][0]] = block.get(old, old)
             before[index] |= waits
-    # (finished nodes) -> (memory by (block, byte), what each finished node saw); equal terms are
-    # equal values.
+    # (finished nodes) -> (memory by (block, byte), what each saw); equal terms: equal values.
     level: dict[frozenset[int], Hashable] = {frozenset(): (frozenset(), frozenset())}
     while level:
         following: dict[frozenset[int], Hashable] = {}

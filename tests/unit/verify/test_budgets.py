@@ -1,11 +1,25 @@
-"""Programs that hang on a device of few queues or processors are found; others are not."""
+"""What the simulated device finds: programs that hang on a small one, memory's holders, races."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
+import deepspeed
 from deepspeed import comm as dist
-from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.verify import Budget, BudgetError, check_budgets
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.sim_accelerator import RUN_AHEAD, SCHEDULE_ENV, Sim_Accelerator, simulate
+from deepspeed.runtime.streams import SideStream
+from deepspeed.verify import (
+    Budget,
+    BudgetError,
+    StreamRaceError,
+    check_budgets,
+    disable_stream_checking,
+    memory_peak,
+)
 from unit.common import DistributedTest
 
 MESSAGES = 4
@@ -34,8 +48,7 @@ class TestBudgets(DistributedTest):
     world_size = 2
 
     def test_receives_ahead_hold_all_processors(self) -> None:
-        # Kills: a simulation of unlimited processors. The numbers are right here: only a device of
-        # this size would hang.
+        # Kills: unlimited processors. The numbers are right: only a device of this size would hang.
         groups = [dist.new_group([0, 1]) for _ in range(MESSAGES)]
         with simulate():
             with check_budgets(Budget(), Budget(processors=4 * MESSAGES + 4)):
@@ -114,3 +127,138 @@ def test_one_process_alone() -> None:
             doubled = value * 2
         simulator.current_stream().wait_stream(side)
         assert (doubled + 1).tolist() == [3.0, 3.0]
+
+
+KB = 1024
+
+
+def floats(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes // 4)
+
+
+def large() -> torch.Tensor:
+    return torch.empty(2 * KB)
+
+
+def test_what_lives_at_the_peak_is_counted_by_place() -> None:
+    # Kills: the sum of all allocations, what is alive at the end, and places inside the device.
+    with simulate() as sim:
+        before = floats(4 * KB)
+        with memory_peak() as peak:
+            first = large()
+            del first
+            second, third = large(), large()
+            del second, third, before
+            fourth = floats(2 * KB)
+        del fourth
+        line = large.__code__.co_firstlineno + 1
+        assert peak.by_owner == {
+            f"{__file__}:{line} in large": 16 * KB,
+            "(allocated before)": 4 * KB,
+        }
+        assert peak.nbytes == 20 * KB == sum(peak.by_owner.values()) == sim.max_memory_allocated()
+        sim.reset_peak_memory_stats()
+        assert sim.max_memory_allocated() == sim.memory_allocated() < 20 * KB
+
+
+def test_another_device_says_that_it_cannot() -> None:
+    # Kills: an empty answer where nobody looked.
+    if isinstance(get_accelerator(), Sim_Accelerator):
+        pytest.skip("the suite runs on the simulated device")
+    with pytest.raises(RuntimeError, match="DS_ACCELERATOR=sim"), memory_peak():
+        pass
+
+
+def test_the_host_runs_ahead_under_the_schedule_of_that_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Kills: an event that is done before anybody waited, and a name that means another schedule.
+    monkeypatch.setenv(SCHEDULE_ENV, "run-ahead")
+    accelerator = Sim_Accelerator()
+    try:
+        assert accelerator.simulator.scheduler.schedule == RUN_AHEAD
+        torch.ones(4) * 2
+        event = accelerator.Event()
+        event.record()
+        for _ in range(20):
+            torch.ones(4) * 2
+            assert not event.query()
+        event.synchronize()
+        assert event.query()
+    finally:
+        accelerator.close()
+
+
+class TestEngine(DistributedTest):
+    world_size = 2
+
+    def test_buffers_have_names(self) -> None:
+        # Kills: owners that are asked for nothing, so that all memory goes by its place.
+        with simulate():
+            engine, *_ = deepspeed.initialize(
+                model=torch.nn.Linear(64, 64),
+                config={
+                    "train_micro_batch_size_per_gpu": 2,
+                    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+                    "bf16": {"enabled": True},
+                    "zero_optimization": {"stage": 2},
+                },
+            )
+            with memory_peak() as peak:
+                engine.backward(engine(torch.ones(2, 64, dtype=torch.bfloat16)).float().sum())
+                engine.step()
+            named = [owner for owner in peak.by_owner if ".py:" not in owner]
+            assert any("weight" in owner for owner in named), peak.by_owner
+            assert sum(peak.by_owner.values()) == peak.nbytes
+            engine.destroy()
+
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 72},
+    "verify": {"streams": True},
+}
+
+
+@contextmanager
+def checked_device() -> Iterator[None]:
+    with simulate(backward_streams=2):
+        try:
+            yield
+        finally:
+            disable_stream_checking()
+
+
+def train() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
+    engine, _, _, _ = deepspeed.initialize(model=model, config=CONFIG)
+    for _ in range(2):
+        engine.backward(engine(torch.randn(4, 8)).square().mean())
+        engine.step()
+    engine.destroy()
+
+
+class TestStreamsBlock(DistributedTest):
+    world_size = 2
+
+    def test_silent_when_all_is_ordered(self) -> None:
+        # Kills: false alarms of the switch, which sees construction and every step.
+        with checked_device():
+            train()
+
+    def test_a_race_on_one_rank_stops_all(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Kills: a key that is ignored; a rank that goes on and hangs in its next collective.
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(SideStream, "wait_for", lambda self, producers: None)
+        expected = (
+            "never waits for <backward stream" if dist.get_rank() == 1 else "another rank left"
+        )
+        with checked_device(), pytest.raises(StreamRaceError, match=expected):
+            train()
+
+    def test_refused_without_streams(self) -> None:
+        # Kills: a check that is asked for and silently does nothing.
+        with pytest.raises(RuntimeError, match="DS_ACCELERATOR=sim"):
+            train()

@@ -149,9 +149,7 @@ def bare_plan(backend: str = "none", **more: Any) -> Plan:
 
 
 def test_what_becomes_of_the_compiled_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kills: an error of a compiler that nobody asked for, or a lack of one, shown as a fault of
-    the model; any other failure shown as harmless.
-    """
+    # Kills: a compiler's error or lack shown as the model's fault; other failures as harmless.
 
     def row_of(backend: str, **failed: str) -> Row:
         plan = bare_plan(backend=backend)

@@ -1,6 +1,4 @@
-"""Families of transformers under the oracle: no false alarm behind routing that jumps, and a fault
-of the size of one is still named.
-"""
+"""Transformers: no false alarm behind routing that jumps; a fault of its size is still named."""
 
 from typing import Any
 
@@ -30,9 +28,7 @@ class TestFamilies(DistributedTest):
 
     @pytest.mark.parametrize("family", ["mixtral", "t5"])
     def test_pass(self, family: str) -> None:
-        """Kills: a bound that compares steps which began at different weights; an encoder-decoder
-        built as something else.
-        """
+        # Kills: a bound over steps from different weights; an encoder-decoder built as another.
         assert report(family) == []
 
     def test_a_fault_of_that_size_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,4 @@
-"""The gradient ledger finds what is done to gradients, says what it was, and raises on all ranks.
-
-Each fault is planted in the library; `tests/unit/verify/test_ledger_silence.py` holds the ledger to
-be silent without one.
-"""
+"""The ledger finds faults planted in the library, says what they did, and raises on all ranks."""
 
 from __future__ import annotations
 
@@ -96,13 +92,13 @@ FAULTS: dict[str, list[tuple[FAULT, Case, str]]] = {
         (do_not_divide_the_loss, bites.STAGE_0, "embed.weight"),
     ],
     "divisor: effective divisor is 8 times": [
-        (unscale_by_another_scale, bites.STAGE_2, "embed.weight"),
+        (unscale_by_another_scale, bites.STAGE_2, "embed.weight")
     ],
     "stale: previous step is used again": [
-        (bites.keep_stale_buffers, bites.STAGE_0_ONCE, "sometimes.weight"),
+        (bites.keep_stale_buffers, bites.STAGE_0_ONCE, "sometimes.weight")
     ],
     "stale: previous step was added": [
-        (bites.add_to_the_last_step, bites.STAGE_1_FP32, "lift.bias"),
+        (bites.add_to_the_last_step, bites.STAGE_1_FP32, "lift.bias")
     ],
     "unexplained: differs from the right one": [
         (bites.leave_absent_as_it_was, bites.STAGE_2, "never"),
@@ -113,16 +109,16 @@ FAULTS: dict[str, list[tuple[FAULT, Case, str]]] = {
         (bites.keep_the_last_micro_batch, bites.OFFLOAD, "wide.weight"),
     ],
     "lost: rank 0, all micro-batches, never arrived": [
-        (bites.lose_own_part, bites.STAGE_1, "back.weight"),
+        (bites.lose_own_part, bites.STAGE_1, "back.weight")
     ],
     "lost: rank 0, micro-batch 2 of 3 never arrived": [
-        (on_rank(0, drop_the_second), STAGE_2_BF16, "wide.weight"),
+        (on_rank(0, drop_the_second), STAGE_2_BF16, "wide.weight")
     ],
     "lost: rank 1, all micro-batches, never arrived": [
-        (on_rank(1, drop_biases_of_nine), bites.STAGE_1, "twice.bias"),
+        (on_rank(1, drop_biases_of_nine), bites.STAGE_1, "twice.bias")
     ],
     "lost: 3 of 3 was added after the reduction": [
-        (bites.reduce_before_the_last_micro_batch, bites.ACCUMULATOR, "wide.weight"),
+        (bites.reduce_before_the_last_micro_batch, bites.ACCUMULATOR, "wide.weight")
     ],
     "lost: nothing arrived": [
         (bites.skip_a_small_gradient, bites.ACCUMULATOR, "lift.bias"),
@@ -130,7 +126,7 @@ FAULTS: dict[str, list[tuple[FAULT, Case, str]]] = {
         (bites.send_what_is_ready_only, bites.STAGE_1_FP32, "embed.weight"),
     ],
     "doubled: rank 1, micro-batch 2 of 3 was counted twice": [
-        (on_rank(1, double_the_second), STAGE_2_BF16, "wide.weight"),
+        (on_rank(1, double_the_second), STAGE_2_BF16, "wide.weight")
     ],
 }
 
@@ -182,8 +178,7 @@ class TestWrongGroup(DistributedTest):
     exec_timeout = 120
 
     def test_group_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        # Kills: comparing only the mean over ranks, which is right; taking the group from the
-        # optimizer.
+        # Kills: comparing only the mean over ranks, which is right; the optimizer's group.
         monkeypatch.setenv("DS_VERIFY", "ledger")
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         original = StepSettings.context
@@ -223,8 +218,7 @@ class TestLate(DistributedTest):
     world_size = 2
 
     def test_a_gradient_that_misses_its_bucket(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        # Kills: a ledger that does not know when buckets are sealed, or calls what is sent again
-        # late.
+        # Kills: a ledger that does not know when buckets are sealed, or calls a resend late.
         config = {
             "train_micro_batch_size_per_gpu": 2,
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},

@@ -45,11 +45,9 @@ FORMS: dict[str, dict[str, Any]] = {
         "bf16": {"enabled": True, "immediate_grad_update": True},
         "data_types": {"grad_accum_dtype": "fp32"},
     },
-    "sum": {
-        "zero_optimization": {"stage": 1},
-        "gradient_allreduce_op": "sum",
-        "prescale_gradients": True,
-    },
+    "sum": dict(
+        zero_optimization={"stage": 1}, gradient_allreduce_op="sum", prescale_gradients=True
+    ),
 }
 
 
@@ -205,8 +203,7 @@ class TestClients(DistributedTest):
 
     @each(form=list(FORMS), way=WAYS)
     def test_no_false_alarm(self, form: str, way: Callable[[Any], None]) -> None:
-        # Kills: expectations that hold for engine.backward only; a ledger that outlives what it
-        # recorded.
+        # Kills: expectations of engine.backward only; a ledger that outlives what it recorded.
         engine = start(form)
         managed(engine)
         way(engine)
@@ -259,8 +256,7 @@ class TestContext(DistributedTest):
     world_size = 2
 
     def test_engines_before_and_within(self) -> None:
-        # Kills: engines that are forgotten; an accumulation of which the ledger saw the second half
-        # only; hooks that stay.
+        # Kills: forgotten engines; an accumulation seen in its second half only; hooks that stay.
         old = start("stage 2", verify={})
         old.backward(old(batch(old)))
         old.step()
@@ -359,11 +355,9 @@ def test_nothing_is_imported_when_off() -> None:
     )
     assert done.returncode == 0, done.stderr
     off, on = [line for line in done.stdout.splitlines() if line.startswith("imported:")]
-    assert (
-        off == "imported: []"
-        and "deepspeed.runtime.gradients.ledger.gradient_ledger" in on
-        and "intent" not in on
-    )
+    assert off == "imported: []"
+    assert "deepspeed.runtime.gradients.ledger.gradient_ledger" in on
+    assert "intent" not in on
 
 
 class TestSwitches:

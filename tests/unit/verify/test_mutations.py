@@ -1,9 +1,6 @@
-"""The mutation table: each fault put into the package is found by the tool that users run, which
-names the right place.
+"""Each fault put into the package is found by the tool that users run, which names the place.
 
-    make campaign NAME=mutations        prints the table
-
-Kills: a guard that is switched off, blind, or says "something is wrong somewhere".
+Kills: a guard that is off or blind. `make campaign NAME=mutations` prints the table.
 """
 
 from __future__ import annotations

@@ -100,8 +100,7 @@ class TestOrder:
         assert script.kinds == []
 
     def test_a_re_recorded_event_stands_for_its_last_record(self, script: Script) -> None:
-        # Kills: events that remember the first record, and waits that follow an event into its
-        # future.
+        # Kills: events that remember the first record, waits that follow an event's future.
         event = Event()
         script.checker.event_recorded(event, A)
         script.write(A)
@@ -300,8 +299,7 @@ class TestBookkeeping:
 
 class TestOnTheSimulatedDevice:
     def test_a_missing_wait_is_found_and_named(self) -> None:
-        # Kills: views, schemas or streams that do not arrive at the checker; names looked up at the
-        # wrong address.
+        # Kills: views, schemas or streams that do not arrive; names looked up at a wrong address.
         class Owner:
             def __init__(self, buffer: torch.Tensor) -> None:
                 self.buffer = buffer

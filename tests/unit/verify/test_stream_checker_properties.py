@@ -91,16 +91,14 @@ def agree(program: list[Step]) -> None:
 @example([Op(1, Range(0, 0, 4), None), Free(0), Alloc(0)])
 @example([Op(1, Range(0, 0, 4), None), RecordStream(0, 1), Free(0), Alloc(0)])
 def test_any_program(program: list[Step]) -> None:
-    # Kills: any rule of the checker dropped or weakened (missed races), any wait not honoured
-    # (false alarms).
+    # Kills: any rule dropped or weakened (missed races), any wait not honoured (false alarms).
     agree(program)
 
 
 @settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
 @given(handovers())
 def test_a_handover_with_one_change(program: list[Step]) -> None:
-    # Kills the same where random programs seldom get: an edge that is almost right, memory that
-    # goes round.
+    # Kills the same where random programs seldom get: an edge almost right, reused memory.
     agree(program)
 
 
