@@ -121,8 +121,7 @@ class TestLate(DistributedTest):
 
     @pytest.mark.parametrize("stage", [0, 3])
     def test_saving_and_loading(self, stage: int, tmpdir: Any) -> None:
-        # Kills: a save on one rank that waits in silence; a report that does not say who is
-        # missing.
+        # Kills: a save on one rank that waits in silence; a report without who is missing.
         folder, missing = str(tmpdir), "rank 1 has not joined"
         engine = engine_of(stage)
         step(engine)

@@ -69,8 +69,7 @@ def an_object(cls: type, **attributes: Any) -> object:
 
 
 def test_each_method_that_is_not_here_is_told() -> None:
-    # Kills: a class whose absent methods can be replaced in silence, by a derived class or on an
-    # object.
+    # Kills: absent methods that are replaced in silence by a derived class or on an object.
     refused = refused_of_what_is_patched()
     refused += [
         (DeepSpeedEngine, "_save_moe_checkpoint"),

@@ -78,8 +78,7 @@ def fake() -> Iterator[FakeAccelerator]:
 
 
 def test_the_reduction_stream_waits_for_every_producer(fake):
-    # Kills: waiting for one of several streams (fix 1), or for the stream current at construction
-    # (fix 2).
+    # Kills: waiting for one of several streams (fix 1) or the one current at construction (fix 2).
     side = SideStream(overlap=True)
     producers = [FakeStream(fake.log, "a"), FakeStream(fake.log, "b")]
     side.wait_for(producers)

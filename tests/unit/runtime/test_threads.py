@@ -77,8 +77,7 @@ class TestTwo(DistributedTest):
     world_size = 2
 
     def test_destroy_ends_them(self, tmpdir: Any) -> None:
-        # Kills: a thread that goes on after the last engine; one that the first of two ends for
-        # the other.
+        # Kills: a thread that outlives the last engine; one that the first of two ends for both.
         before = set(threading.enumerate())
         folder = Path(str(tmpdir))
         for stage in (0, 2, 3):

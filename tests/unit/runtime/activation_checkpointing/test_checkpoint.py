@@ -114,8 +114,7 @@ def test_autocast_is_restored(recompute: Any) -> None:
 
 @both
 def test_nested_arguments_and_results(recompute: Any) -> None:
-    # Kills: gradients lost for tensors inside of containers, keyword arguments, or outputs beside
-    # None and numbers.
+    # Kills: gradients lost in containers, keyword arguments, or outputs beside None and numbers.
     model = block(0.0)
 
     def function(
@@ -392,8 +391,7 @@ class OwnGradient(torch.autograd.Function):
 
 @both
 def test_a_gradient_may_be_the_recomputed_input(recompute: Any) -> None:
-    # Kills: recomputing on the block itself: the gradient would lie in memory that the next input
-    # overwrites.
+    # Kills: recomputing on the block itself: the next input would overwrite the gradient's memory.
     save_into_long_buffers(1)
     weight = nn.Parameter(torch.ones(3))
     recompute(lambda x: OwnGradient.apply(x, weight), torch.full((3,), 2.0)).backward()
@@ -420,8 +418,7 @@ def test_a_block_is_written_after_its_last_use_on_another_stream() -> None:
 
 
 def test_strides_survive_packing() -> None:
-    # Kills: another memory format in recomputation, which may choose another kernel and round
-    # otherwise.
+    # Kills: another memory format in recomputation: another kernel may round otherwise.
     save_into_long_buffers(4)
     store = saved_inputs.store()
     image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
@@ -453,8 +450,7 @@ def drawn(seed: int) -> torch.Tensor:
 
 
 def test_fork_draws_from_the_named_state_and_goes_on_there() -> None:
-    # Kills: drawing from the accelerator's own state, moving it, or starting the named one over
-    # each time.
+    # Kills: drawing from the accelerator's own state, moving it, starting the named one over.
     tracker = checkpointing.CudaRNGStatesTracker()
     torch.manual_seed(1)
     tracker.add("mine", 7)

@@ -98,8 +98,7 @@ class TestEngine(DistributedTest):
         train(KINDS[kind], stage, form, bucket)
 
     def test_the_block_configures(self) -> None:
-        # Kills: a block of the configuration without effect; an engine that overrides what the
-        # script chose.
+        # Kills: a block without effect; an engine that overrides what the script chose.
         config = {"train_batch_size": 2, "activation_checkpointing": {"profile": True}}
         deepspeed.initialize(model=Net(), config={"train_batch_size": 2})
         assert not checkpointing.is_configured()

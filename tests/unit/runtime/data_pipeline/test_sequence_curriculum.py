@@ -279,8 +279,7 @@ DISCRETE = block("fixed_discrete", 1, 9, difficulty=[1, 4, 9], max_step=[2, 5])
     ],
 )
 def test_difficulties(config: dict[str, Any], steps: Any, difficulties: list[int]) -> None:
-    # Kills: steps counted from 0, rounding to the nearest, another root, an end that is not the
-    # largest.
+    # Kills: steps counted from 0, rounding to the nearest, another root, an end below the largest.
     scheduler = CurriculumScheduler(config)
     assert scheduler.get_current_difficulty() == config["min_difficulty"]
     assert [scheduler.update_difficulty(step) for step in steps] == difficulties

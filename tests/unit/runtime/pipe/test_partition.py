@@ -49,8 +49,7 @@ BALANCED: list[tuple[list[float], int, list[int]]] = [
 
 @pytest.mark.parametrize(("weights", "parts", "bounds"), BALANCED)
 def test_balanced(weights: list[float], parts: int, bounds: list[int]) -> None:
-    # Kills: another choice among equally good cuts, which moves layers of a resumed run to another
-    # rank.
+    # Kills: another of equally good cuts, which moves layers of a resumed run to another rank.
     assert partition_balanced(weights, parts) == bounds
 
 

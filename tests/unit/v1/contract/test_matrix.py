@@ -75,8 +75,7 @@ def test_instances_are_covered_like_the_rest():
 
 
 def test_the_subset_is_small_and_the_same_every_time():
-    # Kills: a subset that depends on hashing (failures could not be repeated) or degenerates into
-    # the product.
+    # Kills: a subset that depends on hashing (not repeatable) or degenerates into the product.
     assert pairwise(FACTORS) == pairwise(FACTORS)
     assert len(pairwise(FACTORS)) <= 18
 
@@ -140,8 +139,7 @@ def test_the_mean_over_micro_batches_is_the_whole_batch(world, accumulation):
 
 
 def test_clipping_clips():
-    # Kills: a limit above the norms, with which clipping on and off would be the same
-    # configuration.
+    # Kills: a limit above the norms, with which clipping or not would be the same configuration.
     for world, accumulation in itertools.product((1, 2, 3), (1, 3)):
         run = reference.fp32_run(STEPS_OF_ACCUMULATION[accumulation], accumulation, True, world)
         assert all(expected.norm > 4 * reference.CLIP for expected in run)

@@ -160,8 +160,7 @@ class TestKilled(DistributedTest):
 
     @pytest.mark.parametrize("stage", [1, 2])
     def test_a_killed_stage_ends_the_others(self, stage: int, tmp_path: Path) -> None:
-        # Kills: waiting for a note that a killed process cannot leave. The third rank is a child of
-        # rank 0, and `stage` its stage.
+        # Kills: waiting for a note that a killed process cannot leave, or for a store gone with it.
         rank = dist.get_local_rank()
         if rank == 0 and os.fork() == 0:
             try:

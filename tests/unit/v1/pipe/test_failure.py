@@ -407,8 +407,7 @@ def wait_for_ranks(work: Any) -> None:
 class TestEnded(OneThatEnds):
     @pytest.mark.parametrize("store", ["file", "tcp"])
     def test_a_killed_process_ends_the_others(self, store: str, tmp_path: Path) -> None:
-        # Kills: waiting for a note that a killed process cannot leave, or for a store that went
-        # with it.
+        # Kills: waiting for a note that a killed process cannot leave, or for a store gone with it.
         rank, watch, channel = self.join(store, tmp_path)
         with pytest.raises(PipelinePeerError, match="without a word") as caught, watch.guard():
             self.work(rank, channel, lambda: os.kill(os.getpid(), signal.SIGKILL))

@@ -42,8 +42,7 @@ class TestWhatArrives(DistributedTest):
     world_size = 2
 
     def test_shape_and_dtype(self, precision: str) -> None:
-        # Kills: buffers of float32 (the default dtype) for half-precision activations; the first
-        # message's shape for all.
+        # Kills: float32 buffers for half-precision activations; the first message's shape for all.
         dtype = DTYPES[precision]
         torch.manual_seed(5)
         arrives = Arrives()

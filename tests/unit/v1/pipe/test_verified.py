@@ -87,8 +87,7 @@ class TestSequencesOnTheDevice(DistributedTest):
 
     @each(case=[((2, 2), "mesh", 2, "bf16", 2, "ours"), ((1, 4), "mpu", 0, "fp32", 1, "own mean")])
     def test(self, monkeypatch: pytest.MonkeyPatch, case: tuple[Any, ...]) -> None:
-        # Kills: heads that are used before their exchange is over; a ledger that counts data ranks
-        # only.
+        # Kills: heads used before their exchange is over; a ledger that counts data ranks only.
         monkeypatch.setenv("DS_VERIFY", "ledger")
         with watched() as found:
             SequenceRun(*case).run()

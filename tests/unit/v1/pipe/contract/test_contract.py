@@ -38,8 +38,7 @@ class TestPairs(DistributedTest):
 
     @pytest.mark.world_size(2)
     def test_world_2(self) -> None:
-        # Kills: data ranks taken for stages or the other way round, a loss divided twice or never,
-        # ties not summed.
+        # Kills: data ranks and stages mixed up, a loss divided twice or never, ties not summed.
         run_cases(of_world(pair_cases(), 2), PipeRun)
 
     @pytest.mark.world_size(4)

@@ -266,8 +266,7 @@ class TestContractBites(DistributedTest):
     def test_a_buffer_that_is_let_go_early_is_noticed(
         self, mutate: Mutation, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        # Kills: a buffer that is used again without a word, and the gradient of a micro-batch with
-        # it.
+        # Kills: a buffer that is used again without a word, and with it a micro-batch's gradient.
         mutate(monkeypatch)
         with pytest.raises(AssertionError, match=r"PipeBufferError|PipelineShapeError"):
             run_cases([PLAIN], PipeRun)
