@@ -20,10 +20,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "utils.logging",
         ),
     ),
-    (
-        "The device seam",
-        ("accelerator",),
-    ),
+    ("The device seam", ("accelerator",)),
     (
         "Beside one device and one process: native operators, helpers, the launcher",
         (
@@ -44,14 +41,8 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "utils.z3_leaf_module",
         ),
     ),
-    (
-        "Collectives and process groups",
-        ("comm",),
-    ),
-    (
-        "Which ranks share what, as scripts ask for it",
-        ("utils.groups",),
-    ),
+    ("Collectives and process groups", ("comm",)),
+    ("Which ranks share what, as scripts ask for it", ("utils.groups",)),
     (
         "What needs ranks and no engine: experts, long sequences, files of checkpoints, watching",
         ("checkpoint", "moe", "monitor", "profiling", "sequence", "utils.zero_to_fp32"),
@@ -89,10 +80,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "Parameters of stage 3, and who has them whole",
         ("runtime.zero.gathering", "runtime.zero.parameters"),
     ),
-    (
-        "The optimizers",
-        ("runtime.bf16_optimizer", "runtime.fp16", "runtime.zero"),
-    ),
+    ("The optimizers", ("runtime.bf16_optimizer", "runtime.fp16", "runtime.zero")),
     (
         "Around the optimizers: saving and loading, recomputation, data, clients' helpers",
         (
@@ -116,22 +104,10 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "runtime.tensor_parallel",
         ),
     ),
-    (
-        "The engine",
-        ("runtime.engine",),
-    ),
-    (
-        "Pipelines",
-        ("pipe", "runtime.pipe"),
-    ),
-    (
-        "The front door",
-        ("__init__",),
-    ),
-    (
-        "Tools that check training from outside",
-        ("verify",),
-    ),
+    ("The engine", ("runtime.engine",)),
+    ("Pipelines", ("pipe", "runtime.pipe")),
+    ("The front door", ("__init__",)),
+    ("Tools that check training from outside", ("verify",)),
 )
 """(What the layer is, its modules), lowest first. A file imports from its own layer and from those
 below.

@@ -46,8 +46,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 TORCH = tuple(int(number) for number in importlib.metadata.version("torch").split(".")[:2])
 # The operations of `deepspeed.comm` are torch's; what a host backend lacks, they lack.
 needs_newer_gloo = pytest.mark.skipif(
-    TORCH < (2, 8),
-    reason="gloo of torch < 2.8 has no AVG and no reduce_scatter of a list",
+    TORCH < (2, 8), reason="gloo of torch < 2.8 has no AVG and no reduce_scatter of a list"
 )
 # 2.9 lacks it, 2.13 has it; the versions between were not run.
 needs_all_to_all = pytest.mark.skipif(

@@ -142,11 +142,7 @@ def random_dataset(
 
 
 def random_dataloader(
-    model: Any,
-    total_samples: int,
-    hidden_dim: int,
-    device: Any,
-    dtype: torch.dtype | None = None,
+    model: Any, total_samples: int, hidden_dim: int, device: Any, dtype: torch.dtype | None = None
 ) -> DataLoader[Any]:
     """`random_dataset` in micro-batches of an engine."""
     return _loader(model, random_dataset(total_samples, hidden_dim, device, dtype))

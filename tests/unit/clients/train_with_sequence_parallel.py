@@ -12,11 +12,7 @@ import torch.distributed.nn.functional as differentiable
 import transformers
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
-from accelerate.utils import (
-    DeepSpeedPlugin,
-    DeepSpeedSequenceParallelConfig,
-    ParallelismConfig,
-)
+from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig, ParallelismConfig
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 

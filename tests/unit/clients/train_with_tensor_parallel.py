@@ -48,10 +48,7 @@ def configuration(stage: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
-        "zero_optimization": {
-            "stage": stage,
-            "stage3_gather_16bit_weights_on_model_save": True,
-        },
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
         "zero_allow_untested_optimizer": True,
         "tensor_parallel": {"autotp_size": RANKS},
     }

@@ -154,13 +154,7 @@ class TestLogger(DistributedTest):
         dist.reduce(into, dst=0)
         dist.monitored_barrier()
         names = set(dist.get_logged_comm_ops())
-        assert {
-            "all_gather",
-            "all_gather_object",
-            "gather",
-            "scatter",
-            "reduce",
-        } <= names
+        assert {"all_gather", "all_gather_object", "gather", "scatter", "reduce"} <= names
 
     @needs_newer_gloo
     def test_reduce_scatter_of_a_list_is_that_of_the_unwatched_operation(self) -> None:

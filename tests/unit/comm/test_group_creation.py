@@ -76,10 +76,7 @@ def sequences(world: int) -> None:
     [(grid, 4), (channels, 4), (experts_and_instances, 4), (sequences, 2)],
 )
 def test_calls_do_not_grow_with_the_world(
-    calls: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-    make: Callable[[int], None],
-    count: int,
+    calls: list[list[int]], monkeypatch: pytest.MonkeyPatch, make: Callable[[int], None], count: int
 ) -> None:
     # Kills: a rank that makes other ranks' groups, or a group for itself alone.
     monkeypatch.setattr(p2p, "transfers_are_ordered", lambda device: True)

@@ -38,10 +38,7 @@ WARMUP = {
     "type": "WarmupLR",
     "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
 }
-DECAY = {
-    "type": "WarmupDecayLR",
-    "params": {**WARMUP["params"], "total_num_steps": "auto"},
-}
+DECAY = {"type": "WarmupDecayLR", "params": {**WARMUP["params"], "total_num_steps": "auto"}}
 
 
 def config(stage: int, **blocks: Any) -> dict[str, Any]:
@@ -93,9 +90,7 @@ def accelerator(precision: str = "no", accumulation: int = 1, **words: Any) -> A
     """With a plugin of these words."""
     plugin = DeepSpeedPlugin(gradient_accumulation_steps=accumulation, **words)
     return Accelerator(
-        mixed_precision=precision,
-        deepspeed_plugin=plugin,
-        gradient_accumulation_steps=accumulation,
+        mixed_precision=precision, deepspeed_plugin=plugin, gradient_accumulation_steps=accumulation
     )
 
 

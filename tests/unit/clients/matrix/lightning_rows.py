@@ -204,10 +204,7 @@ class Scheduled(Regression):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=LR)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-        }
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         torch.manual_seed(self.global_step)  # Lightning does not keep dropout's generator
