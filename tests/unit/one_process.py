@@ -24,15 +24,8 @@ def mean_square(model: Any, batch: torch.Tensor) -> torch.Tensor:
 
 
 class OneProcess:
-    """A model, trained in place, and its optimizer.
-
-    Args:
-        optimizer: An optimizer, or the rate of SGD for all that is trained.
-        loss: Computed of the model and a batch.
-        clip: What norm gradients are clipped to, if not 0.
-
-    Attributes:
-        norm: The norm of the last step's gradients, before they were clipped.
+    """A model, trained in place, and its optimizer, or the rate of SGD for all that is trained;
+    gradients are clipped to the norm ``clip``, if not 0, and `norm` was the last step's before.
     """
 
     def __init__(

@@ -341,12 +341,9 @@ def find_the_host() -> None:
 
 def become_template(with_deepspeed: bool = True) -> None:
     """Make this process one that ranks are forked from: do here once what every rank would do at
-    its start.
-
-    Args:
-        with_deepspeed: Import this package, and build what every engine asks: the configuration's
-            models, which take as long as a small test, and patterns. Nothing else of it runs: a
-            warning that is given once, or a counter, would not be as new in the ranks.
+    its start. ``with_deepspeed`` imports this package, and builds what every engine asks: patterns
+    and the configuration's models, which take as long as a small test. Nothing else of it runs: a
+    warning that is given once, or a counter, would not be as new in the ranks.
     """
     import torch
 

@@ -20,11 +20,7 @@ SIDE, OTHER = 0xAAA0, 0xBBB0
 
 
 class Device:
-    """Plays torch's trace: what C++ would call on a GPU.
-
-    Attributes:
-        current: Handle of the current stream.
-    """
+    """Plays torch's trace (what C++ would call on a GPU); `current` is the stream's handle."""
 
     def __init__(self) -> None:
         self.current = 0

@@ -1,8 +1,10 @@
 """The simulated device: what is not ordered is wrong every time, the rest is the host's result."""
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,11 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
+from deepspeed.runtime.streams import SideStream
 from deepspeed.verify import check_streams
+from unit.common import DistributedTest
+from unit.v1.contract.matrix import Case
+from unit.v1.contract.runner import run_cases
 
 
 @pytest.fixture
@@ -302,3 +308,101 @@ def test_numbers_in_the_environment_are_checked(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("DS_SIM_SCHEDULE", "all")
     with pytest.raises(ValueError, match="DS_SIM_SCHEDULE='all' is not a number"):
         Sim_Accelerator()
+
+
+def test_pinned_memory_is_not_on_the_device(sim: Sim_Accelerator) -> None:
+    # Kills: taking host memory for the device's, so that offload would never be staged.
+    device = torch.ones(3)
+    host = sim.pin_memory(device)
+    assert sim.on_accelerator(device) and not sim.is_pinned(device)
+    assert sim.is_pinned(host) and not sim.on_accelerator(host[1:])
+    assert sim.is_pinned(host * 2)
+    assert host.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_the_host_reads_an_unfinished_copy_as_it_is(sim: Sim_Accelerator) -> None:
+    # Kills: waiting for the stream behind the host's back, which hides a missing
+    # event.synchronize().
+    host = sim.pin_memory(torch.zeros(3))
+    host.copy_(torch.full((3,), 5.0), non_blocking=True)
+    event = sim.Event()
+    event.record()
+    early = (host + 1).tolist()
+    event.synchronize()
+    assert early == [1.0, 1.0, 1.0] and (host + 1).tolist() == [6.0, 6.0, 6.0]
+
+
+def test_a_blocking_copy_is_done_when_it_returns(sim: Sim_Accelerator) -> None:
+    # Kills: an asynchronous copy where nobody asked for one.
+    host = sim.pin_memory(torch.zeros(3))
+    host.copy_(torch.full((3,), 5.0))
+    assert (host + 1).tolist() == [6.0, 6.0, 6.0]
+
+
+def test_changing_memory_that_is_still_being_sent_is_a_race(sim: Sim_Accelerator) -> None:
+    # Kills: a checker that doesn't see what the host writes; a simulation that copies early.
+    with check_streams(raises=False) as checker:
+        device, host = torch.zeros(3), sim.pin_memory(torch.ones(3))
+        device.copy_(host, non_blocking=True)
+        host.fill_(7.0)
+        sim.synchronize()
+    assert device.tolist() == [7.0, 7.0, 7.0]
+    assert "the host never waits for <default stream>, which read" in checker.report()
+
+
+def test_waiting_before_the_change_is_no_race(sim: Sim_Accelerator) -> None:
+    # Kills: reporting every use of host memory.
+    with check_streams():
+        device, host = torch.zeros(3), sim.pin_memory(torch.ones(3))
+        device.copy_(host, non_blocking=True)
+        sim.current_stream().synchronize()
+        host.fill_(7.0)
+    assert device.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_comparison_across_the_bus_is_refused(sim: Sim_Accelerator) -> None:
+    # Kills: an answer that nothing was compared for, where a device raises.
+    device, host = torch.ones(3), sim.pin_memory(torch.ones(3))
+    with pytest.raises(RuntimeError, match=r"refuses; compare a copy .*to_host"):
+        torch.equal(device, host)
+    assert torch.equal(sim.to_host(device), host) and torch.equal(device, torch.ones(3))
+
+
+def test_a_mask_on_the_host_chooses(sim: Sim_Accelerator) -> None:
+    # Kills: a result of as many elements as a mask without values would choose.
+    device, mask = torch.arange(3.0), sim.pin_memory(torch.tensor([True, False, True]))
+    assert device[mask].tolist() == [0.0, 2.0]
+
+
+# Several parameters per bucket, so that one bucket is filled from several streams.
+SHARED_BUCKET = Case(2, "bf16", 1, True, True, True, False, "exact", 2, "sgd")
+LOCAL_ACCUMULATION = Case(1, "fp16+fp32", 3, True, True, True, False, "tiny", 2, "sgd")
+
+
+class TestTraining(DistributedTest):
+    """Two ranks against the contract's reference."""
+
+    world_size = 2
+
+    @pytest.mark.parametrize("schedule", [0, 1])
+    def test_equals_one_process(self, schedule: int) -> None:
+        # Kills: a missing wait in engine or optimizer; zeroing the accumulator while the reduction
+        # stream still reads it.
+        for case in (
+            SHARED_BUCKET,
+            dataclasses.replace(SHARED_BUCKET, stage=1, offload=True),
+            LOCAL_ACCUMULATION,
+        ):
+            with simulate(schedule=schedule, backward_streams=2):
+                run_cases([case])
+
+    def test_undone_fix_1_is_not_a_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Kills: a simulation that forgives a reduction that waits for the last producer only.
+        wait_for = SideStream.wait_for
+
+        def only_current(self: SideStream, producers: Any) -> None:
+            wait_for(self, {self.current_stream()})
+
+        monkeypatch.setattr(SideStream, "wait_for", only_current)
+        with simulate(backward_streams=3), pytest.raises(AssertionError, match="off by nan"):
+            run_cases([SHARED_BUCKET])

@@ -137,13 +137,9 @@ def seen_in_parts(config: Any, generator: torch.Generator) -> Batch:
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture.
-
-    Attributes:
-        words: What its configuration is made of; `model_type` too, if not the entry's name.
-        lora: What peft's adapters are made of; only they are trained.
-        ways: How the library's stage 3 can make it. In other ways it fills weights that it has not
-            gathered (transformers 5.23), which raises.
+    """`words` make its configuration (`model_type` too, if not the entry's name), `lora` peft's
+    adapters, which alone are trained. `ways` are how the library's stage 3 can make it: in others
+    it fills weights that it has not gathered (transformers 5.23), which raises.
     """
 
     head: str

@@ -60,12 +60,9 @@ class TestModels(DistributedTest):
 
     @pytest.mark.parametrize("name", ["qwen2", "clip", "llava", "mixtral", "switch_transformers"])
     def test_an_architecture_equals_plain_torch(self, name: str, tmpdir: Any) -> None:
-        """`make campaign NAME=architectures` has the others.
-
-        Kills: weights filled only where they are (`llava`: models of models, `mixtral`: packed
-        experts), a tied weight cut twice (`qwen2`), the gradient of a number (`clip`), experts that
-        only the ranks gather that chose them (`switch_transformers`).
-        """
+        # Others: `make campaign NAME=architectures`. Kills: weights filled only where they are
+        # (`llava`: models of models, `mixtral`: packed experts), a tied weight cut twice (`qwen2`),
+        # the gradient of a number (`clip`), experts only choosing ranks gather (the last).
         found = check(name, 0, Path(tmpdir))
         step = found.pop("step")
         assert found == dict.fromkeys(("zero.Init", *ARCHITECTURES[name].ways), [])

@@ -32,12 +32,8 @@ BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): pass"
 
 @dataclass(frozen=True)
 class Start:
-    """One start of two ranks.
-
-    Attributes:
-        how: FORKED from a process that has imported everything, meeting in a file, or SPAWNED, an
-            interpreter each, meeting over TCP.
-        destroys: whether the program ends its process group, or leaves that to the interpreter.
+    """Two ranks FORKED from one process that has all imported, meeting in a file, or SPAWNED, over
+    TCP; the program `destroys` its process group, or leaves that to the interpreter.
     """
 
     how: str

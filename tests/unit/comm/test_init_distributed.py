@@ -1,6 +1,7 @@
 """Finding the other ranks: arguments, environment, MPI, Slurm, nobody."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from deepspeed.comm.utils import (
     get_world_rank_from_launcher,
     get_world_size_from_launcher,
 )
+from unit.comm.starts import verdict
 from unit.common import DistributedTest, get_master_port
 
 FOREIGN = ("OMPI_", "PMI_", "MPI_", "MV2_", "SLURM_", "AZUREML_", "SM_")
@@ -282,3 +284,45 @@ class TestAlone(DistributedTest):
 
 def test_nothing_is_made_at_import() -> None:
     assert initialization.cdb is None or dist.is_initialized()
+
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_forked_and_spawned_ranks_start_and_end() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "unit.comm.starts", "--rounds", "2", "--load", "0", "--seed", "4"],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "seed 4\n2 of 2 ended well\n", done.stdout + done.stderr
+
+
+ENDS = {
+    "": "",
+    "codes [3, 0]": "import sys; sys.exit(3)",
+    "terminate called": "print('terminate called without an active exception')",
+    # Kills: stacks that nobody takes, or that of a rank that is given up only.
+    "File": "import faulthandler, time; from signal import *; faulthandler.register(SIGUSR1); "
+    "pthread_sigmask(SIG_UNBLOCK, {SIGUSR1}); time.sleep(600)",
+}
+
+
+@pytest.mark.parametrize("told", ENDS)
+def test_what_is_not_well_is_told(tmp_path: Path, told: str) -> None:
+    pids = []
+    for rank, code in enumerate((ENDS[told], "")):
+        output = os.open(tmp_path / f"rank{rank}.out", os.O_WRONLY | os.O_CREAT)
+        both = [(os.POSIX_SPAWN_DUP2, output, descriptor) for descriptor in (1, 2)]
+        words = [sys.executable, "-c", code]
+        # Blocked until it is registered.
+        pids.append(
+            os.posix_spawn(
+                sys.executable, words, os.environ, file_actions=both, setsigmask=[signal.SIGUSR1]
+            )
+        )
+        os.close(output)
+    said = verdict(pids, tmp_path, limit_s=0.3 if told == "File" else 60.0)
+    assert told in said and bool(said) is bool(told)

@@ -1,10 +1,17 @@
-"""The thread that looks while somebody waits."""
+"""The thread that looks while somebody waits, and waits of a device (`runtime/`: of hosts)."""
 
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
+import pytest
+
+from deepspeed.comm import process_groups
+from deepspeed.comm.watch import lone_waits
+from deepspeed.comm.watch.lone_waits import LoneWaits
 from deepspeed.comm.watch.lookout import Lookout, stop_all
 
 LIMIT_S = 10.0
@@ -95,3 +102,133 @@ def test_none_is_in_the_store_when_the_process_ends() -> None:
     # Kills: "terminate called without an active exception"; see [Note: threads at exit].
     done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+REPORT_S = 0.2
+
+
+class Stream:
+    """Work of a device: `passed` events behind it have, and one was asked `num_questions` times."""
+
+    def __init__(self) -> None:
+        self.num_events = self.passed = self.num_questions = 0
+
+    def record(self) -> Any:
+        """An event behind what was issued so far."""
+        number, stream = self.num_events, self
+        self.num_events += 1
+
+        class Recorded:
+            def query(self) -> bool:
+                stream.num_questions += 1
+                return number < stream.passed
+
+        return Recorded()
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    made = Stream()
+    monkeypatch.setattr(lone_waits, "_event", made.record)
+    monkeypatch.setattr(process_groups, "get_world_size", lambda: 2)
+    monkeypatch.setattr(process_groups, "is_initialized", lambda: True)
+    return made
+
+
+class Heard(LoneWaits):
+    """Keeps in `told` what it would write."""
+
+    def __init__(self, report_s: float = REPORT_S) -> None:
+        super().__init__()
+        self.report_s = report_s
+        self.told: list[str] = []
+
+    def _report(self, wait: Any) -> None:
+        wait.is_reported = True
+        self.told.append(wait.what())
+
+    def issue(self, *names: str) -> None:
+        """As a program does whose host does not wait."""
+        for name in names:
+            with self.waiting(lambda name=name: name):  # type: ignore[misc]  # mypy infers no lambda with a default
+                pass
+
+
+def soon(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_the_oldest_is_told_once(stream: Stream) -> None:
+    # Kills: one that is complete; what stands behind the oldest; a report for every look.
+    watch = Heard()
+    watch.issue("first", "second", "third")
+    stream.passed = 3  # the device is within the second
+    soon(lambda: watch.told)
+    time.sleep(2 * REPORT_S)
+    assert watch.told == ["second"]
+    stream.passed = 6
+    soon(lambda: not watch.lookout.is_alive)
+    assert watch.told == ["second"]
+
+
+def test_what_the_device_has_not_come_to(stream: Stream) -> None:
+    # Kills: a long step taken for a wait, where the host is far ahead of the device.
+    watch = Heard()
+    watch.issue("far ahead")
+    time.sleep(4 * REPORT_S)
+    assert not watch.told
+    stream.passed = 1
+    soon(lambda: watch.told)
+
+
+def test_nobody_is_asked_before_it_is_due(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Kills: questions at every look, which a graph that is recorded meanwhile does not survive.
+    monkeypatch.setattr(lone_waits, "_LOOK_S", 0.1)
+    watch = Heard(report_s=LIMIT_S)
+    watch.issue("it")
+    time.sleep(0.35)
+    assert stream.num_questions == 0 and watch.lookout.is_alive
+    stream.passed = 2
+    watch.issue("the next")
+    assert stream.num_questions == 1
+    watch.forget()
+    soon(lambda: not watch.lookout.is_alive)
+
+
+def test_the_end_of_an_engine(stream: Stream) -> None:
+    # Kills: a thread that goes on with what nobody will ever ask about.
+    watch = Heard()
+    watch.issue("it")
+    watch.forget()
+    soon(lambda: not watch.lookout.is_alive)
+    assert not watch.told
+
+
+def test_a_wait_that_raises(stream: Stream) -> None:
+    # Kills: a wait of the host that stays after it has ended by an error.
+    watch = Heard()
+    with pytest.raises(RuntimeError), watch.waiting(lambda: "it"):
+        raise RuntimeError
+    time.sleep(2 * REPORT_S)
+    assert not watch.told
+    soon(lambda: not watch.lookout.is_alive)
+
+
+def test_one_within_another(stream: Stream) -> None:
+    # Kills: an outer wait that is forgotten when an inner one is over.
+    watch = Heard()
+    with watch.waiting(lambda: "outer"):
+        with watch.waiting(lambda: "inner"):
+            pass
+        stream.passed = stream.num_events
+        soon(lambda: watch.told)
+    assert watch.told == ["outer"]
+
+
+def test_never(stream: Stream) -> None:
+    watch = Heard(report_s=0)
+    watch.issue("it")
+    assert not watch.lookout.is_alive and not stream.num_events

@@ -83,10 +83,8 @@ def test_manifest_fits_together() -> None:
     pod = job["spec"]["template"]
     (container,) = pod["spec"]["containers"]
     assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
-    assert (
-        pod["spec"]["subdomain"] == service["metadata"]["name"]
-        and service["spec"]["clusterIP"] == "None"
-    )
+    assert pod["spec"]["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["clusterIP"] == "None"
     assert job["spec"]["completionMode"] == "Indexed"
     nodes = job["spec"]["completions"]
     assert job["spec"]["parallelism"] == nodes and f"--num_nodes={nodes}" in container["args"]

@@ -39,12 +39,8 @@ def trained(
     schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
     model: torch.nn.Module | None = None,
 ) -> list[torch.Tensor]:
-    """The parameters of `layers`, or ``model``, after steps with the batches of all ranks at once.
-
-    Args:
-        accumulation: Micro-batches of `MICRO` samples per rank and step.
-        clip: Largest norm of the gradients; 0 for no limit.
-        schedule: Makes the schedule, stepped after each step.
+    """The parameters of `layers`, or ``model``, after steps with the batches of all ranks at once,
+    each of ``accumulation`` micro-batches of `MICRO` samples per rank.
     """
     model, data = model or layers(), samples()
     optimizer = make(model.parameters())

@@ -170,13 +170,7 @@ def run(
     make: Callable[[PreTrainedModel], Schedules] = lambda model: (None, None),
     **words: Any,
 ) -> Trainer:
-    """Train `loaded`; returns the Trainer.
-
-    Args:
-        plan: The configuration; None for a run without DeepSpeed.
-        resume: Go on from the last checkpoint in ``folder``.
-        make: Makes the Trainer's optimizer and schedule; by default it makes its own.
-    """
+    """Train `loaded`, or go on; returns the Trainer. Without a ``plan``, without DeepSpeed."""
     given, model = arguments(folder, plan, **words), loaded(folder)
     data = Counting()
     made = Trainer(model, given, train_dataset=data, eval_dataset=data, optimizers=make(model))

@@ -21,12 +21,8 @@ class Fault:
     A change is written `place: found -> instead`. The place is a function, method or class; as
     much of its dotted name as is needed, in whatever file it is. What is found there, exactly once,
     is an expression or statements (parted by `; ` or by lines), compared as syntax trees: the form
-    and comments don't matter. `...` in what stands there instead is what was found.
-
-    Attributes:
-        name: What goes wrong.
-        changes: One or several changes.
-        test: Test file below `tests/unit` that must fail, and with ` -k ` which of it.
+    and comments don't matter. `...` in what stands there instead is what was found. `test` is the
+    file below `tests/unit` that must fail, and with ` -k ` which of it.
     """
 
     name: str
