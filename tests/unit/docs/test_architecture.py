@@ -90,13 +90,22 @@ def test_every_file_beside_the_rooms_is_named() -> None:
     assert named - ROOMS == files
 
 
-def test_the_methods_of_a_stage_are_those_of_the_step_sequence() -> None:
-    # Kills: a method that a stage must answer, and the recipe does not tell.
-    from deepspeed.runtime.optimizers.step_sequence import StepSequence
+def test_the_methods_of_a_stage_are_those_of_its_parts() -> None:
+    # Kills: a method that a part must answer, and the recipe does not tell.
+    from deepspeed.runtime.gradients.reduction import GradientReduction
 
-    table = section("How to add").partition("| Methods of `StepSequence` |")[2].partition("\n\n")[0]
-    rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
-    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    required = {name for row in rows if "(required)" in row for name in re.findall(r"`(\w+)`", row)}
-    assert required == set(StepSequence.__abstractmethods__)
-    assert [name for name in named if not hasattr(StepSequence, name)] == []
+    table = section("How to add").partition("| Part | Methods | Say |")[2].partition("\n\n")[0]
+    part, required = "", set()
+    for first, methods in re.findall(r"^\| (.*?) ?\| (`.*?) \|", table, re.MULTILINE):
+        part = first.strip("`") or part
+        names = re.findall(r"`(\w+)`", methods)
+        required |= set(names) if "(required)" in methods else set()
+        assert all(exists(f"{part}.{name}") for name in names if part != "each"), (part, names)
+    own = vars(GradientReduction).items()
+    getters = ((name, getattr(method, "fget", method)) for name, method in own)
+    raising = {
+        name
+        for name, get in getters
+        if "NotImplementedError" in getattr(getattr(get, "__code__", None), "co_names", ())
+    }
+    assert required == {name for name in raising if not name.startswith("_")}

@@ -36,8 +36,8 @@ def test_the_page_lists_every_key_of_the_most_used_blocks():
         "train_batch_size",
         "reduce_bucket_size",
         "loss_scale_window",
-        "immediate_grad_update",
-        "grad_accum_dtype",
+        "bf16.immediate_grad_update",
+        "data_types.grad_accum_dtype",
     ):
         assert f"| `{key}` |" in page
     assert "| `reduce_bucket_size` | size | `500000000` |" in page
