@@ -5,12 +5,7 @@ import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from deepspeed.runtime.gradients.buckets import (
-    BucketPlan,
-    fill_buckets,
-    plan_bucket,
-    plan_buckets,
-)
+from deepspeed.runtime.gradients.buckets import BucketPlan, fill_buckets, plan_bucket, plan_buckets
 from deepspeed.runtime.sharding.fragments import FragmentTable
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer keeps by its parameters, once masters take their place."""
+"""Masters take the place of parameters: optimizer state, and what cannot be trained."""
 
 from typing import Any
 
@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 from unit.common import DistributedTest
+from unit.v1.looping import each
 
 import deepspeed
+from deepspeed.runtime.optimizers.untrainable import why_untrainable
 
 
 def engine_over(optimizer: torch.optim.Optimizer, module: nn.Module, stage: int) -> Any:
@@ -40,3 +42,79 @@ class TestState(DistributedTest):
         engine.step()
         assert len(engine.optimizer.state) == 1
         engine.save_checkpoint(str(tmpdir))
+
+
+class Model(nn.Module):
+    """Tied layers, an embedding with sparse gradients and complex frequencies, both frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4, sparse=True).requires_grad_(False)
+        self.angles = nn.Parameter(torch.randn(4, dtype=torch.complex64), requires_grad=False)
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned: torch.Tensor = (self.table(x).to(torch.complex64) * self.angles).real
+        return self.second(self.first(turned.to(self.first.weight.dtype)))
+
+
+class Duck:
+    """Looks like an optimizer, as those of some clients do."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups = [{"params": list(params)}]
+
+
+def test_ways_of_clients_are_taken() -> None:
+    # Kills: a check of names (tied parameters have two), of lists by ==, or of what is frozen.
+    model = Model()
+    for trained in (
+        model.parameters(),  # with what is frozen
+        [model.first.weight, model.second.bias],
+        [{"params": [model.second.weight]}, {"params": [model.first.bias]}],
+    ):
+        assert why_untrainable(torch.optim.SGD(trained, lr=0.1), model) is None
+    assert why_untrainable(Duck(model.parameters()), model) is None  # type: ignore[arg-type]
+    empty = torch.optim.SGD([{"params": []}], lr=0.1)
+    assert why_untrainable(empty, model) is None
+
+
+def test_what_is_not_in_the_optimizer_may_be_sparse_or_complex() -> None:
+    model = Model()
+    for param in (model.table.weight, model.angles):
+        param.requires_grad_(True)
+        assert why_untrainable(torch.optim.SGD(model.first.parameters(), lr=0.1), model) is None
+        assert why_untrainable(torch.optim.SGD([param], lr=0.1), model) is not None
+        param.requires_grad_(False)
+
+
+class TestTraining(DistributedTest):
+    """The same model trains, and what is frozen stays as it is."""
+
+    world_size = 2
+
+    @each(stage=[0, 1, 2, 3], bf16=[False, True])
+    def test_frozen_complex_and_sparse(self, stage: int, bf16: bool) -> None:
+        torch.manual_seed(0)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "bf16": {"enabled": bf16},
+        }
+        with deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3):
+            model = Model()
+        with deepspeed.zero.GatheredParameters([model.angles]):
+            angles = model.angles.detach().clone()
+        engine = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )[0]
+        for step in range(2):
+            engine.backward(engine(torch.tensor([0, step])).float().square().mean())
+            engine.step()
+        assert float(engine.get_global_grad_norm()) > 0.0
+        with deepspeed.zero.GatheredParameters([model.angles]):
+            assert torch.equal(model.angles, angles)
+        engine.destroy()

@@ -13,11 +13,7 @@ from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import FusedLion
 from deepspeed.runtime.gradients.norm import clip_factor
-from deepspeed.runtime.optimizers.step_outcome import (
-    GradientScaling,
-    StepOutcome,
-    takes_scaling,
-)
+from deepspeed.runtime.optimizers.step_outcome import GradientScaling, StepOutcome, takes_scaling
 from deepspeed.runtime.streams import LateNumber
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -17,10 +17,7 @@ def layouts(seed: int = 5) -> list[tuple[FragmentTable, FragmentTable]]:
         first = generator.randrange(len(params) + 1)
         sections = [sorted(params[:first]), sorted(params[first:])]
         found.append(
-            (
-                FragmentTable.build(numels, world, 2),
-                FragmentTable.build(numels, world, 8, sections),
-            )
+            (FragmentTable.build(numels, world, 2), FragmentTable.build(numels, world, 8, sections))
         )
     return found
 

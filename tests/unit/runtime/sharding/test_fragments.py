@@ -1,11 +1,17 @@
-"""The fragment table as integers: every element once, in order, padding at the end of parts."""
+"""Cuts of parameters: every element once, in order; rows, and the flat buffer they move into."""
 
 import itertools
 import random
 
 import pytest
+import torch
+from torch import nn
 
-from deepspeed.runtime.sharding.fragments import FragmentTable, round_robin_order
+from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
+from deepspeed.runtime.sharding import flattening
+from deepspeed.runtime.sharding.cut_rows import RowFiller, WholeViews
+from deepspeed.runtime.sharding.flattening import flatten, make_master, write_master
+from deepspeed.runtime.sharding.fragments import FragmentTable, ParameterCutTable, round_robin_order
 
 WORLDS = range(1, 6)
 
@@ -200,3 +206,154 @@ def test_round_robin_deals_each_parameter_once():
         param: table.of_param(place)[0].shard for place, param in enumerate(round_robin_order(6, 3))
     }
     assert all(shard_of[i] != shard_of[i + 1] for i in range(5))
+
+
+SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 3, 4), (16,)]
+CUT_WORLDS = (1, 2, 3, 5, 20)
+
+
+def table_of(shapes: list[tuple[int, ...]], world: int) -> ParameterCutTable:
+    return ParameterCutTable.cut(tuple(torch.Size(shape).numel() for shape in shapes), world)
+
+
+@pytest.mark.parametrize("world", CUT_WORLDS)
+def test_every_element_has_one_owner(world: int) -> None:
+    # Kills: a cut of the wrong length, padding taken for elements, a fragment left out.
+    table = table_of(SHAPES, world)
+    owners = [[0] * numel for numel in table.numels]
+    places: set[tuple[int, int]] = set()
+    for shard in range(world):
+        for part in table.of_shard(shard):
+            assert 0 < part.numel <= table.cuts[part.param]
+            assert part.shard_start + part.numel <= table.shard_numel
+            for step in range(part.numel):
+                owners[part.param][part.param_start + step] += 1
+                places.add((shard, part.shard_start + step))
+    assert all(count == 1 for counts in owners for count in counts)
+    assert len(places) == table.numel
+    by_param = [part for param in range(len(SHAPES)) for part in table.of_param(param)]
+    by_shard = [part for shard in range(world) for part in table.of_shard(shard)]
+    assert sorted(by_param) == sorted(by_shard)
+
+
+def test_cut_is_upstreams() -> None:
+    # Kills: another division than rank r of N owning [r*c, (r+1)*c), c = ceil(n/N).
+    table = ParameterCutTable.cut((10, 4), 4)
+    assert table.cuts == (3, 1)
+    assert [table.fragment(0, rank)[1::3] for rank in range(4)] == [(0, 3), (3, 3), (6, 3), (9, 1)]
+    assert table.padded_numel == 16
+
+
+def test_layout_takes_no_time_per_rank() -> None:
+    # Kills: a table that walks over all ranks to say what one of them owns.
+    table = ParameterCutTable.cut((1_000_003,) * 50, 1 << 40)
+    assert len(table.of_shard(0)) == 50
+
+
+@pytest.mark.parametrize(
+    ("world", "dtype"), itertools.product(CUT_WORLDS, (torch.float32, torch.bfloat16))
+)
+def test_rows_and_back(world: int, dtype: torch.dtype) -> None:
+    # Kills: padding that keeps what was in memory, a last cut that is not whole, a lost parameter.
+    table = table_of(SHAPES, world)
+    tensors = [torch.randn(shape).to(dtype) for shape in SHAPES]
+    rows = torch.full((table.padded_numel,), float("nan"), dtype=dtype)
+    filler = RowFiller(table, rows)
+    for _ in range(2):
+        filler.fill(tensors)
+        assert torch.isfinite(rows).all()
+        assert rows.count_nonzero() == sum(tensor.count_nonzero() for tensor in tensors)
+    sizes = [torch.Size(shape) for shape in SHAPES]
+    memory = torch.full((WholeViews.numel_of(table, dtype),), float("nan"), dtype=dtype)
+    whole = WholeViews(table, sizes, memory)
+    whole.copy_out(rows)
+    for tensor, found in zip(tensors, whole.params, strict=True):
+        assert torch.equal(tensor, found)
+
+
+def test_absent_gradients_are_zero() -> None:
+    # Kills: what an earlier backward left in the rows is summed again.
+    table = table_of(SHAPES, 3)
+    rows = torch.full((table.padded_numel,), float("nan"))
+    filler = RowFiller(table, rows)
+    filler.fill([torch.ones(shape) for shape in SHAPES])
+    filler.fill([None] * len(SHAPES))
+    assert not rows.any()
+
+
+def test_parameters_do_not_overlap_in_memory() -> None:
+    # Kills: a parameter's padding that is written into the next one.
+    table = ParameterCutTable.cut((3, 3), 2)
+    memory = torch.zeros(WholeViews.numel_of(table, torch.float32))
+    whole = WholeViews(table, [torch.Size((3,))] * 2, memory)
+    whole.copy_out(torch.arange(8.0))
+    assert whole.params[0].tolist() == [0.0, 1.0, 4.0]
+    assert whole.params[1].tolist() == [2.0, 3.0, 6.0]
+    assert whole.params[1].data_ptr() % 64 == whole.params[0].data_ptr() % 64
+
+
+LAYERS = 16
+NUMEL = 1 << 16
+
+
+def make_params() -> list[nn.Parameter]:
+    params = [nn.Parameter(torch.randn(NUMEL // 64, 64)) for _ in range(LAYERS)]
+    params[3] = nn.Parameter(torch.randn(64, NUMEL // 64).t())
+    params[5] = nn.Parameter(torch.zeros(0, 3))
+    return params
+
+
+def offsets_of(params: list[nn.Parameter]) -> list[int]:
+    return [sum(param.numel() for param in params[:index]) for index in range(len(params))]
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_values_and_memory(short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Kills: the buffer beside all parameters on a device that has no room for both; a way through
+    # the host where there is; parameters that do not lie in the order of their elements.
+    with simulate() as device:
+        params = make_params()
+        tied = nn.ModuleDict({"left": nn.Linear(1, 1), "right": nn.Linear(1, 1)})
+        tied["left"].weight = tied["right"].weight = params[0]
+        offsets, numel = offsets_of(params), sum(param.numel() for param in params)
+        expected = torch.cat([param.detach().reshape(-1) for param in params])
+        device.synchronize()
+        weights = 4 * numel
+        if short:
+            room = weights - 1
+            monkeypatch.setattr(Sim_Accelerator, "available_memory", lambda self, index=None: room)
+        before = device.memory_allocated()
+        device.reset_peak_memory_stats()
+        flat = flatten(params, offsets, numel + 10)
+        beside = device.max_memory_allocated() - before
+        assert torch.equal(flat[:numel], expected) and not flat[numel:].any()
+        for param, start in zip(params, offsets, strict=True):
+            assert param.data_ptr() == flat[start:].data_ptr() or not param.numel()
+            assert param.shape[1:] in ((64,), (3,))
+        assert tied["left"].weight is tied["right"].weight is params[0]
+    largest = 4 * NUMEL
+    if short:
+        assert beside <= largest + (1 << 14), beside / largest
+    else:
+        assert weights <= beside < weights + largest
+
+
+def test_the_host_has_no_other_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Kills: a copy of host memory in host memory.
+    monkeypatch.setattr(flattening, "_to_host", lambda param: pytest.fail("copied"))
+    params = make_params()
+    flatten(params, offsets_of(params), sum(param.numel() for param in params))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_masters(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Kills: a piece that is left out, or written to the wrong place.
+    monkeypatch.setattr(flattening, "CONVERTED_NUMEL", 7)
+    shard = torch.randn(24).bfloat16()
+    master = make_master(shard, torch.device(device), torch.float32)
+    assert master.shape == shard.shape and master.dtype == torch.float32
+    assert master.device.type == device
+    if device == "cpu":
+        assert torch.equal(master, shard.float())
+        write_master(master, shard * 2)
+        assert torch.equal(master, shard.float() * 2)
