@@ -14,12 +14,12 @@ FAULTS = (
     Fault(
         "fp16 is summed before it is divided",
         "_split: travels_in == torch.float16 -> False",
-        "v1/fp16/test_large_sums.py -k test_the_mean_is_used",
+        "v1/fp16/test_dynamic_scaling.py -k test_the_mean_is_used",
     ),
     Fault(
         "a given predivide factor is overruled",
         "_split: factor is None -> True",
-        "v1/fp16/test_large_sums.py -k test_the_users_factor_is_used",
+        "v1/fp16/test_dynamic_scaling.py -k test_the_users_factor_is_used",
     ),
     Fault(
         "buckets leave as they are ready",
@@ -108,17 +108,17 @@ FAULTS = (
     Fault(
         "buffers are rounded with the parameters",
         "cast_module.cast: buffers if id(tensor) in kept else dtype -> dtype",
-        "v1/zero/test_buffer_dtypes.py -k kept",
+        "v1/zero/test_reduction_settings.py -k kept",
     ),
     Fault(
         "forwards stay compiled when an engine of stage 3 has ended",
         "EngineCompiling.remove: compiled.remove() -> pass",
-        "v1/zero/stage3/test_modes.py -k same_gradients",
+        "v1/zero/stage3/test_training.py -k same_gradients",
     ),
     Fault(
         "a model of stage 3 is compiled with the gathers of its blocks",
         "compile_in_place: parts_between_hooks(roots, has_hooks) -> [model]",
-        "v1/zero/stage3/test_modes.py -k same_gradients",
+        "v1/zero/stage3/test_training.py -k same_gradients",
     ),
     Fault(
         "a matrix is made orthogonal by its parts",

@@ -78,7 +78,7 @@ FAULTS = (
                 "(*self._uses.get(module, ()), *external)"
             ),
         ),
-        "v1/zero/stage3/test_modes.py -k leaves_what",
+        "v1/zero/stage3/test_training.py -k leaves_what",
     ),
     Fault(
         "a failed gather counts as whole",
@@ -86,12 +86,12 @@ FAULTS = (
             "PartitionedParameterCoordinator._use: unit.fetch() -> self.live_numel += added; ...",
             "PartitionedParameterCoordinator._use: self.live_numel += added -> pass",
         ),
-        "v1/zero/stage3/test_modes.py -k leaves_what",
+        "v1/zero/stage3/test_training.py -k leaves_what",
     ),
     Fault(
         "a block that was not entered still reads its parameters",
         "hold_whole: hide(param) -> record_of(param).readers += 1",
-        "v1/zero/stage3/test_modes.py -k leaves_what",
+        "v1/zero/stage3/test_training.py -k leaves_what",
     ),
     Fault(
         "a unit is gathered in backward only where something was computed with it",
@@ -153,12 +153,12 @@ FAULTS = (
     Fault(
         "what rounding leaves of an undone edit stays in what persists",
         "_refuse_lost_edits: if _stays_whole(param): ... -> pass",
-        "v1/zero/stage3/test_undone.py -k nothing_has_changed",
+        "v1/zero/stage3/test_adapters.py -k nothing_has_changed",
     ),
     Fault(
         "an edit of what another rank owns passes for an undone one",
         "_refuse_lost_edits: not is_undone(original, after) -> False",
-        "v1/zero/stage3/test_undone.py -k a_small_change_is_lost",
+        "v1/zero/stage3/test_adapters.py -k a_small_change_is_lost",
     ),
     Fault(
         "rows of a failed gather are used again",

@@ -1,6 +1,9 @@
-"""Bare experts at the optimizers: reduced and sharded over their ranks, divided by all."""
+"""Groups of ranks: experts, shared shards, and the collectives of a start."""
 
+import importlib
 import math
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,12 +13,14 @@ from torch import nn
 import deepspeed
 from deepspeed import DeepSpeedConfigError
 from deepspeed import comm as dist
+from deepspeed.comm.watch.observation import CollectiveCall, add_observer, remove_observer
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
 from deepspeed.utils.tensor_fragment import safe_get_full_grads
 from unit.common import DistributedTest
 from unit.v1.groups.stages import SYSTEMS, WorldCollectives
 from unit.v1.looping import each
+from unit.v1.tensor.megatron import Mpu
 
 LR = 0.5
 DENSE, EXPERT = 7, 11
@@ -191,3 +196,88 @@ class TestExperts(DistributedTest):
                 safe_get_full_grad(engine.module.expert), torch.full((EXPERT,), wanted)
             )
             engine.destroy()
+
+
+class TestShardGroups(DistributedTest):
+    world_size = 4
+
+    def test_places_and_sums(self) -> None:
+        # Made without a file: type checkers do not know it.
+        utils: Any = importlib.import_module("deepspeed.runtime.zero.mics_utils")
+        rank = dist.get_rank()
+        for size, shards, copies in ((4, 6, 0), (2, 1 if rank < 2 else 5, 2 + 2 * (rank % 2))):
+            made = utils.create_mics_comm_groups(size, None)
+            assert (made.param_shard_size, made.param_shard_rank) == (size, rank % size)
+            assert (made.param_repli_size, made.param_repli_rank) == (4 // size, rank // size)
+            # Kills: groups of every second rank where neighbours share shards.
+            value = torch.tensor(float(rank))
+            dist.all_reduce(value, group=made.param_shard_group)
+            assert value == shards
+            if size == 4:
+                assert made.param_repli_group is None
+                continue
+            value = torch.tensor(float(rank))
+            dist.all_reduce(value, group=made.param_repli_group)
+            assert value == copies
+        tensors = [torch.full((3,), 6.0), torch.ones(())]
+        utils.scale_tensors(tensors, 4)
+        assert tensors[0].tolist() == [1.5] * 3 and tensors[1] == 0.25
+        with pytest.raises(ValueError, match=r"shard_size=3\): 4 data-parallel ranks"):
+            utils.create_mics_comm_groups(3, None)
+        with pytest.raises(ValueError, match="hierarchical_allgather=True"):
+            utils.create_mics_comm_groups(2, None, hierarchical_allgather=True)
+
+
+WIDTH = 8
+SHALLOW, DEEP = 2, 24
+
+
+class Counted:
+    """What is issued, by name."""
+
+    def __init__(self) -> None:
+        self.names: Counter[str] = Counter()
+
+    def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
+        """Called for every operation."""
+        self.names[call.name] += 1
+        return proceed()
+
+
+def issued(layers: int, stage: int, mpu: Mpu | None) -> Counter[str]:
+    """By `initialize`, for a model of so many linear layers and layer norms."""
+    model = nn.Sequential()
+    for _ in range(layers):
+        model.append(nn.Linear(WIDTH, WIDTH))
+        model.append(nn.LayerNorm(WIDTH))
+        for param in model[-1].parameters():
+            param.sequence_parallel = mpu is not None  # type: ignore[attr-defined]  # as Megatron marks it
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Adam"},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    counted = Counted()
+    add_observer(counted)
+    engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
+    remove_observer(counted)
+    assert engine.module is model and next(model.parameters()).dtype == torch.bfloat16
+    engine.destroy()
+    return counted.names
+
+
+class TestStart(DistributedTest):
+    world_size = 2
+
+    def test_of_data_parallel_ranks(self) -> None:
+        # Kills: a parameter that is broadcast, or cut, or compared by a collective of its own.
+        for stage in range(4):
+            shallow, deep = issued(SHALLOW, stage, None), issued(DEEP, stage, None)
+            assert deep == shallow, f"stage {stage}: {shallow} -> {deep}"
+
+    @each(stage=(0, 1, 2))
+    def test_of_tensor_parallel_ranks(self, stage: int) -> None:
+        # Kills: a reduction for each layer norm that the ranks share.
+        mpu = Mpu(2)
+        assert issued(DEEP, stage, mpu) == issued(SHALLOW, stage, mpu)

@@ -18,15 +18,7 @@ from unit.common import DistributedTest
 from unit.models import drawn, seeded
 from unit.one_process import OneProcess, mean_square
 from unit.v1.gathering import collectives
-from unit.v1.zero.stage3.models import (
-    LR,
-    STEPS,
-    Tensors,
-    config_of,
-    distance,
-    engine_of,
-    values_of,
-)
+from unit.v1.zero.stage3.models import LR, STEPS, Tensors, config_of, distance, engine_of, values_of
 
 WIDTH = 5
 LAYERS = 24

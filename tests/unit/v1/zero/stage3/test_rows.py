@@ -19,7 +19,7 @@
 | 11 | frozen weights and recomputation | `test_frozen_blocks_that_are_recomputed`, |
 | | | `test_frozen_behind_what_some_ranks_pass_by` of `test_uneven` |
 | 12 | padding summed | the planted fault "padding is not zero" of `unit.verify`, |
-| | | `TestPoison` of `test_modes` |
+| | | `TestPoison` of `test_training` |
 | 13 | shards of another step | the planted fault "what is gathered stays over a step", |
 | | | `TestCopiesAreNeverOld` and `test_memory` of `test_hybrid` |
 | 14 | composite and packed models | `test_same_weights_as_without`, |
@@ -32,7 +32,7 @@
 | | | `TestFailedGather` of `test_lifetimes` |
 | 18 | saving whole, tied weights | `TestWhole` of `checkpoint/test_stage3` |
 | 19 | buffers too small | `TestSameBits` and `TestCosts` of `offload/test_stage3_offload` |
-| 20 | compiled models | `TestCompiled` of `test_modes`, |
+| 20 | compiled models | `TestCompiled` of `test_training`, |
 | | | `test_compiled_on_each_rank_by_its_branches` of `test_uneven` |
 """
 

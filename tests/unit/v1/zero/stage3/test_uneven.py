@@ -361,11 +361,7 @@ class TestUneven(DistributedTest):
         # Kills: a unit that is done with in the later of two forwards, a graph that is gone through
         # twice, a backward that nobody announced.
         with compared():
-            for loss, plain in (
-                (loss_of_two, False),
-                (loss_and_penalty, False),
-                (loss_of, True),
-            ):
+            for loss, plain in ((loss_of_two, False), (loss_and_penalty, False), (loss_of, True)):
                 wanted = reference(made(), loss)
                 found = trained(3, made(), loss, plain, **BOUNDED)
                 assert distance(found, wanted) < 1e-5, loss
