@@ -51,19 +51,19 @@ __getattr__ = lazy_attributes(__name__, _NAMES, _SUBMODULES)
 
 
 def initialize(
-    args: Any = None,
+    args: object = None,
     model: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
     model_parameters: Iterable[Any] | None = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
+    training_data: object = None,
+    lr_scheduler: object = None,
     distributed_port: int = 29500,
-    mpu: Any = None,
+    mpu: object = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
-    config: Any = None,
-    mesh_param: Any = None,
-    config_params: Any = None,
+    config: object = None,
+    mesh_param: object = None,
+    config_params: object = None,
 ) -> tuple[DeepSpeedEngine, Any, DeepSpeedDataLoader | None, Any]:
     """Make an engine that trains `model` on all ranks.
 
@@ -120,7 +120,7 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _engine_of(model: torch.nn.Module, mpu: Any) -> tuple[type[DeepSpeedEngine], Any]:
+def _engine_of(model: torch.nn.Module, mpu: object) -> tuple[type[DeepSpeedEngine], Any]:
     # Who has a PipelineModule has imported its module already.
     pipe_module = sys.modules.get("deepspeed.runtime.pipe.module")
     if pipe_module is None or not isinstance(model, pipe_module.PipelineModule):
@@ -161,7 +161,7 @@ def _mesh_of(mesh_param: Any, mpu: Any) -> Any:
     return make_mesh(*sizes)
 
 
-def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
+def _chosen_config(args: object, config: object, config_params: object) -> Any:
     """The one configuration given; none or two are refused."""
     given = {
         "config": config,

@@ -122,7 +122,7 @@ class _Unusable(type):
 
     why: str
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+    def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(cls.why)
 
     def __getattr__(cls, name: str) -> _Unusable:

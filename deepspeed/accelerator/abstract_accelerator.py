@@ -331,12 +331,12 @@ class DeepSpeedAccelerator(abc.ABC):
         return None
 
     def capture_to_graph(
-        self, graph: Any, pool: Any = None, stream: streams.Stream | None = None
+        self, graph: object, pool: object = None, stream: streams.Stream | None = None
     ) -> AbstractContextManager[Any]:
         """Capture the work issued under it into ``graph``; without graphs it just runs."""
         return contextlib.nullcontext()
 
-    def replay_graph(self, graph: Any) -> None:  # noqa: B027  most devices have no graphs
+    def replay_graph(self, graph: object) -> None:  # noqa: B027  most devices have no graphs
         """Run a captured graph, if the device has graphs."""
 
     def get_compile_backend(self) -> str:

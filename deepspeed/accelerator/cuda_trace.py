@@ -158,7 +158,7 @@ class CudaTrace:
         return result
 
     def _results(
-        self, name: str, given: Sequence[torch.Tensor], result: Any, is_asynchronous: bool
+        self, name: str, given: Sequence[torch.Tensor], result: object, is_asynchronous: bool
     ) -> None:
         results = list(operators.tensors_in(result))
         known = {tensor.untyped_storage()._cdata for tensor in given} if results else set()

@@ -53,7 +53,7 @@ def written_names(func: Any) -> tuple[str, ...]:
     return declared + _UNDECLARED_WRITES.get(func._schema.name, ())
 
 
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+def tensors_in(tree: object) -> Iterator[torch.Tensor]:
     """The tensors of nested lists, tuples and dicts, in order."""
     if isinstance(tree, torch.Tensor):
         yield tree
@@ -69,21 +69,21 @@ def _argument_names(func: Any) -> tuple[str, ...]:
     return tuple(argument.name for argument in func._schema.arguments)
 
 
-def arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def arguments(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that were given, by name."""
     given = dict(zip(_argument_names(func), args, strict=False))
     given.update(kwargs)
     return given
 
 
-def writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+def writes(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Tensors among the arguments that the operator writes, and perhaps reads."""
     names = written_names(func)
     given = arguments(func, args, kwargs) if names else {}
     return [tensor for name in names for tensor in tensors_in(given.get(name))]
 
 
-def reads(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+def reads(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Tensors among the arguments that the operator only reads."""
     names = written_names(func)
     return [

@@ -35,7 +35,7 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
             )
         return module
 
-    def _call(self, name: str, *args: Any, default: Any = None) -> Any:
+    def _call(self, name: str, *args: object, default: object = None) -> Any:
         """The module's function ``name``, or ``default`` where the device has no such function."""
         function = getattr(self._module, name, None)
         return default if function is None else function(*args)

@@ -108,7 +108,7 @@ def read_dcp(path: str, index: dict[str, Any]) -> Any:
     )
 
 
-def _is_reference(value: Any) -> bool:
+def _is_reference(value: object) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and value[0] == _TENSOR
 
 
@@ -154,7 +154,7 @@ def _plain_errors() -> Iterator[None]:
 class _Reader(dcp.FileSystemReader):
     """Reads a folder of DCP whose metadata hold only what they should."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         metadata = _Unpickler(io.BytesIO(Path(self.path, _METADATA).read_bytes())).load()
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError(
@@ -176,7 +176,7 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _member(kind: Any, name: str) -> Any:
+def _member(kind: object, name: str) -> Any:
     """The member `name` of an enum, and nothing else that `getattr` could get."""
     if not (isinstance(kind, enum.EnumMeta) and name in kind.__members__):
         raise pickle.UnpicklingError(f"{name} of {kind} is no member of an enum")

@@ -208,7 +208,7 @@ class _Output:
         self.folder = folder
         self._records: dict[str, FileRecord] = {}
 
-    def write(self, content: Any, *path: str) -> None:
+    def write(self, content: object, *path: str) -> None:
         name = os.path.join(*path)
         os.makedirs(os.path.dirname(os.path.join(self.folder, name)), exist_ok=True)
         self._records[name] = write_file(os.path.join(self.folder, name), content)

@@ -46,7 +46,7 @@ def read_by(load: Callable[[str, Any], Any] | None) -> Iterator[None]:
         _load.reset(before)
 
 
-def read_file(path: str, map_location: Any = "cpu", mmap: bool = False) -> Any:
+def read_file(path: str, map_location: object = "cpu", mmap: bool = False) -> Any:
     """Load a file written by `torch.save`.
 
     Args:

@@ -140,7 +140,7 @@ def read_manifest(folder: str) -> Manifest | None:
     )
 
 
-def _dumped(content: Any) -> bytes:
+def _dumped(content: object) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode()
 
 

@@ -8,7 +8,7 @@ import struct
 import threading
 import zipfile
 from collections.abc import Iterator
-from typing import IO, Any, cast
+from typing import IO, cast
 
 import torch
 
@@ -22,7 +22,7 @@ from deepspeed.checkpoint.file_writer import (
 from deepspeed.checkpoint.utils import map_tensors, separate
 
 
-def write_file(path: str, content: Any, options: WriteOptions = DEFAULT_OPTIONS) -> FileRecord:
+def write_file(path: str, content: object, options: WriteOptions = DEFAULT_OPTIONS) -> FileRecord:
     """Save `content`, each tensor with its own memory alone, and return once it is on disk."""
     with (
         FileWriter(path, options) as file,
@@ -67,7 +67,7 @@ class StreamedFile:
     placeholders.
     """
 
-    def __init__(self, path: str, content: Any) -> None:
+    def __init__(self, path: str, content: object) -> None:
         self.tensors: list[torch.Tensor] = []
 
         def note(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.file_names import layer_file, model_file, optimizer_file
 
 
-def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+def clone_tensors_for_torch_save(item: object, device: torch.device | str = "cpu") -> Any:
     """A copy of nested lists, tuples and dicts in which every tensor has storage of its own on
     `device`.
 
@@ -24,7 +24,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     return map_tensors(item, lambda tensor: tensor.detach().clone().to(device))
 
 
-def separate(item: Any) -> Any:
+def separate(item: object) -> Any:
     """`clone_tensors_for_torch_save` without copying what can be written where it is: dense tensors
     in host memory.
 
@@ -34,7 +34,7 @@ def separate(item: Any) -> Any:
 
 
 def map_tensors(
-    item: Any,
+    item: object,
     change: Callable[[torch.Tensor], torch.Tensor],
     leaf: Callable[[Any], Any] | None = None,
 ) -> Any:
@@ -138,7 +138,7 @@ class HostCopy:
             self._blocks = [_allocate(total)]
         self._used = 0
 
-    def __call__(self, content: Any) -> Any:
+    def __call__(self, content: object) -> Any:
         """A copy of nested dicts, lists and tuples that no change of the original reaches."""
         copied = map_tensors(content, self._copy, copy.deepcopy)
         # Copies from a device run beside the host, on the current stream.

@@ -2,7 +2,6 @@
 
 import importlib
 from datetime import timedelta
-from typing import Any
 
 from deepspeed.comm.torch import TorchBackend
 
@@ -23,7 +22,7 @@ class CCLBackend(TorchBackend):
         rank: int = -1,
         world_size: int = -1,
         name: str = "ccl",
-        store: Any = None,
+        store: object = None,
     ) -> None:
         try:
             # optional: vendor package.

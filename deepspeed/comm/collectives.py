@@ -50,7 +50,7 @@ __all__ = [
 
 def all_reduce(
     tensor: torch.Tensor,
-    op: Any = ReduceOp.SUM,
+    op: object = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
     prof: bool = False,
@@ -68,7 +68,7 @@ inference_all_reduce = all_reduce
 def reduce(
     tensor: torch.Tensor,
     dst: int,
-    op: Any = ReduceOp.SUM,
+    op: object = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
     prof: bool = False,
@@ -83,7 +83,7 @@ def reduce(
 def reduce_scatter_tensor(
     output_tensor: torch.Tensor,
     tensor: torch.Tensor,
-    op: Any = ReduceOp.SUM,
+    op: object = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
     prof: bool = False,
@@ -98,7 +98,7 @@ def reduce_scatter_tensor(
 def reduce_scatter_fn(
     output_tensor: torch.Tensor,
     tensor: torch.Tensor,
-    op: Any = ReduceOp.SUM,
+    op: object = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
     prof: bool = False,
@@ -111,7 +111,7 @@ def reduce_scatter_fn(
 def reduce_scatter(
     output: torch.Tensor,
     input_list: list[torch.Tensor],
-    op: Any = ReduceOp.SUM,
+    op: object = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
     prof: bool = False,
@@ -287,7 +287,7 @@ def irecv(
 
 def all_gather_object(
     object_list: list[Any],
-    obj: Any,
+    obj: object,
     group: Group = None,
     prof: bool = False,
     log_name: str = "all_gather_object",
@@ -353,7 +353,7 @@ class WorkList:
 
 def all_reduce_coalesced(
     tensors: list[torch.Tensor],
-    op: Any = ReduceOp.SUM,
+    op: object = ReduceOp.SUM,
     group: Group = None,
     async_op: bool = False,
     prof: bool = False,
@@ -383,7 +383,9 @@ def all_gather_coalesced(
     return issue("all_gather_coalesced", _all_gather_each, args, log_name, prof, debug)
 
 
-def _all_reduce_each(tensors: list[torch.Tensor], op: Any, group: Group, async_op: bool) -> Handle:
+def _all_reduce_each(
+    tensors: list[torch.Tensor], op: object, group: Group, async_op: bool
+) -> Handle:
     return _together(
         [partial(torch_dist.all_reduce, t, op, group, True) for t in tensors], group, async_op
     )

@@ -87,7 +87,7 @@ def make_alone() -> ProcessGroup:
     return [new_group([rank]) for rank in range(get_world_size())][get_rank()]
 
 
-def make_own(rank_lists: Sequence[Sequence[int]], options: Any = None) -> ProcessGroup | None:
+def make_own(rank_lists: Sequence[Sequence[int]], options: object = None) -> ProcessGroup | None:
     """Make this rank's group of a division (each global rank once at most, the same lists on all
     ranks); None if it is in none. Collective over the world.
     """

@@ -4,7 +4,6 @@ import atexit
 import os
 import time
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as torch_dist
 
@@ -60,7 +59,7 @@ def init_deepspeed_backend(
     init_method: str | None,
     rank: int = -1,
     world_size: int = -1,
-    store: Any = None,
+    store: object = None,
 ) -> None:
     """Make the default process group; arguments as those of `init_distributed`, and `store`, a
     key-value store to meet in instead of a URL.
@@ -84,7 +83,7 @@ def init_distributed(
     timeout: timedelta = default_pg_timeout,
     init_method: str | None = None,
     dist_init_required: bool | None = None,
-    config: Any = None,
+    config: object = None,
     rank: int = -1,
     world_size: int = -1,
 ) -> None:

@@ -157,7 +157,7 @@ class ParallelMap:
         """Itself: the copy of a model is on the same ranks."""
         return self
 
-    def is_of(self, mpu: Any, mesh: Any) -> bool:
+    def is_of(self, mpu: object, mesh: object) -> bool:
         return self.mpu is mpu and self.mesh is mesh
 
     def check(self) -> None:

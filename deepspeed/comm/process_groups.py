@@ -136,7 +136,7 @@ def get_store() -> Any:
     return _c10d._get_default_store()
 
 
-def own_connection(store: Any) -> Any:
+def own_connection(store: object) -> Any:
     """Open a connection of its own to ``store`` for a thread: one that waits in the store keeps the
     other users of its connection waiting. All ranks of the world call it.
     """

@@ -40,7 +40,7 @@ class TorchBackend:
         rank: int = -1,
         world_size: int = -1,
         name: str = "torch",
-        store: Any = None,
+        store: object = None,
     ) -> None:
         self.name = name
         self.world_size = world_size

@@ -72,7 +72,7 @@ def get_world_size_from_launcher() -> int:
     return _first_set(WORLD_SIZE_VARIABLES, 1)
 
 
-def message_bytes(payload: Any) -> int:
+def message_bytes(payload: object) -> int:
     """Bytes in a tensor, or in all tensors of a sequence; 0 for anything else."""
     if isinstance(payload, torch.Tensor):
         return payload.numel() * payload.element_size()
@@ -107,7 +107,7 @@ def get_tensor_kwarg(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any
     return next((arguments[name] for name in _PAYLOAD_NAMES if name in arguments), None)
 
 
-def get_msg_size_from_args(func: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
+def get_msg_size_from_args(func: Callable[..., Any], *args: object, **kwargs: object) -> int:
     """Bytes in the payload of the call ``func(*args, **kwargs)``; 0 for barriers."""
     position = get_tensor_position(func)
     if position < 0:

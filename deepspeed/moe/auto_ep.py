@@ -102,7 +102,7 @@ class SpreadExperts(nn.Module):
             destination[prefix + name] = value
 
     def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
+        self, state_dict: Mapping[str, Any], prefix: str, *args: object, **kwargs: object
     ) -> None:
         own = dict(state_dict)
         for name, param in self.spread_params.items():

@@ -227,7 +227,7 @@ class MOELayer(nn.Module):
         if isinstance(self.gate, TopKGate):
             self.gate._set_ep_group(agreement)
 
-    def forward(self, *input: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *input: torch.Tensor, **kwargs: object) -> torch.Tensor:
         """Run the experts on hidden states [..., M]; a second argument masks the tokens used."""
         if self.ep_group is None or self.parallel_map is None:
             raise RuntimeError(

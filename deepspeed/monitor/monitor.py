@@ -78,7 +78,7 @@ class MonitorMaster(Monitor):
         ImportError: An enabled monitor's package is not installed; on every rank alike.
     """
 
-    def __init__(self, monitor_config: Any) -> None:
+    def __init__(self, monitor_config: object) -> None:
         super().__init__(monitor_config)
         self.tb_monitor: Monitor | None = None
         self.wandb_monitor: Monitor | None = None

@@ -83,7 +83,7 @@ class CompiledForward:
         self._compiled = torch.compile(self._own, **how)
         module.forward = self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return self._compiled(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -96,7 +96,7 @@ class CompiledForward:
             self._module.forward = self._of_instance
 
 
-def _same(value: Any) -> Any:
+def _same(value: object) -> Any:
     return value
 
 
@@ -104,7 +104,7 @@ def compile_in_place(
     model: nn.Module,
     by_block: bool,
     has_hooks: Callable[[nn.Module], bool] | None,
-    **how: Any,
+    **how: object,
 ) -> list[CompiledForward]:
     """Compile `model`; with `by_block` each of its blocks, if it has any, and nothing around them.
     Modules that `has_hooks` names stay outside of graphs.

@@ -180,8 +180,8 @@ class DeepSpeedConfig:
     def __init__(
         self,
         config: str | os.PathLike[str] | dict[str, Any],
-        mpu: Any = None,
-        mesh_device: Any = None,
+        mpu: object = None,
+        mesh_device: object = None,
     ) -> None:
         # startup: the models need pydantic, whose import alone is longer than deepspeed's may be.
         from deepspeed.runtime.config_models.refusals import inert_keys_of
@@ -221,7 +221,7 @@ class DeepSpeedConfig:
         self.num_gpus_per_node = block.num_gpus_per_node
         return elastic_batch_sizes(self._param_dict, self.world_size, ranks)
 
-    def _beside_tensors(self, world: WorldSize, mpu: Any, mesh_device: Any) -> WorldSize:
+    def _beside_tensors(self, world: WorldSize, mpu: object, mesh_device: object) -> WorldSize:
         """Divide `world` by `tensor_parallel.autotp_size`, unless an mpu says who shares layers."""
         size = self.tree.tensor_parallel.autotp_size
         if size < 2 or mpu is not None:
@@ -433,7 +433,7 @@ class DeepSpeedConfig:
         self.print_user_config()
 
 
-def _without_secrets(value: Any) -> Any:
+def _without_secrets(value: object) -> Any:
     if not isinstance(value, dict):
         return value
     return {
@@ -448,7 +448,7 @@ class DeepSpeedConfigWriter:
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         self.data: dict[str, Any] = data if data is not None else {}
 
-    def add_config(self, key: str, value: Any) -> None:
+    def add_config(self, key: str, value: object) -> None:
         """Set one key."""
         self.data[key] = value
 

@@ -25,7 +25,7 @@ class DeepSpeedConfigError(MisuseError):
 class ScientificNotationEncoder(json.JSONEncoder):
     """JSON encoder of dtypes, enums, paths and whatever else configurations hold."""
 
-    def default(self, o: Any) -> Any:
+    def default(self, o: object) -> Any:
         return str(o)
 
 
@@ -50,7 +50,9 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[Any, Any]]) -> 
     return dict(ordered_pairs)
 
 
-def get_scalar_param(param_dict: dict[str, Any], param_name: str, param_default_value: Any) -> Any:
+def get_scalar_param(
+    param_dict: dict[str, Any], param_name: str, param_default_value: object
+) -> Any:
     """Return ``param_dict[param_name]``, or the default."""
     return param_dict.get(param_name, param_default_value)
 

@@ -169,11 +169,11 @@ class DeepSpeedEngine(EngineFace, nn.Module):
     # Construction
 
     @staticmethod
-    def _check_arguments(model: Any) -> None:
+    def _check_arguments(model: object) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
 
-    def _take_place(self, args: Any, mpu: Any, mesh_device: Any) -> None:
+    def _take_place(self, args: object, mpu: object, mesh_device: object) -> None:
         place = take_place(self._config, args, mpu, mesh_device)
         self.parallel_map, self._map_in_force = place.parallel_map, place.map_in_force
         self.device, self.local_rank = place.device, place.local_rank
@@ -246,7 +246,7 @@ class DeepSpeedEngine(EngineFace, nn.Module):
 
     # Forward
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: object, **kwargs: object) -> Any:
         """Call the model, under autocast if configured."""
         self._require_states("forward")
         if self.training:
@@ -265,8 +265,8 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         self.timers.stop_forward()
         return outputs
 
-    def _cast_inputs(self, inputs: Any, kwargs: Any) -> tuple[Any, Any]:
-        def cast(value: Any) -> Any:
+    def _cast_inputs(self, inputs: object, kwargs: object) -> tuple[Any, Any]:
+        def cast(value: object) -> Any:
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 return value.to(self.model_dtype)
             return value

@@ -28,7 +28,7 @@ from deepspeed.utils.logging import warn_once
 __getattr__ = lazy_attributes(__name__, tables=("deepspeed.runtime.optimizers.lr_tuning:__dict__",))
 
 
-def get_torch_optimizer(optimizer: Any) -> Any:
+def get_torch_optimizer(optimizer: object) -> Any:
     """Return the object whose parameter groups a schedule writes: a torch optimizer, the one of a
     wrapper, or anything with ``param_groups``. TypeError for others.
     """
@@ -73,7 +73,7 @@ class _Schedule:
     rate of the first step.
     """
 
-    def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
+    def __init__(self, optimizer: object, last_batch_iteration: int) -> None:
         self.optimizer = get_torch_optimizer(optimizer)
         self.last_batch_iteration = last_batch_iteration
 
@@ -114,7 +114,7 @@ class LRRangeTest(_Schedule):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: object,
         lr_range_test_min_lr: float | Sequence[float] = 1e-3,
         lr_range_test_step_size: int = 2000,
         lr_range_test_step_rate: float = 1.0,
@@ -156,7 +156,7 @@ class OneCycle(_Schedule):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: object,
         cycle_min_lr: float | Sequence[float],
         cycle_max_lr: float | Sequence[float],
         decay_lr_rate: float = 0.0,
@@ -259,7 +259,7 @@ class WarmupLR(_Schedule):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: object,
         warmup_min_lr: float | Sequence[float] = 0.0,
         warmup_max_lr: float | Sequence[float] | None = None,
         warmup_num_steps: float = 1000,
@@ -322,7 +322,7 @@ class WarmupDecayLR(WarmupLR):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: object,
         total_num_steps: float,
         warmup_min_lr: float | Sequence[float] = 0.0,
         warmup_max_lr: float | Sequence[float] | None = 0.001,
@@ -359,7 +359,7 @@ class WarmupCosineLR(_Schedule):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: object,
         total_num_steps: float,
         warmup_min_ratio: float = 0.0,
         warmup_num_steps: float = 1000,

@@ -69,7 +69,7 @@ class WrapContext:
     parameter_offload: DeepSpeedZeRoOffload | None = None
 
 
-def is_zero_supported_optimizer(optimizer: Any) -> bool:
+def is_zero_supported_optimizer(optimizer: object) -> bool:
     """Whether ZeRO takes it without `zero_allow_untested_optimizer`."""
     return type(optimizer).__name__ in ELEMENTWISE
 

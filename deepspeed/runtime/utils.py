@@ -47,7 +47,7 @@ __getattr__ = lazy_attributes(
 )
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """Yield all tensors in nested lists, tuples, dicts (model outputs are dicts) and dataclass-like
     objects without nesting.
     """

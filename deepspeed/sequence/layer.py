@@ -280,7 +280,7 @@ class DistributedAttention(nn.Module):
         self.sp_stream = sp_stream
         self._orders: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
 
-    def layer_sync(self, layer: Any) -> None:
+    def layer_sync(self, layer: object) -> None:
         """Wait for `layer.done_event`, which a layer with a stream of its own leaves."""
         event = getattr(layer, "done_event", None)
         if event is not None:
@@ -293,8 +293,8 @@ class DistributedAttention(nn.Module):
         value: torch.Tensor,
         batch_dim_idx: int,
         rotary_pos_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
-        *args: Any,
-        **kwargs: Any,
+        *args: object,
+        **kwargs: object,
     ) -> torch.Tensor:
         """Attend over the whole sequence; returns the context at this rank's positions.
 

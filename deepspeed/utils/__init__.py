@@ -2,7 +2,6 @@
 
 import sys
 from types import ModuleType
-from typing import Any
 
 from deepspeed._lazy import lazy_attributes
 from deepspeed.utils.logging import log_dist, logger
@@ -94,7 +93,7 @@ __getattr__ = lazy_attributes(
 
 
 class _Package(ModuleType):
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Importing a submodule sets it here; the name that it shares with another one stays that
         one's.
         """

@@ -7,7 +7,7 @@ the newer name first.
 from typing import Any
 
 
-def _ask(mpu: Any, names: tuple[str, ...], default: Any) -> Any:
+def _ask(mpu: object, names: tuple[str, ...], default: object) -> Any:
     """The answer of the first getter that ``mpu`` has, or ``default``."""
     for name in names:
         getter = getattr(mpu, name, None)
@@ -16,7 +16,7 @@ def _ask(mpu: Any, names: tuple[str, ...], default: Any) -> Any:
     return default
 
 
-def bwc_tensor_model_parallel_world_size(mpu: Any = None) -> int:
+def bwc_tensor_model_parallel_world_size(mpu: object = None) -> int:
     """The tensor-parallel size; 1 without an mpu or when it knows no model parallelism."""
     names = (
         "get_tensor_model_parallel_world_size",
@@ -26,13 +26,13 @@ def bwc_tensor_model_parallel_world_size(mpu: Any = None) -> int:
     return int(_ask(mpu, names, 1))
 
 
-def bwc_tensor_model_parallel_rank(mpu: Any = None) -> int:
+def bwc_tensor_model_parallel_rank(mpu: object = None) -> int:
     """The tensor-parallel rank; 0 without an mpu or when it knows no model parallelism."""
     names = ("get_tensor_model_parallel_rank", "get_slice_parallel_rank", "get_model_parallel_rank")
     return int(_ask(mpu, names, 0))
 
 
-def bwc_tensor_model_parallel_group(mpu: Any = None) -> Any:
+def bwc_tensor_model_parallel_group(mpu: object = None) -> Any:
     """The tensor-parallel group; None without an mpu or when it knows no model parallelism."""
     names = (
         "get_tensor_model_parallel_group",
@@ -42,19 +42,19 @@ def bwc_tensor_model_parallel_group(mpu: Any = None) -> Any:
     return _ask(mpu, names, None)
 
 
-def bwc_pipeline_parallel_world_size(mpu: Any = None) -> int:
+def bwc_pipeline_parallel_world_size(mpu: object = None) -> int:
     """The number of pipeline stages; 1 without an mpu or when it knows no pipeline."""
     names = ("get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size")
     return int(_ask(mpu, names, 1))
 
 
-def bwc_pipeline_parallel_rank(mpu: Any = None) -> int:
+def bwc_pipeline_parallel_rank(mpu: object = None) -> int:
     """The pipeline stage; 0 without an mpu or when it knows no pipeline."""
     names = ("get_pipeline_model_parallel_rank", "get_pipe_parallel_rank")
     return int(_ask(mpu, names, 0))
 
 
-def bwc_pipeline_parallel_group(mpu: Any = None) -> Any:
+def bwc_pipeline_parallel_group(mpu: object = None) -> Any:
     """The pipeline group; None without an mpu or when it knows no pipeline."""
     names = ("get_pipeline_model_parallel_group", "get_pipe_parallel_group")
     return _ask(mpu, names, None)

@@ -60,7 +60,7 @@ def current() -> ParallelMap:
     return _in_force[-1].parallel_map
 
 
-def _known(mpu: Any, mesh: Any) -> ParallelMap:
+def _known(mpu: object, mesh: object) -> ParallelMap:
     maps = (one.parallel_map for one in reversed(_in_force))
     return next((one for one in maps if one.is_of(mpu, mesh)), None) or ParallelMap(mpu, mesh)
 
@@ -80,7 +80,7 @@ def put_in_force(parallel_map: ParallelMap) -> MapInForce:
     return handle
 
 
-def map_of(mpu: Any, mesh: Any) -> ParallelMap:
+def map_of(mpu: object, mesh: object) -> ParallelMap:
     """The map of an engine that is given these: one in force or new; given neither, the map in
     force.
 
@@ -109,7 +109,7 @@ def map_of(mpu: Any, mesh: Any) -> ParallelMap:
     return _known(mpu, mesh)
 
 
-def initialize(ep_size: int = 1, mpu: Any = None) -> None:
+def initialize(ep_size: int = 1, mpu: object = None) -> None:
     """Use ``mpu`` for all questions from now on, and make the expert groups of an ``ep_size`` above
     1 (collective over the world).
 
@@ -202,7 +202,7 @@ def _create_expert_and_data_parallel(
 
 
 def _create_expert_data_and_model_parallel(
-    expert_parallel_size_: int, mpu: Any, use_data_before_expert_parallel_: bool = False
+    expert_parallel_size_: int, mpu: object, use_data_before_expert_parallel_: bool = False
 ) -> None:
     """`_create_expert_and_data_parallel` for experts that are tensor parallel as ``mpu`` says;
     ``mpu`` is used from now on.

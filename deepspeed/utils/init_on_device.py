@@ -57,7 +57,7 @@ class OnDevice(TorchFunctionMode):
             super().__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.enabled:
             super().__exit__(*error)
 

@@ -41,7 +41,7 @@ class _StdoutHandler(logging.StreamHandler):
         return sys.stdout
 
     @stream.setter
-    def stream(self, value: Any) -> None:
+    def stream(self, value: object) -> None:
         raise AttributeError(
             f"this handler follows sys.stdout; {value!r} cannot be set as its stream"
         )
@@ -136,7 +136,7 @@ def _selected(ranks: Iterable[int] | None, rank: int) -> bool:
     return not wanted or -1 in wanted or rank < 0 or rank in wanted
 
 
-def get_dist_msg(message: Any, ranks: Iterable[int] | None = None) -> str | None:
+def get_dist_msg(message: object, ranks: Iterable[int] | None = None) -> str | None:
     """The message with its rank in front, or None when this rank is not among ``ranks``.
 
     Args:
@@ -147,7 +147,9 @@ def get_dist_msg(message: Any, ranks: Iterable[int] | None = None) -> str | None
     return f"[Rank {rank}] {message}" if _selected(ranks, rank) else None
 
 
-def log_dist(message: Any, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
+def log_dist(
+    message: object, ranks: Iterable[int] | None = None, level: int = logging.INFO
+) -> None:
     """Log ``message`` on the given global ranks (None or -1: on all)."""
     # The level is asked first: most calls are below it and should not look up the rank.
     if not logger.isEnabledFor(level):
@@ -165,7 +167,7 @@ def _log_dist_once(message: str, ranks: tuple[int, ...] | None, level: int) -> N
 
 
 def log_dist_once(
-    message: Any, ranks: Iterable[int] | None = None, level: int = logging.INFO
+    message: object, ranks: Iterable[int] | None = None, level: int = logging.INFO
 ) -> None:
     """`log_dist`, but each (message, ranks, level) once per process."""
     _log_dist_once(str(message), None if ranks is None else tuple(ranks), level)
@@ -176,7 +178,7 @@ def _log_once(message: str, level: int) -> None:
     logger.log(level, message, stacklevel=3)
 
 
-def log_once(message: Any, level: int = logging.WARNING) -> None:
+def log_once(message: object, level: int = logging.WARNING) -> None:
     """Log a message once per process: for settings that are ignored or changed."""
     _log_once(str(message), level)
 
@@ -186,12 +188,12 @@ def warn_once(message: str) -> None:
     _log_dist_once(message, (0,), logging.WARNING)
 
 
-def warning_once(message: Any) -> None:
+def warning_once(message: object) -> None:
     """Log a warning once per process."""
     _log_once(str(message), logging.WARNING)
 
 
-def print_dist(message: Any, ranks: Iterable[int] | None = None) -> None:
+def print_dist(message: object, ranks: Iterable[int] | None = None) -> None:
     """Print ``message`` to stdout on the given global ranks (None or -1: on all), whatever the log
     level.
     """
@@ -224,7 +226,7 @@ def print_json_dist(
         file.flush()
 
 
-def print_configuration(args: Any, name: str) -> None:
+def print_configuration(args: object, name: str) -> None:
     """Log every attribute of ``args``, sorted, under the heading ``name``."""
     logger.info("%s:", name)
     for key in sorted(vars(args)):

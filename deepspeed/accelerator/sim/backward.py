@@ -249,7 +249,7 @@ class _Run:
             self._done[self._left] = self._streams[self._left].record_event()
         self._left, self._scheduler.is_summing = None, False
 
-    def _mixed(self, node: Any) -> bool:
+    def _mixed(self, node: object) -> bool:
         return len({self._streams[producer] for producer in self._producers[node]}) > 1
 
     def _entering(self, node: Any) -> Callable[[Any], Any]:
@@ -288,7 +288,7 @@ class _Run:
                 # As autograd does: its producer's stream reuses the memory as soon as it is freed.
                 grad.record_stream(stream)
 
-    def _lead(self, tensor: torch.Tensor, node: Any) -> None:
+    def _lead(self, tensor: torch.Tensor, node: object) -> None:
         """Let hooks of a parameter or a root run where its node does: they come before the node's
         own.
         """
@@ -302,7 +302,7 @@ class _Run:
                 del hooks[key]
             hooks.update(others)
 
-    def _await_producers(self, node: Any) -> None:
+    def _await_producers(self, node: object) -> None:
         stream, producers = self._streams[node], self._producers[node]
         if not producers and stream is not self._caller and self._begun is not None:
             stream.wait_event(self._begun)
@@ -310,10 +310,10 @@ class _Run:
             if producer in self._done and self._streams[producer] is not stream:
                 stream.wait_event(self._done[producer])
 
-    def _leaving(self, node: Any) -> Callable[[Any, Any], None]:
+    def _leaving(self, node: object) -> Callable[[Any, Any], None]:
         stream = self._streams[node]
 
-        def leave(inputs: Any, outputs: Any) -> None:
+        def leave(inputs: object, outputs: object) -> None:
             self._left = node
             for consumer in self._consumers.get(node, ()):
                 if self._mixed(consumer):

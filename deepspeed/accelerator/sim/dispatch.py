@@ -139,7 +139,9 @@ class Operators(TorchDispatchMode):
         self._plans: dict[Any, Plan] = {}
         self.in_forked_child = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: object, types: object, args: object = (), kwargs: object = None
+    ) -> Any:
         # Below a dispatcher no tensor's class hears of a function any more.
         with torch._C.DisableTorchFunctionSubclass():
             return self._dispatch(func, types, args, kwargs or {})
@@ -188,7 +190,12 @@ class Operators(TorchDispatchMode):
         )
 
     def _defer(
-        self, facts: _Facts, args: Any, kwargs: Any, tensors: list[torch.Tensor], plan: Plan | None
+        self,
+        facts: _Facts,
+        args: object,
+        kwargs: object,
+        tensors: list[torch.Tensor],
+        plan: Plan | None,
     ) -> Any:
         if plan is None or not plan.deferrable:
             return self._now(facts.func, args, kwargs)
@@ -236,7 +243,7 @@ class Operators(TorchDispatchMode):
 
     # Deferring
 
-    def shadows(self, args: Any) -> Any:
+    def shadows(self, args: object) -> Any:
         """Arguments as a kernel gets them: addresses, which keep no tensor of the user alive."""
         if isinstance(args, torch.Tensor):
             return self._allocator.shadow(args)
@@ -251,8 +258,8 @@ class Operators(TorchDispatchMode):
     def _issue(
         self,
         facts: _Facts,
-        args: Any,
-        kwargs: Any,
+        args: object,
+        kwargs: object,
         tensors: list[torch.Tensor],
         plan: Plan,
         work: Callable[[], Any] | None,
@@ -335,7 +342,7 @@ class Operators(TorchDispatchMode):
 
     # Results' shapes
 
-    def _plan(self, func: Any, args: Any, kwargs: Any, key: Any) -> Plan | None:
+    def _plan(self, func: object, args: object, kwargs: object, key: object) -> Plan | None:
         plan = self._plans.get(key) or made_plan(func, args, kwargs)
         if plan is not None:
             self._plans[key] = plan
@@ -437,7 +444,7 @@ def _call_key(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) ->
 _INTEGERS = frozenset((int, bool))
 
 
-def _key(value: Any, tensors: list[torch.Tensor]) -> Any:
+def _key(value: object, tensors: list[torch.Tensor]) -> Any:
     """What the shape of the result, and how the operator is treated, can depend on."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)

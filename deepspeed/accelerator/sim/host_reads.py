@@ -32,7 +32,7 @@ class Patches:
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
-    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    def replace(self, owner: object, name: str, make: Callable[[Any], Any]) -> None:
         had = name in vars(owner)
         before = getattr(owner, name)
         setattr(owner, name, make(before))

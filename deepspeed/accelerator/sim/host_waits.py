@@ -145,7 +145,7 @@ class Counting:
 
     def _making(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(original)
-        def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        def make(*args: object, **kwargs: object) -> torch.Tensor:
             made = original(*args, **kwargs)
             if args and isinstance(args[0], torch.Tensor):
                 return made  # no number came from the host
@@ -160,7 +160,7 @@ class Counting:
 
     def _copying(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(original)
-        def cpu(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def cpu(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
             if self._is_hosts(tensor):
                 return original(tensor, *args, **kwargs)
             self.blocked()

@@ -187,7 +187,7 @@ class Allocator:
     # Taking back
 
     def _freer(self, life: Life) -> Callable[[Any], None]:
-        def freed(owner: Any) -> None:
+        def freed(owner: object) -> None:
             self._lives.pop(life.block.address, None)
             self.allocated -= life.nbytes
             for record in self._records:

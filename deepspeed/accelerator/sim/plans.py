@@ -48,7 +48,7 @@ def generator_of(args: Any, kwargs: Mapping[str, Any]) -> torch.Generator:
     )
 
 
-def dummies_of(tree: Any, fill: int) -> Any:
+def dummies_of(tree: object, fill: int) -> Any:
     """Arguments of the same shapes, of one number."""
     if isinstance(tree, torch.Tensor):
         dummy = torch.empty_strided(tree.size(), tree.stride(), dtype=tree.dtype)
@@ -140,7 +140,7 @@ def _read_and_written(func: Any, args: Any, kwargs: Any) -> tuple[tuple[int, ...
     )
 
 
-def _spec(value: Any) -> Any:
+def _spec(value: object) -> Any:
     if isinstance(value, torch.Tensor):
         return Fresh(value.dtype, tuple(value.size()), value.stride())
     return [_spec(item) for item in value] if isinstance(value, (list, tuple)) else None

@@ -60,7 +60,7 @@ class Stream:
 
     scheduler: Scheduler
 
-    def __init__(self, device: Any = None, priority: int = 0, name: str | None = None) -> None:
+    def __init__(self, device: object = None, priority: int = 0, name: str | None = None) -> None:
         self.device = device
         self.priority = priority
         self.queue: deque[Work | Wait] = deque()

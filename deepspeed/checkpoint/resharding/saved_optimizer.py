@@ -45,7 +45,7 @@ NUMBERS = frozenset(("step", "mu_product", "eta", "mu"))
 LABELS = frozenset(("params", "param_names", "name", "moe"))
 
 
-def is_per_element(key: str, value: Any, sizes: Sequence[int], is_scalar: bool) -> bool:
+def is_per_element(key: str, value: object, sizes: Sequence[int], is_scalar: bool) -> bool:
     """Whether optimizer state has an element for each of a tensor's."""
     if key in NUMBERS or not isinstance(value, torch.Tensor) or value.numel() not in sizes:
         return False

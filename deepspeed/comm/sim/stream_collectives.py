@@ -333,7 +333,7 @@ def _simulator() -> Simulator | None:
     return simulator
 
 
-def _copied(argument: Any) -> Any:
+def _copied(argument: object) -> Any:
     if isinstance(argument, torch.Tensor):
         return argument.clone(memory_format=torch.contiguous_format)
     if isinstance(argument, (list, tuple)) and any(

@@ -93,7 +93,7 @@ class CollectiveCall:
         """Issue it, past all observers; gives a handle if and only if it is still running."""
         return self.operation(*self.args)
 
-    def argument(self, parameter: str, default: Any = None) -> Any:
+    def argument(self, parameter: str, default: object = None) -> Any:
         """The argument called ``parameter`` (`op`, `src`, `tag`, ...), or ``default``."""
         parameters = self._form().parameters
         return self.args[parameters.index(parameter)] if parameter in parameters else default

@@ -20,7 +20,7 @@ class DeepSpeedCPUAdagrad(HostOptimizer):
 
     def __init__(
         self,
-        model_params: Any,
+        model_params: object,
         lr: float = 1e-2,
         eps: float = 1e-10,
         weight_decay: float = 0.0,

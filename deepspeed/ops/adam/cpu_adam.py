@@ -24,7 +24,7 @@ class DeepSpeedCPUAdam(HostOptimizer):
 
     def __init__(
         self,
-        model_params: Any,
+        model_params: object,
         lr: float = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),

@@ -20,7 +20,7 @@ class FusedLamb(WholeParameterOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: object,
         lr: float = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),

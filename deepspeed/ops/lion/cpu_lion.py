@@ -20,7 +20,7 @@ class DeepSpeedCPULion(HostOptimizer):
 
     def __init__(
         self,
-        model_params: Any,
+        model_params: object,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,

@@ -83,8 +83,8 @@ __all__ = [
 
 
 def configure(
-    mpu_: Any,
-    deepspeed_config: Any = None,
+    mpu_: object,
+    deepspeed_config: object = None,
     partition_activations: bool | None = None,
     contiguous_checkpointing: bool | None = None,
     num_checkpoints: int | None = None,
@@ -123,7 +123,7 @@ def configure(
     settings.choose(chosen)
 
 
-def _chosen(argument: Any, block: Any, key: str, default: Any) -> Any:
+def _chosen(argument: object, block: object, key: str, default: object) -> Any:
     if argument is not None:
         return argument
     return default if block is None else getattr(block, key)
@@ -142,7 +142,7 @@ def _block_of(deepspeed_config: Any) -> Any:
     return read_tree(deepspeed_config)[0].activation_checkpointing
 
 
-def configure_for_engine(config: Any, mpu: Any) -> None:
+def configure_for_engine(config: Any, mpu: object) -> None:
     """Use the block of an engine's configuration, unless the script called `configure` itself."""
     if (
         "activation_checkpointing" in config.tree.model_fields_set
@@ -212,7 +212,7 @@ class CheckpointFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run_function: Callable[..., Any], all_outputs: list[Any], *args: Any
+        ctx: Any, run_function: Callable[..., Any], all_outputs: list[Any], *args: object
     ) -> Any:
         tensors, ctx.others, ctx.flags = extract_tensors(args)
         ctx.run_function = run_function
@@ -289,7 +289,7 @@ class _Flat:
         self._arguments = arguments
         self._results: Any = None
 
-    def __call__(self, *leaves: Any) -> tuple[Any, ...]:
+    def __call__(self, *leaves: object) -> tuple[Any, ...]:
         """Compute the leaves of the result; further arguments than the function's are dropped."""
         args, kwargs = pytree.tree_unflatten(leaves[: self._arguments.num_leaves], self._arguments)
         results, self._results = pytree.tree_flatten(self._function(*args, **kwargs))
@@ -299,7 +299,7 @@ class _Flat:
         return pytree.tree_unflatten(leaves, self._results)
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def checkpoint(function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     """Call `function(*args, **kwargs)`, keeping its arguments, and again in backward.
 
     Tensors may lie anywhere in nested arguments and results, and need not require gradients. The
@@ -354,7 +354,7 @@ class _Recomputation:
         self._entered.pop().__exit__(*exc)
 
 
-def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     """Checkpoint inside of the one backward: also under `torch.autograd.grad`, and each parameter's
     hook fires once. The result is the function's own.
     """
@@ -362,7 +362,7 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs:
         return recomputed(function, *args, **kwargs)
 
 
-def recomputed(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def recomputed(function: Callable[..., Any], /, *args: object, **kwargs: object) -> Any:
     """Checkpoint without reentering, with inputs that stay where they are whatever `configure`
     says: pieces of a larger tensor, which are views and cost nothing to keep.
     """

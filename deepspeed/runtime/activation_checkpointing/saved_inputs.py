@@ -31,7 +31,7 @@ from deepspeed.runtime.activation_checkpointing.settings import Settings
 from deepspeed.runtime.streams import SideStream
 
 
-def is_activation_to_checkpoint(item: Any) -> bool:
+def is_activation_to_checkpoint(item: object) -> bool:
     """Tell whether `item` is a floating-point tensor with an element for each rank."""
     if not isinstance(item, torch.Tensor) or isinstance(item, nn.Parameter):
         return False

@@ -35,21 +35,21 @@ class CheckpointCommitInfo:
 class CheckpointEngine(ABC):
     """Writes and reads files; see the module's text for the order of calls."""
 
-    def __init__(self, config_params: Any = None) -> None:
+    def __init__(self, config_params: object = None) -> None:
         self._commit_info: CheckpointCommitInfo | None = None
 
     @abstractmethod
     def create(self, info: CheckpointCommitInfo) -> None: ...
 
     @abstractmethod
-    def save(self, state_dict: Any, path: str) -> None:
+    def save(self, state_dict: object, path: str) -> None:
         """Write one file. Its tensors are in host memory, and may change when this has returned."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         os.makedirs(path, exist_ok=exist_ok)
 
     @abstractmethod
-    def load(self, path: str, map_location: Any = None) -> Any: ...
+    def load(self, path: str, map_location: object = None) -> Any: ...
 
     @abstractmethod
     def commit(self, info: CheckpointCommitInfo) -> bool | None:

@@ -34,11 +34,11 @@ class DecoupledCheckpointEngine(CheckpointEngine):
         self.copy.reset()
         self.inner.create(info)
 
-    def save(self, state_dict: Any, path: str) -> None:
+    def save(self, state_dict: object, path: str) -> None:
         """Copy the content; a thread writes it."""
         self._writes.append(self._thread.submit(self.inner.save, self.copy(state_dict), path))
 
-    def load(self, path: str, map_location: Any = None) -> Any:
+    def load(self, path: str, map_location: object = None) -> Any:
         self._wait()
         return self.inner.load(path, map_location)
 

@@ -33,7 +33,7 @@ class TorchCheckpointEngine(CheckpointEngine):
     def create(self, info: CheckpointCommitInfo) -> None:
         self._records = {}
 
-    def save(self, state_dict: Any, path: str) -> None:
+    def save(self, state_dict: object, path: str) -> None:
         start = time.perf_counter()
         records = self._records[path] = self._write(path, state_dict)
         if self._writer.show_statistics:
@@ -45,7 +45,7 @@ class TorchCheckpointEngine(CheckpointEngine):
                 f"wrote {path}: {count} bytes in {seconds:.3f} s, {count / seconds / 1e9:.2f} GB/s"
             )
 
-    def load(self, path: str, map_location: Any = None) -> Any:
+    def load(self, path: str, map_location: object = None) -> Any:
         return read_file(path, map_location=map_location)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
@@ -54,5 +54,5 @@ class TorchCheckpointEngine(CheckpointEngine):
     def records_of(self, path: str) -> dict[str, FileRecord]:
         return self._records[path]
 
-    def _write(self, path: str, state_dict: Any) -> dict[str, FileRecord]:
+    def _write(self, path: str, state_dict: object) -> dict[str, FileRecord]:
         return {path: write_file(path, state_dict, self.options)}

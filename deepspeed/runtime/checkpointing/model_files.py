@@ -35,10 +35,10 @@ class LayeredModule(Protocol):
         """Name of a layer's file -> the layer's name as a submodule."""
 
     def read_state_dir(
-        self, load_dir: str, checkpoint_engine: Any = None, strict: bool = True
+        self, load_dir: str, checkpoint_engine: object = None, strict: bool = True
     ) -> Any: ...
 
-    def load_layers(self, loaded: Any, strict: bool = True) -> None: ...
+    def load_layers(self, loaded: object, strict: bool = True) -> None: ...
 
     def numbered_moe_layers(self) -> list[tuple[int, str, MoE]]:
         """Number in the whole model, name and module of this stage's layers with experts."""

@@ -40,7 +40,7 @@ class ReshardedState(NamedTuple):
     has_masters: bool
     origins: Sequence[int] | None = None
 
-    def schedule(self, saved: Any) -> Any:
+    def schedule(self, saved: object) -> Any:
         """Saved state of a schedule, for the groups as they are now."""
         if not self.origins or not isinstance(saved, dict):
             return saved
@@ -152,7 +152,7 @@ class _Target:
             )
 
 
-def _same(left: Any, right: Any) -> bool:
+def _same(left: object, right: object) -> bool:
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return torch.equal(left, right)
     return bool(left == right)

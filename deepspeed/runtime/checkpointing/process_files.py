@@ -36,7 +36,7 @@ POSITIONED = (ResumableDistributedSampler, DeepSpeedDataSampler)
 
 
 def host_state(
-    loader: Any,
+    loader: object,
     micro_steps: int,
     cut: dict[str, int],
     num_forwards: Sequence[int],
@@ -78,7 +78,7 @@ def host_degrees(parallel_map: ParallelMap) -> dict[str, int]:
     }
 
 
-def restore_host_state(host: dict[str, Any], loader: Any) -> None:
+def restore_host_state(host: dict[str, Any], loader: object) -> None:
     """Go on where this process, or one in its place, was."""
     import numpy  # startup: only needed here
 
@@ -154,7 +154,7 @@ def _layout(state: TrainingState, sequence: StepSequence) -> dict[str, Any]:
     }
 
 
-def _digest(value: Any) -> str:
+def _digest(value: object) -> str:
     return _DIGEST + hashlib.sha256(repr(value).encode()).hexdigest()
 
 

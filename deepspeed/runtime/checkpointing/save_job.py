@@ -73,7 +73,7 @@ class SaveJob:
         """
         paths: list[str] = []
 
-        def put(name: str, content: Any) -> None:
+        def put(name: str, content: object) -> None:
             paths.append(os.path.join(self.folder, name))
             self.writer.save(content, paths[-1])
 

@@ -221,7 +221,7 @@ def _copied(fill: Callable[[Put], None], copy: HostCopy) -> Callable[[Put], None
     return replay
 
 
-def check_loadable(content: Any, what: str) -> None:
+def check_loadable(content: object, what: str) -> None:
     """Raise now what `read_file` would raise when the file is needed; tensors are left out."""
     buffer = io.BytesIO()
     try:

@@ -36,7 +36,7 @@ def names_of_all(experts: ModelExperts, name: str) -> list[str]:
     return [renumbered(name, {prefix: share * held}) for share in shares]
 
 
-def values_of_all(experts: ModelExperts, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def values_of_all(experts: ModelExperts, name: str, value: object) -> Iterator[tuple[str, Any]]:
     """Each of `names_of_all` with its value, until the next is asked for. All ranks go through
     all.
     """
@@ -99,7 +99,7 @@ def state_of_all(experts: ModelExperts, state: Mapping[str, Any], keep: bool) ->
     return {name: found[name] for name in in_order(found)} if keep else {}
 
 
-def _memory(name: str, value: Any) -> Any:
+def _memory(name: str, value: object) -> Any:
     if not isinstance(value, torch.Tensor) or not value.numel():
         return name
     return value.data_ptr(), value.dtype, value.shape, value.stride()

@@ -102,7 +102,7 @@ def _read_as(value: object, meant: T) -> T:
     return meant
 
 
-def plain_number(value: Any) -> Any:
+def plain_number(value: object) -> Any:
     """Read numbers that strings spell, in lists too; everything else stays."""
     if isinstance(value, list):
         return [plain_number(item) for item in value]

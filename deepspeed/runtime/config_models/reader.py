@@ -239,7 +239,7 @@ def _error_line(error: ErrorDetails, prefix: str) -> str:
     )
 
 
-def _without_autos(value: Any) -> Any:
+def _without_autos(value: object) -> Any:
     if not isinstance(value, dict):
         return value
     return {key: _without_autos(inner) for key, inner in value.items() if inner != AUTO}

@@ -137,7 +137,7 @@ class _Checks:
     def __init__(self, block: str) -> None:
         self._block = block
 
-    def wrong(self, key: str, value: Any, expected: str) -> DeepSpeedConfigError:
+    def wrong(self, key: str, value: object, expected: str) -> DeepSpeedConfigError:
         return DeepSpeedConfigError(f"{self._block}.{key}: {value!r}: expected {expected}")
 
     def given(self, config: Mapping[str, Any], key: str, block: str = "") -> Any:
@@ -147,7 +147,7 @@ class _Checks:
             )
         return config[key]
 
-    def whole(self, value: Any, key: str, least: int) -> int:
+    def whole(self, value: object, key: str, least: int) -> int:
         number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
         if number is None or number != int(number) or number < least:
             raise self.wrong(key, value, f"a whole number of at least {least}")

@@ -94,7 +94,7 @@ class EngineCheckpoints:
 
     def module_state_dict(
         self,
-        destination: Any = None,
+        destination: object = None,
         prefix: str = "",
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,

@@ -20,9 +20,9 @@ class EngineCompiling:
 
     def compile(
         self,
-        backend: Any = None,
+        backend: object = None,
         compile_kwargs: dict[str, Any] | None = None,
-        schedule: Any = None,
+        schedule: object = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
         """Compile the model in place with torch.compile.

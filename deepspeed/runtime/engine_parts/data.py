@@ -29,11 +29,11 @@ class EngineData:
 
     def deepspeed_io(
         self,
-        dataset: Any,
+        dataset: object,
         batch_size: int | None = None,
         route: str = "train",
         pin_memory: bool = True,
-        data_sampler: Any = None,
+        data_sampler: object = None,
         collate_fn: Callable[[Any], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
@@ -92,11 +92,11 @@ class EngineData:
         )
 
     @staticmethod
-    def is_map_style_dataset(obj: Any) -> bool:
+    def is_map_style_dataset(obj: object) -> bool:
         return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
 
     @staticmethod
-    def is_iterable_style_dataset(obj: Any) -> bool:
+    def is_iterable_style_dataset(obj: object) -> bool:
         return isinstance(obj, IterableDataset)
 
     def arguments_of_curriculum(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def of_part(
     name = method.__name__
 
     @functools.wraps(method)
-    def delegate(engine: Any, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    def delegate(engine: object, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         result: Result = getattr(getattr(engine, part), name)(*args, **kwargs)
         return result
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 from deepspeed._absent import absences_of, reason
 from deepspeed.utils.exceptions import MisuseError
@@ -62,5 +61,5 @@ def _why(known: tuple[str, ...], name: str) -> str | None:
     return next(filter(None, (reason(where, name) for where in known)), None)
 
 
-def _is_of_this_package(value: Any) -> bool:
+def _is_of_this_package(value: object) -> bool:
     return str(getattr(value, "__module__", None)).partition(".")[0] == "deepspeed"

@@ -42,7 +42,7 @@ class PlainBackward:
         self.is_unscaled = False
         self._one_trained: tuple[nn.Parameter, ...] = ()
 
-    def watch(self, outputs: Any) -> None:
+    def watch(self, outputs: object) -> None:
         """Notice a backward that starts from these outputs, in its own autograd task, before any
         parameter's gradient. With every parameter frozen there is none.
         """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ class Place(NamedTuple):
     device: torch.device
 
 
-def take_place(config: DeepSpeedConfig, args: object, mpu: Any, mesh_device: Any) -> Place:
+def take_place(config: DeepSpeedConfig, args: object, mpu: object, mesh_device: object) -> Place:
     """Make the process groups of a new engine and put them in force, and choose its device."""
     sequence = config.sequence_parallel_size
     if mesh_device is None and mpu is None and sequence > 1:

@@ -56,7 +56,7 @@ class LossScalerBase(DeepSpeedConfigObject):
         return loss.float() * self.cur_scale
 
     def scale_gradient(
-        self, module: Any, grad_in: tuple[torch.Tensor, ...], grad_out: Any
+        self, module: object, grad_in: tuple[torch.Tensor, ...], grad_out: object
     ) -> tuple[torch.Tensor, ...]:
         """Return ``grad_in`` times the scale; the signature is that of a module backward hook."""
         return tuple(self.cur_scale * grad for grad in grad_in)
@@ -104,7 +104,7 @@ class LossScaler(LossScalerBase):
     def __init__(self, scale: float = 1) -> None:
         super().__init__(scale)
 
-    def has_overflow(self, params: Any) -> bool:
+    def has_overflow(self, params: object) -> bool:
         """Always False: a static scale does not react to overflow."""
         return False
 

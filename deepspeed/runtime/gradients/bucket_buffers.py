@@ -69,7 +69,7 @@ class BucketBuffers:
         numel = self._largest[plan.kind] if self._reuses else plan.numel
         return BucketBuffer(numel, plan.kind, self._device)
 
-    def give_back(self, buffer: BucketBuffer, read: Any) -> None:
+    def give_back(self, buffer: BucketBuffer, read: object) -> None:
         if self._reuses:
             buffer.last_read = read
             self.free.append(buffer)

@@ -224,7 +224,7 @@ class StepSequence:
         gradient: torch.Tensor | None = None,
         retain_graph: bool | None = None,
         create_graph: bool = False,
-        inputs: Any = None,
+        inputs: object = None,
     ) -> None:
         """Go backward from the scaled loss; `engine.backward` also divides by the accumulation
         steps.

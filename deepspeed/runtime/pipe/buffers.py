@@ -89,7 +89,7 @@ class PipeBuffer:
         self.split: SplitBackward | None = None
         self._is_filled = False
 
-    def fill(self, inputs: Any) -> None:
+    def fill(self, inputs: object) -> None:
         """Take a micro-batch that arrives; refuse it if the one before is still in use."""
         if self._is_filled:
             raise PipeBufferError(
@@ -107,7 +107,7 @@ class PipeBuffer:
             )
         return self.inputs
 
-    def keep_roots(self, outputs: Any) -> None:
+    def keep_roots(self, outputs: object) -> None:
         """Remember where backward will start from `outputs`."""
         required = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         self.roots = [_root(tensor) for tensor in required]
@@ -195,7 +195,7 @@ class BatchOutputs:
         return result
 
 
-def described(value: Any) -> str:
+def described(value: object) -> str:
     """Say what a value is, for errors."""
     return (
         f"a tensor of shape {tuple(value.shape)}"

@@ -311,7 +311,7 @@ class PipelineEngine(DeepSpeedEngine):
         elif self.num_stages == 1:
             self._labels[micro_batch] = labels
 
-    def _prepared(self, inputs: Any) -> Any:
+    def _prepared(self, inputs: object) -> Any:
         if isinstance(inputs, list):
             inputs = tuple(inputs)
         inputs = torch.utils._pytree.tree_map_only(
@@ -372,7 +372,7 @@ class PipelineEngine(DeepSpeedEngine):
                 buffer.keep_roots(outputs)
         self.timers.stop_forward()
 
-    def _take_output(self, buffer: PipeBuffer, outputs: Any) -> None:
+    def _take_output(self, buffer: PipeBuffer, outputs: object) -> None:
         """Keep the loss, or what stands for it in a module without `loss_fn`."""
         loss_fn = self.module.loss_fn if self._compute_loss else None
         result = outputs if loss_fn is None else loss_fn(outputs, buffer.labels)
@@ -507,18 +507,18 @@ class PipelineEngine(DeepSpeedEngine):
 
     # What the schedule does by itself
 
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def forward(self, *args: object, **kwargs: object) -> NoReturn:
         raise PipelineError(
             "engine(...) on a PipelineModule: use train_batch() or eval_batch(), which run all "
             "stages"
         )
 
-    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def backward(self, *args: object, **kwargs: object) -> NoReturn:
         raise PipelineError(
             "engine.backward() on a PipelineModule: train_batch() runs backward on all stages"
         )
 
-    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def step(self, *args: object, **kwargs: object) -> NoReturn:
         raise PipelineError(
             "engine.step() on a PipelineModule: train_batch() steps after its last micro-batch"
         )
@@ -528,12 +528,12 @@ class PipelineEngine(DeepSpeedEngine):
         self.pipe_buffers = []
         super().destroy()
 
-    def log_for_device(self, *msg: Any) -> None:
+    def log_for_device(self, *msg: object) -> None:
         logger.debug(
             "stage %d, rank %d: %s", self.stage_id, self.global_rank, " ".join(map(str, msg))
         )
 
-    def tput_log(self, *msg: Any) -> None:
+    def tput_log(self, *msg: object) -> None:
         every = self._config.tree.steps_per_print
         if every and self.global_steps % every == 0:
             log_dist(" ".join(map(str, msg)), ranks=[0])

@@ -116,7 +116,7 @@ class LayerFiles:
         yield from modules[bounds[writer] : bounds[writer + 1]]
 
     def load_state_dir(
-        self, load_dir: str, checkpoint_engine: Any = None, strict: bool = True
+        self, load_dir: str, checkpoint_engine: object = None, strict: bool = True
     ) -> None:
         self.load_layers(self.read_state_dir(load_dir, checkpoint_engine, strict), strict)
 

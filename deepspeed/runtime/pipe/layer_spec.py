@@ -23,7 +23,9 @@ class PipelineError(ValueError):
 class LayerSpec:
     """A layer by its class and arguments, so that a stage builds its own layers only."""
 
-    def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+    def __init__(
+        self, typename: type[nn.Module], *module_args: object, **module_kwargs: object
+    ) -> None:
         if not (inspect.isclass(typename) and issubclass(typename, nn.Module)):
             raise PipelineError(
                 f"LayerSpec(typename={typename!r}): give a class derived from torch.nn.Module"
@@ -60,10 +62,10 @@ class TiedLayerSpec(LayerSpec):
         self,
         key: str,
         typename: type[nn.Module],
-        *module_args: Any,
+        *module_args: object,
         forward_fn: Callable[[Any, Any], Any] | None = None,
         tied_weight_attr: str | Sequence[str] = ("weight",),
-        **module_kwargs: Any,
+        **module_kwargs: object,
     ) -> None:
         super().__init__(typename, *module_args, **module_kwargs)
         self.key = key

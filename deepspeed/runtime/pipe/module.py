@@ -361,7 +361,7 @@ class PipelineModule(LayerFiles, nn.Module):
 
     # -- forward
 
-    def forward(self, forward_input: Any) -> Any:
+    def forward(self, forward_input: object) -> Any:
         """Run this stage's layers in order; chunks of several stages are not consecutive."""
         if self.num_stages > 1 and self.num_model_chunks > 1:
             raise PipelineError(
@@ -372,7 +372,7 @@ class PipelineModule(LayerFiles, nn.Module):
             forward_input = self.forward_chunk(chunk, forward_input)
         return forward_input
 
-    def forward_chunk(self, chunk: int, inputs: Any) -> Any:
+    def forward_chunk(self, chunk: int, inputs: object) -> Any:
         """Run the layers of one chunk in order; `inputs` comes back if it has none."""
         indices = self.chunk_range(chunk)
         self.num_forwards[chunk] += 1
@@ -387,7 +387,7 @@ class PipelineModule(LayerFiles, nn.Module):
             )
         return inputs
 
-    def _run(self, indices: range, num_forward: int, inputs: Any) -> Any:
+    def _run(self, indices: range, num_forward: int, inputs: object) -> Any:
         for index in indices:
             if self.seed_layers:
                 self.seed_fn(self.base_seed * num_forward + index)
@@ -398,7 +398,7 @@ class PipelineModule(LayerFiles, nn.Module):
         is_tuple = isinstance(inputs, tuple)
         returns_single = False
 
-        def unpacked(_anchor: torch.Tensor | None, *values: Any) -> Any:
+        def unpacked(_anchor: torch.Tensor | None, *values: object) -> Any:
             nonlocal returns_single
             outputs = run(values if is_tuple else values[0])
             returns_single = isinstance(outputs, tuple) and len(outputs) == 1

@@ -54,7 +54,7 @@ class _Transfer:
         with transferring(None, self._what):
             self._work = operation(tensor, peer)
 
-    def wait(self, *timeout: Any) -> Any:
+    def wait(self, *timeout: object) -> Any:
         with transferring(None, self._what):
             return self._work.wait(*timeout)
 
@@ -132,7 +132,7 @@ def _turns(pairs: Sequence[tuple[int, int]]) -> list[list[int]]:
 # -- upstream's functions --------------------------------------------------------------------------
 
 
-def init_process_groups(grid: Any) -> None:
+def init_process_groups(grid: object) -> None:
     """Say, by a `PipelineParallelGrid`, which ranks the stages are, before the functions below."""
     global _grid
     _grid = grid
@@ -188,7 +188,7 @@ def wait() -> None:
     get_accelerator().current_stream().synchronize()
 
 
-def send_obj(msg: Any, dest: int) -> None:
+def send_obj(msg: object, dest: int) -> None:
     """Send an object to a global rank: tensors, numbers, texts, None, and tuples, lists and dicts
     of these, since the receiver runs no code from a message.
 

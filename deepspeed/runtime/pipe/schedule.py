@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 BufferId = int
 Chunk = int
@@ -27,7 +27,7 @@ StageId = int
 class PipeInstruction:
     """One thing for the engine to do; each of its keyword arguments is an attribute."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: object) -> None:
         self.kwargs = kwargs
         self.__dict__.update(kwargs)
 
@@ -71,7 +71,7 @@ class BufferOpInstruction(PipeInstruction):
     micro_batch: MicroBatch | None = None
     chunk: Chunk = 0
 
-    def __init__(self, buffer_id: BufferId, **kwargs: Any) -> None:
+    def __init__(self, buffer_id: BufferId, **kwargs: object) -> None:
         super().__init__(buffer_id=buffer_id, **kwargs)
 
 

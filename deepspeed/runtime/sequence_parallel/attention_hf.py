@@ -78,7 +78,7 @@ class _OnWholeSequences(nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         module: nn.Module,
-        mask: Any,
+        mask: object,
         options: dict[str, Any],
     ) -> torch.Tensor:
         if hasattr(module, "num_key_value_groups"):
@@ -184,7 +184,7 @@ class UlyssesSPAttentionHF(nn.Module):
         context = self.whole(query, key, value, 0, None, module, mask, kwargs)
         return context.transpose(1, 2), None
 
-    def _check(self, query: torch.Tensor, args: Any, kwargs: dict[str, Any]) -> None:
+    def _check(self, query: torch.Tensor, args: object, kwargs: dict[str, Any]) -> None:
         if self.fixed is not None and (query.shape[0], query.shape[2]) != self.fixed:
             raise ValueError(
                 f"queries of {query.shape[0]} rows and {query.shape[2]} positions; registered were "
@@ -214,7 +214,7 @@ class UlyssesSPAttentionHF(nn.Module):
     @classmethod
     def register_with_transformers(
         cls,
-        model_name_or_path: Any,
+        model_name_or_path: object,
         core_attn_implementation: str | None,
         sequence_parallel_size: int,
         micro_batch_size: int,
@@ -390,9 +390,9 @@ class _Door:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        attention_mask: Any,
-        *args: Any,
-        **kwargs: Any,
+        attention_mask: object,
+        *args: object,
+        **kwargs: object,
     ) -> Any:
         for item in self._registered:
             if item.has_layer(module):
@@ -403,14 +403,14 @@ class _Door:
         mask = attention_mask.here() if isinstance(attention_mask, LocalMask) else attention_mask
         return self.attend(module, query, key, value, mask, *args, **kwargs)
 
-    def _mask(self, *args: Any, **kwargs: Any) -> Any:
+    def _mask(self, *args: object, **kwargs: object) -> Any:
         config = kwargs.get("config")
         if args or not any(item.has_config(config) for item in self._registered):
             return self._make_mask(*args, **kwargs)
         return LocalMask(self._make_mask, kwargs)
 
 
-def _refuse_ready(mask: Any) -> None:
+def _refuse_ready(mask: object) -> None:
     if not isinstance(mask, LocalMask):
         raise ValueError(
             f"the attention of a split sequence got a mask of its own ({type(mask).__name__}): "

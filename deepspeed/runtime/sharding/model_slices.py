@@ -24,7 +24,7 @@ class ModelSlices:
     """
 
     def __init__(
-        self, mpu: Any, group: dist.Group, info: Mapping[str, Any], settings: Mapping[str, Any]
+        self, mpu: object, group: dist.Group, info: Mapping[str, Any], settings: Mapping[str, Any]
     ) -> None:
         self.mpu, self.info = mpu, info
         self.group, self._settings = group, settings

@@ -109,7 +109,7 @@ def tensor_ranks(size: int) -> TensorRanks:
     )
 
 
-def mpu_of(model: nn.Module, block: TPTrainingConfig | None, mpu: Any) -> Any:
+def mpu_of(model: nn.Module, block: TPTrainingConfig | None, mpu: object) -> Any:
     """Find who shares a model's layers: as it was cut, the client's mpu, neighbours, or None."""
     own, size = slices_of(model), 0 if block is None else block.autotp_size
     if own is not None:
@@ -131,7 +131,7 @@ def mpu_of(model: nn.Module, block: TPTrainingConfig | None, mpu: Any) -> Any:
     return mpu
 
 
-def cut_model(model: nn.Module, config: DeepSpeedConfig, mpu: Any, device: torch.device) -> None:
+def cut_model(model: nn.Module, config: DeepSpeedConfig, mpu: object, device: torch.device) -> None:
     """Cut a model as the configuration of its engine says; see `cut_by`."""
     cut_by(model, config.tree.tensor_parallel, mpu, device, model_dtype(config))
 
@@ -187,7 +187,7 @@ def _check_dtype(block: TPTrainingConfig, dtype: torch.dtype | None) -> None:
 
 
 @torch.no_grad()
-def _apply(model: nn.Module, plan: Plan, ranks: SliceGroup, overlaps: bool, mpu: Any) -> None:
+def _apply(model: nn.Module, plan: Plan, ranks: SliceGroup, overlaps: bool, mpu: object) -> None:
     _keep_own(model, _cuts(plan), ranks, mpu)
     layers = {cut.module: cut for cut in plan.layers}  # one layer may have two names
     for cut in layers.values():

@@ -67,7 +67,7 @@ class OwnAlibi(NamedTuple):
 
     share: Share
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    def __call__(self, module: nn.Module, args: object, kwargs: dict[str, Any]) -> Any:
         alibi: torch.Tensor = kwargs["alibi"]
         by_head = alibi.view(-1, self.share.pieces, *alibi.shape[1:])
         own = by_head[:, self.share.first : self.share.first + self.share.own]
@@ -89,7 +89,7 @@ def _prepare_phi3(attention: Any, share: Share) -> None:
     attention.config.num_attention_heads = share.of(attention.config.num_attention_heads)
 
 
-def _nothing(*_: Any) -> None:
+def _nothing(*_: object) -> None:
     pass
 
 

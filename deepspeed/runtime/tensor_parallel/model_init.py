@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -15,7 +13,11 @@ from deepspeed.runtime.tensor_parallel.cutting import cut_by, mpu_of
 
 
 def tp_model_init(
-    model: nn.Module, tp_size: int, dtype: torch.dtype | None, config: Any = None, **kwargs: Any
+    model: nn.Module,
+    tp_size: int,
+    dtype: torch.dtype | None,
+    config: object = None,
+    **kwargs: object,
 ) -> nn.Module:
     """Cut a model over `tp_size` neighbouring ranks, in place; collective. All ranks of one group
     take the weights of the first. An engine of it knows, with or without `tensor_parallel` in its

@@ -109,7 +109,7 @@ class PartitionConfig:
         return None
 
 
-def _read_spec(entry: Any, path: str) -> LayerSpec:
+def _read_spec(entry: object, path: str) -> LayerSpec:
     if not isinstance(entry, Mapping):
         raise DeepSpeedConfigError(f"{path}: expected an object, got {entry!r}")
     _refuse_unknown(entry, _SPEC_KEYS, path)

@@ -66,7 +66,7 @@ class SameInputs:
             dist.broadcast(state, src=source, group=self._group)
             put(state.cpu())
 
-    def _check(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _check(self, model: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
         """Raise on all of these ranks if they differ; at the first forward on all ranks."""
         if not (model.training and torch.is_grad_enabled()):
             return

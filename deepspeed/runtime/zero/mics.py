@@ -32,7 +32,7 @@ class MiCS_Init(Init):  # upstream's name
         config: object = None,
         enabled: bool = True,
         dtype: torch.dtype | None = None,
-        mpu: Any = None,
+        mpu: object = None,
     ) -> None:
         source = config_dict_or_path if config_dict_or_path is not None else config
         if enabled and configured_shard_size(source) <= 0:

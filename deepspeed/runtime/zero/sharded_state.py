@@ -264,7 +264,7 @@ def check_fits(masters: MasterWeights, saved: Mapping[str, Any]) -> None:
             )
 
 
-def is_dealt_alike(masters: MasterWeights, base: Any) -> bool:
+def is_dealt_alike(masters: MasterWeights, base: object) -> bool:
     """Return whether saved state of whole parameters is of those that this rank has."""
     has_wholes = isinstance(base, dict) and any(
         STATE_OF_PARAMETERS in own for own in base["state"].values()
@@ -335,7 +335,7 @@ def _with_groups(
     return {"state": padded, "param_groups": groups}
 
 
-def _padded_value(group: ShardedGroup, value: Any) -> Any:
+def _padded_value(group: ShardedGroup, value: object) -> Any:
     lean_numel = _lean_numel(group)
     if not (isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == lean_numel):
         return value

@@ -56,7 +56,7 @@ class TiledLinear(nn.Module):
         combine_out_splits: bool = True,
         linear_cls: Callable[..., nn.Module] = nn.Linear,
         init_linear: nn.Module | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
@@ -79,7 +79,7 @@ class TiledLinear(nn.Module):
         if init_linear is not None:
             self.copy_params_from(init_linear)
 
-    def forward(self, input_: Any) -> Any:
+    def forward(self, input_: object) -> Any:
         """Map `[..., in_features]`, or its parts, to `[..., out_features]`, or its parts."""
         parts = self._inputs(input_)
         outputs = [self._row(row, parts) for row in self._rows()]

@@ -25,7 +25,7 @@ class ZeRORuntimeException(DeepSpeedConfigError):
     """
 
 
-def is_builtin_type(obj: Any) -> bool:
+def is_builtin_type(obj: object) -> bool:
     """Whether the class of `obj` is Python's own."""
     return type(obj).__module__ == "builtins"
 
@@ -37,7 +37,7 @@ def isinstance_namedtuple(obj: object) -> bool:
 
 def apply_to_tensors_only(
     function: Callable[[torch.Tensor], Any],
-    value: Any,
+    value: object,
     warning_msg_fn: Callable[[Any], str] | None = None,
 ) -> Any:
     """Return `value` with `function` applied to every tensor in nested tuples, lists and dicts,

@@ -50,7 +50,7 @@ class Worker:
         self.sgd_steps: list[StepRecord] = []
         self._references: dict[Precision, Reference] = {}
 
-    def tell(self, event: str, **values: Any) -> None:
+    def tell(self, event: str, **values: object) -> None:
         """Write one event."""
         self.events.write(json.dumps({"event": event, **values}) + "\n")
         self.events.flush()

@@ -102,7 +102,7 @@ class IntentCheck:
             return self._connection()
         return self._store, self._pairs
 
-    def _connect(self, world: Any) -> None:
+    def _connect(self, world: object) -> None:
         """Begin anew: the first operation, or the process group was destroyed and made again."""
         self._world = world
         self._num_worlds += 1

@@ -126,7 +126,7 @@ def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _reduction_name(reduction: Any) -> str:
+def _reduction_name(reduction: object) -> str:
     # A reduction with a factor is an object whose text holds its address.
     return str(getattr(reduction, "name", type(reduction).__name__))
 

@@ -124,7 +124,7 @@ class DeepSpeedDataSampler(Sampler[list[int]]):
         micro_batch_size: int,
         data_parallel_rank: int,
         data_parallel_size: int,
-        data_parallel_group: Any = None,
+        data_parallel_group: object = None,
         gradient_accumulation_steps: int = 1,
         global_rank: int = 0,
         drop_last: bool = True,

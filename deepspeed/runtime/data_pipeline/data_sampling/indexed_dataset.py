@@ -111,7 +111,7 @@ class MMapIndexedDatasetBuilder:
         self._sizes: list[int] = []
         self._documents = [0]
 
-    def add_item(self, tensor: Any) -> None:
+    def add_item(self, tensor: object) -> None:
         """Append an item: a 1-d tensor, array or list."""
         numbers = numpy.asarray(tensor, dtype=self._dtype).reshape(-1)
         self._file.write(numbers.tobytes(order="C"))
@@ -135,7 +135,7 @@ class MMapIndexedDatasetBuilder:
                 file.write(numbers.tobytes(order="C"))
 
 
-def write_metric_index(metric_of_samples: Any, sample_path: str, metric_path: str) -> None:
+def write_metric_index(metric_of_samples: object, sample_path: str, metric_path: str) -> None:
     """Write the two files that a metric of the sampler reads: item i of `sample_path` has the
     samples of the i-th smallest value, item i of `metric_path` is that value; both are named
     without suffix.

@@ -70,7 +70,7 @@ class PendingSends:
         self._waiter: _Waiter | None = None
         self.num_bytes = 0
 
-    def add(self, work: Any, memory: torch.Tensor) -> None:
+    def add(self, work: object, memory: torch.Tensor) -> None:
         """Hold `memory` (bytes) until `work` is complete."""
         self._begun.append(_Transfer(work, memory))
         self.num_bytes += memory.numel()
@@ -251,7 +251,7 @@ class Channel:
 
     # -- sending -----------------------------------------------------------------------------------
 
-    def send(self, value: Any) -> None:
+    def send(self, value: object) -> None:
         """Send a value; returns at once.
 
         Raises:

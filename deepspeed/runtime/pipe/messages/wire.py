@@ -74,7 +74,7 @@ def specs_of(tensors: Sequence[torch.Tensor]) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
 
 
-def take_apart(value: Any) -> tuple[MessageSpec, list[torch.Tensor]]:
+def take_apart(value: object) -> tuple[MessageSpec, list[torch.Tensor]]:
     """Say what a value looks like, and list its tensors; a TypeError names what cannot be sent."""
     tensors: list[torch.Tensor] = []
     structure = _take_apart(value, tensors)
@@ -164,7 +164,7 @@ def decode(data: bytes) -> MessageSpec:
     return MessageSpec(_tuples(structure), specs)
 
 
-def _tuples(structure: Any) -> Structure:
+def _tuples(structure: object) -> Structure:
     return tuple(_tuples(part) for part in structure) if isinstance(structure, list) else structure
 
 

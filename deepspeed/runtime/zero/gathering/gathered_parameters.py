@@ -209,7 +209,7 @@ class _OrdinaryCopies:
         if self._depth == 0:
             nn.Parameter.__new__ = self._original  # type: ignore[method-assign]  # what it was
 
-    def _new(self, cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+    def _new(self, cls: object, data: object = None, requires_grad: bool = True) -> Any:
         if type(data) is ShardedParameter:
             raise RuntimeError(refusal(data._zero3, "nn.Parameter"))
         plain = data.data if type(data) is ZeroParameter else data

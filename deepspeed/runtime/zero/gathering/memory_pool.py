@@ -65,7 +65,9 @@ class MemoryPool:
         self.by_pointer: dict[int, PoolBuffer] = {}
         self.is_poisoned = False
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device, owner: Any) -> PoolBuffer:
+    def take(
+        self, numel: int, dtype: torch.dtype, device: torch.device, owner: object
+    ) -> PoolBuffer:
         """Find or make a buffer that what is issued now on the current stream may write to."""
         sizes = self._free.get((dtype, device), {})
         size = min((size for size, same in sizes.items() if same and size >= numel), default=None)
@@ -138,7 +140,7 @@ class GatherResources:
     def __init__(
         self,
         settings: GatherSettings,
-        owner: Any = None,
+        owner: object = None,
         gather: SideStream | None = None,
     ) -> None:
         self.owner = owner

@@ -365,7 +365,7 @@ class ShardedParameter(ZeroParameter):
             result = result.as_subclass(ShardedValue)
         return result
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         if self._zero3.numel:
             tell_saved()
         return super().__reduce_ex__(protocol)

@@ -159,7 +159,7 @@ class DevicePart:
         return (device if self._groups[number].params else {}), host
 
 
-def _is_per_element(value: Any) -> bool:
+def _is_per_element(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
