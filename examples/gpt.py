@@ -6,7 +6,6 @@ distribution; it imports torch alone.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import torch
@@ -212,20 +211,17 @@ class GPT(nn.Module):
 
 
 def half_products_are_slow(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this device multiplies matrices of `dtype` at less than half its fp32 speed
-    (measured, in about 10 ms).
+    """Whether this device is a processor without units for products in `dtype`.
+
+    Asked, not measured: products in another dtype have other low bits, so a measurement that other
+    work disturbs would make one rank, or a resumed run, compute something else than the others. A
+    release of torch that cannot tell counts as a processor without.
     """
     if dtype == torch.float32 or device.type != "cpu":
         return False
-    return _product_seconds(dtype, device) > 2 * _product_seconds(torch.float32, device)
-
-
-def _product_seconds(dtype: torch.dtype, device: torch.device) -> float:
-    """The best of a few products: a busy machine can make one slow, but none fast."""
-    x = torch.ones(128, 128, dtype=dtype, device=device)
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        F.linear(x, x)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    units = {
+        torch.bfloat16: ("avx512_bf16", "amx_bf16"),
+        torch.float16: ("avx512_fp16", "amx_fp16"),
+    }
+    capabilities = getattr(torch.cpu, "get_capabilities", dict[str, object])()
+    return not any(capabilities.get(unit) for unit in units[dtype])

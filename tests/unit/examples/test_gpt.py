@@ -72,8 +72,16 @@ def test_width_that_heads_do_not_divide() -> None:
         GPTConfig(width=34, heads=2)
 
 
-def test_fp32_is_never_slow() -> None:
-    assert not half_products_are_slow(torch.float32, torch.device("cpu"))
+def test_units_of_the_processor_decide_not_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A measurement under load gave a run other products, and other bits, than its resumed half."""
+    cpu = torch.device("cpu")
+    found = {"avx512_bf16": True, "amx_fp16": False}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
+    kinds = (torch.float32, torch.bfloat16, torch.float16)
+    assert [half_products_are_slow(dtype, cpu) for dtype in kinds] == [False, False, True]
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    assert [half_products_are_slow(dtype, cpu) for dtype in kinds] == [False, True, True]
+    assert not half_products_are_slow(torch.bfloat16, torch.device("cuda"))
 
 
 def test_windows_cover_the_text_and_overlap_by_one() -> None:
