@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 T = TypeVar("T")
 
@@ -14,6 +15,12 @@ def seeded(make: Callable[..., T], *args: Any, seed: int = 0, **kwargs: Any) -> 
     return make(*args, **kwargs)
 
 
+def linears(count: int, width: int, seed: int = 0, bias: bool = True) -> nn.Sequential:
+    """Square linear layers, one after another."""
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(width, width, bias=bias) for _ in range(count)))
+
+
 def drawn(seed: int, *shape: int) -> torch.Tensor:
     """Normal numbers that depend on `seed` alone."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
@@ -22,6 +29,11 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 def tokens(seed: int, vocabulary: int, *shape: int) -> torch.Tensor:
     """Integers below `vocabulary` that depend on `seed` alone."""
     return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def sgd(lr: float) -> dict[str, Any]:
+    """The section `optimizer` of a configuration."""
+    return {"type": "SGD", "params": {"lr": lr}}
 
 
 def config_of(

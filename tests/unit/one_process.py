@@ -23,6 +23,11 @@ def mean_square(model: Any, batch: torch.Tensor) -> torch.Tensor:
     return output.float().square().mean()
 
 
+def placed(engine: Any, batch: torch.Tensor) -> torch.Tensor:
+    """A batch as an engine's model takes it."""
+    return batch.to(engine.device, engine.model_dtype)
+
+
 class OneProcess:
     """A model, trained in place, and its optimizer, or the rate of SGD for all that is trained;
     gradients are clipped to the norm ``clip``, if not 0, and `norm` was the last step's before.
