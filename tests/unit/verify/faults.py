@@ -5,12 +5,10 @@ the tools that users run, in a scenario of `unit.verify.scenarios`, and what the
 the right place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from unit.mutation.table.fault import Fault
+from unit.mutation.table.fault import Fault, rows_of
 
 
 @dataclass(frozen=True)
@@ -25,30 +23,15 @@ class Mutation(Fault):
         return self.test.partition(":")[0]
 
 
-def parsed(table: str) -> Iterator[Mutation]:
-    """The rows of a table: a scenario, below it `fault => what a finding says`, below that changes
-    as `Fault` has them, `\\n` for a new line. What does not fit a line goes on further in.
-    """
-    scenario, rows = "", []
-    for line in table.strip().splitlines():
-        text = line.strip()
-        match len(line) - len(line.lstrip()):
-            case 0:
-                scenario = text
-            case 2:
-                name, _, names = text.partition(" =>")
-                rows.append([scenario, name, names.strip()])
-            case 4:
-                rows[-1].append(text)
-            case _:
-                rows[-1][-1] = f"{rows[-1][-1]} {text}".strip()
-    for scenario, name, names, *changes in rows:
-        whole = tuple(change.replace("\\n", "\n") for change in changes)
-        yield Mutation(name, whole if len(whole) > 1 else whole[0], scenario, names)
+def mutations_of(table: str) -> Iterator[Mutation]:
+    """The mutations of a table, whose names are `fault => what a finding says`."""
+    for said, changes, scenario in rows_of(table):
+        name, _, names = said.partition(" =>")
+        yield Mutation(name, changes, scenario, names.strip())
 
 
 MUTATIONS = tuple(
-    parsed(r"""
+    mutations_of(r"""
 streams: stage 2
   no wait for the producers => never waits for <.*which wrote.*gradient of(.|\n)*average_tensor
     average_tensor: self.side_stream.wait_for(bucket.copy_streams or

@@ -62,6 +62,32 @@ class Fault:
         )
 
 
+def rows_of(table: str) -> Iterator[tuple[str, str | tuple[str, ...], str]]:
+    """Names, changes and tests of a table: a test, below it names, below each its changes with `\\n`
+    for a new line. What does not fit a line goes on further in.
+    """
+    test, rows = "", []
+    for line in table.strip().splitlines():
+        text = line.strip()
+        match len(line) - len(line.lstrip()):
+            case 0:
+                test = text
+            case 2:
+                rows.append([test, text])
+            case 4:
+                rows[-1].append(text)
+            case _:
+                rows[-1][-1] = f"{rows[-1][-1]} {text}"
+    for test, name, *changes in rows:
+        whole = tuple(change.replace("\\n", "\n") for change in changes)
+        yield name, whole if len(whole) > 1 else whole[0], test
+
+
+def faults_of(table: str) -> tuple[Fault, ...]:
+    """The faults of a table."""
+    return tuple(Fault(*row) for row in rows_of(table))
+
+
 @functools.cache
 def _source(path: Path) -> str:
     return path.read_text(encoding="utf-8")

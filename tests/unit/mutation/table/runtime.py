@@ -1,176 +1,103 @@
 """Faults of what one device computes: gradients, optimizers, the files beside the rooms of
 `deepspeed/runtime`, who owns what, pipelines, and tools that check training."""
 
-from __future__ import annotations
+from unit.mutation.table.fault import faults_of
 
-from unit.mutation.table.fault import Fault
-
-FAULTS = (
-    Fault(
-        "the first write adds to what was left",
-        "DeviceSink.add: bucket not in self.written -> False",
-        "runtime/gradients/test_sink.py",
-    ),
-    Fault(
-        "fp16 is summed before it is divided",
-        "_split: travels_in == torch.float16 -> False",
-        "v1/fp16/test_dynamic_scaling.py -k test_the_mean_is_used",
-    ),
-    Fault(
-        "a given predivide factor is overruled",
-        "_split: factor is None -> True",
-        "v1/fp16/test_dynamic_scaling.py -k test_the_users_factor_is_used",
-    ),
-    Fault(
-        "buckets leave as they are ready",
-        "ReadinessTracker.mark: range(first, self._next) -> range(bucket, bucket + (not "
-        "self._missing[bucket]))",
-        "runtime/gradients/test_readiness.py",
-    ),
-    Fault(
-        "a late gradient is forgotten",
-        "ReadinessTracker.mark: self.late.add(slot) -> pass",
-        "runtime/gradients/test_readiness.py",
-    ),
-    Fault(
-        "unscaled with the next scale",
-        "_used_scale: return float(self._scaler.loss_scale) -> import copy; after = "
-        "copy.copy(self._scaler); after.update_scale(False); return float(after.loss_scale)",
-        "v1/fp16/test_dynamic_scaling.py -k growth",
-    ),
-    Fault(
-        "steps with a gradient that is not finite",
-        "StepSequence.step: not outcomes.overflow -> True",
-        "v1/fp16/test_dynamic_scaling.py -k test_overflow_on_one_rank_skips_on_both",
-    ),
-    Fault(
-        "a mark that another optimizer does not read",
-        "check_whole_parameters: if is_elementwise: ... -> pass",
-        "v1/optimizers/test_whole_parameters.py -k test_refused",
-    ),
-    Fault(
-        "the host looks at the norm before the update",
-        "StepSequence.step: outcomes.send(outcome) -> ...; outcomes.learn_outcome()",
-        "v1/device/test_host_waits.py -k test_of_a_step",
-    ),
-    Fault(
-        "the optimizer does not hear that the step is skipped",
-        "GradientScaling.step: optimizer.found_inf = self.found_inf -> optimizer.found_inf = None",
-        "v1/device/test_host_waits.py -k test_training",
-    ),
-    Fault(
-        "the host copy of one norm is used for two steps",
-        "Outcomes.send: self._late_norms.rotate() -> pass",
-        "v1/device/test_host_waits.py -k nobody_asked",
-    ),
-    Fault(
-        "a skipped step of fused SGD makes its momentum",
-        "_makes_momentum: group['momentum'] -> False",
-        "runtime/optimizers/test_step_outcome.py -k momentum",
-    ),
-    Fault(
-        "the norm of a skipped step is reported",
-        "learn_outcome: self._report_skip(outcome.scale) -> ...; self._applied = outcome",
-        "v1/zero/test_clients_ways.py -k TestNorm",
-    ),
-    Fault(
-        "an optimizer of whole parameters steps shards",
-        "on_shards: return OwnerSteps(basic) -> return basic",
-        "v1/optimizers/test_whole_parameters.py -k TestAsOneProcess",
-    ),
-    Fault(
-        "an optimizer is tried at a rate of zero",
-        "_way: options['lr'] = _LR -> pass",
-        "runtime/optimizers/test_update_probe.py",
-    ),
-    Fault(
-        "a bf16 hook works on another stream",
-        "Accumulated._arrived: self.accumulator.absorb_one(group_index, index, 1.0 / "
-        "divisor) -> from deepspeed.accelerator import get_accelerator\nwith "
-        "get_accelerator().stream(get_accelerator().default_stream()): ...",
-        "v1/zero/test_fix2_hook_stream.py -k TestBF16Optimizer",
-    ),
-    Fault(
-        "the last micro-batch never joins",
-        "backward_epilogue: self.update_hp_grads() -> pass",
-        "v1/bf16/test_fix4_boundary_microbatch.py",
-    ),
-    Fault(
-        "the accumulator that is reduced is a copy",
-        "reduce_gradients: self.get_grads_for_reduction() -> [flat.clone() for flat in ...]",
-        "v1/bf16/test_fix4_boundary_microbatch.py",
-    ),
-    Fault(
-        "the host reads a norm that is still on its way",
-        "_arrived: self._copied.synchronize() -> pass",
-        "runtime/optimizers/test_step_outcome.py -k late",
-    ),
-    Fault(
-        "buffers are rounded with the parameters",
-        "cast_module.cast: buffers if id(tensor) in kept else dtype -> dtype",
-        "v1/zero/test_reduction_settings.py -k kept",
-    ),
-    Fault(
-        "forwards stay compiled when an engine of stage 3 has ended",
-        "EngineCompiling.remove: compiled.remove() -> pass",
-        "v1/zero/stage3/test_training.py -k same_gradients",
-    ),
-    Fault(
-        "a model of stage 3 is compiled with the gathers of its blocks",
-        "compile_in_place: parts_between_hooks(roots, has_hooks) -> [model]",
-        "v1/zero/stage3/test_training.py -k same_gradients",
-    ),
-    Fault(
-        "a matrix is made orthogonal by its parts",
-        "through_owners: arrived = arriving() -> ...; arrived[:message.numel()] = "
-        "message[:arrived.numel()]",
-        "v1/optimizers/test_whole_parameters.py -k TestAsOneProcess",
-    ),
-    Fault(
-        "a matrix that starts with its owner is taken for whole",
-        "DealtParameters._cut: (1, numel) -> (1,)",
-        "v1/optimizers/test_whole_parameters.py -k TestAsOneProcess",
-    ),
-    Fault(
-        "a trust ratio of parts of a parameter",
-        "sum_parts: dist.all_reduce(summed, group=self._group.process_group) -> "
-        "dist.all_reduce(summed.clone(), group=self._group.process_group)",
-        "v1/optimizers/test_whole_parameters.py -k TestAsOneProcess",
-    ),
-    Fault(
-        "state is saved as it lies in memory",
-        "Refiling.move: exchange is None -> ... or self._to_files",
-        "v1/zero/test_layout.py -k one_bucket and fp32",
-    ),
-    Fault(
-        "masters that an owner has updated stay with it",
-        "OwnerSteps.step: shard.data.copy_(of.from_owners(master, "
-        "shard.device)[:shard.numel()]) -> of.from_owners(master, shard.device)",
-        "v1/optimizers/test_whole_parameters.py -k TestAsOneProcess",
-    ),
-    Fault(
-        "a rank loads state of whole parameters that are another's",
-        "has_state_of: there == here or not there -> True",
-        "v1/optimizers/test_whole_parameters.py -k TestCheckpoints",
-    ),
-    Fault(
-        "two receives ahead on one hardware queue",
-        "messages_ahead: int(given) < DEFAULT_QUEUES -> int(given) < 1",
-        "v1/device/test_pipelines.py -k one_queue",
-    ),
-    Fault(
-        "a receive is posted too early",
-        "_Lane.post: self._coming[0][1] <= self._issued -> True",
-        "v1/device/test_pipelines.py -k posts_what_depends_on_nothing_to_come",
-    ),
-    Fault(
-        "a device whose blocked queues block no other stream",
-        "_Device.__init__: budget.queues -> 99",
-        "verify/test_budgets.py -k blocks_its_queue",
-    ),
-    Fault(
-        "kernels that hold no processors while they wait for other ranks",
-        "_Device.begin: self.free -= self._budget.needs(entry) -> pass",
-        "verify/test_budgets.py -k receives_ahead",
-    ),
-)
+FAULTS = faults_of(r"""
+runtime/gradients/test_sink.py
+  the first write adds to what was left
+    DeviceSink.add: bucket not in self.written -> False
+v1/fp16/test_dynamic_scaling.py -k test_the_mean_is_used
+  fp16 is summed before it is divided
+    _split: travels_in == torch.float16 -> False
+v1/fp16/test_dynamic_scaling.py -k test_the_users_factor_is_used
+  a given predivide factor is overruled
+    _split: factor is None -> True
+runtime/gradients/test_readiness.py
+  buckets leave as they are ready
+    ReadinessTracker.mark: range(first, self._next) -> range(bucket, bucket + (not
+      self._missing[bucket]))
+  a late gradient is forgotten
+    ReadinessTracker.mark: self.late.add(slot) -> pass
+v1/fp16/test_dynamic_scaling.py -k growth
+  unscaled with the next scale
+    _used_scale: return float(self._scaler.loss_scale) -> import copy; after =
+      copy.copy(self._scaler); after.update_scale(False); return float(after.loss_scale)
+v1/fp16/test_dynamic_scaling.py -k test_overflow_on_one_rank_skips_on_both
+  steps with a gradient that is not finite
+    StepSequence.step: not outcomes.overflow -> True
+v1/optimizers/test_whole_parameters.py -k test_refused
+  a mark that another optimizer does not read
+    check_whole_parameters: if is_elementwise: ... -> pass
+v1/device/test_host_waits.py -k test_of_a_step
+  the host looks at the norm before the update
+    StepSequence.step: outcomes.send(outcome) -> ...; outcomes.learn_outcome()
+v1/device/test_host_waits.py -k test_training
+  the optimizer does not hear that the step is skipped
+    GradientScaling.step: optimizer.found_inf = self.found_inf -> optimizer.found_inf = None
+v1/device/test_host_waits.py -k nobody_asked
+  the host copy of one norm is used for two steps
+    Outcomes.send: self._late_norms.rotate() -> pass
+runtime/optimizers/test_step_outcome.py -k momentum
+  a skipped step of fused SGD makes its momentum
+    _makes_momentum: group['momentum'] -> False
+v1/zero/test_clients_ways.py -k TestNorm
+  the norm of a skipped step is reported
+    learn_outcome: self._report_skip(outcome.scale) -> ...; self._applied = outcome
+v1/optimizers/test_whole_parameters.py -k TestAsOneProcess
+  an optimizer of whole parameters steps shards
+    on_shards: return OwnerSteps(basic) -> return basic
+  a matrix is made orthogonal by its parts
+    through_owners: arrived = arriving() -> ...; arrived[:message.numel()] =
+      message[:arrived.numel()]
+  a matrix that starts with its owner is taken for whole
+    DealtParameters._cut: (1, numel) -> (1,)
+  a trust ratio of parts of a parameter
+    sum_parts: dist.all_reduce(summed, group=self._group.process_group) ->
+      dist.all_reduce(summed.clone(), group=self._group.process_group)
+  masters that an owner has updated stay with it
+    OwnerSteps.step: shard.data.copy_(of.from_owners(master, shard.device)[:shard.numel()]) ->
+      of.from_owners(master, shard.device)
+runtime/optimizers/test_update_probe.py
+  an optimizer is tried at a rate of zero
+    _way: options['lr'] = _LR -> pass
+v1/zero/test_fix2_hook_stream.py -k TestBF16Optimizer
+  a bf16 hook works on another stream
+    Accumulated._arrived: self.accumulator.absorb_one(group_index, index, 1.0 / divisor) -> from
+      deepspeed.accelerator import get_accelerator\nwith
+      get_accelerator().stream(get_accelerator().default_stream()): ...
+v1/bf16/test_fix4_boundary_microbatch.py
+  the last micro-batch never joins
+    backward_epilogue: self.update_hp_grads() -> pass
+  the accumulator that is reduced is a copy
+    reduce_gradients: self.get_grads_for_reduction() -> [flat.clone() for flat in ...]
+runtime/optimizers/test_step_outcome.py -k late
+  the host reads a norm that is still on its way
+    _arrived: self._copied.synchronize() -> pass
+v1/zero/test_reduction_settings.py -k kept
+  buffers are rounded with the parameters
+    cast_module.cast: buffers if id(tensor) in kept else dtype -> dtype
+v1/zero/stage3/test_training.py -k same_gradients
+  forwards stay compiled when an engine of stage 3 has ended
+    EngineCompiling.remove: compiled.remove() -> pass
+  a model of stage 3 is compiled with the gathers of its blocks
+    compile_in_place: parts_between_hooks(roots, has_hooks) -> [model]
+v1/zero/test_layout.py -k one_bucket and fp32
+  state is saved as it lies in memory
+    Refiling.move: exchange is None -> ... or self._to_files
+v1/optimizers/test_whole_parameters.py -k TestCheckpoints
+  a rank loads state of whole parameters that are another's
+    has_state_of: there == here or not there -> True
+v1/device/test_pipelines.py -k one_queue
+  two receives ahead on one hardware queue
+    messages_ahead: int(given) < DEFAULT_QUEUES -> int(given) < 1
+v1/device/test_pipelines.py -k posts_what_depends_on_nothing_to_come
+  a receive is posted too early
+    _Lane.post: self._coming[0][1] <= self._issued -> True
+verify/test_budgets.py -k blocks_its_queue
+  a device whose blocked queues block no other stream
+    _Device.__init__: budget.queues -> 99
+verify/test_budgets.py -k receives_ahead
+  kernels that hold no processors while they wait for other ranks
+    _Device.begin: self.free -= self._budget.needs(entry) -> pass
+""")
