@@ -59,9 +59,13 @@ class OneProcess:
     def step(self, batches: Iterable[Any]) -> float:
         """One step on the mean of the losses of `batches`, which is returned."""
         loss = self.backward(batches)
+        self.update()
+        return loss
+
+    def update(self) -> None:
+        """Clip and step by the gradients that are there."""
         self.norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip or float("inf"))
         self.optimizer.step()
-        return loss
 
     def train(
         self, batch_of: Callable[[int, int], Any], steps: int, accumulation: int = 1

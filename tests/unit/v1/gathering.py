@@ -1,8 +1,8 @@
 """What each rank has, on every rank, and what collectives it issues."""
 
 import io
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -22,21 +22,27 @@ def from_all_ranks(own: T) -> list[T]:
     return [torch.load(io.BytesIO(found), weights_only=False) for found in files]
 
 
-class _Names:
-    def __init__(self) -> None:
-        self.issued: list[str] = []
+class _Notes:
+    def __init__(self, of: Callable[[CollectiveCall], Iterable[Any]]) -> None:
+        self.of = of
+        self.made: list[Any] = []
 
     def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
-        self.issued.append(call.name)
+        self.made += self.of(call)
         return proceed()
 
 
 @contextmanager
-def collectives() -> Iterator[list[str]]:
-    """Note the names of the collectives of this rank inside, in their order."""
-    names = _Names()
-    add_observer(names)
+def noted(of: Callable[[CollectiveCall], Iterable[T]]) -> Iterator[list[T]]:
+    """What `of` gives for each collective of this rank inside, in their order."""
+    notes = _Notes(of)
+    add_observer(notes)
     try:
-        yield names.issued
+        yield notes.made
     finally:
-        remove_observer(names)
+        remove_observer(notes)
+
+
+def collectives() -> AbstractContextManager[list[str]]:
+    """Note the names of the collectives of this rank inside, in their order."""
+    return noted(lambda call: [call.name])
