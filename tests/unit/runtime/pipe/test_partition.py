@@ -53,30 +53,19 @@ def test_balanced(weights: list[float], parts: int, bounds: list[int]) -> None:
     assert partition_balanced(weights, parts) == bounds
 
 
-@pytest.mark.parametrize(
-    ("items", "parts", "bounds"),
-    [
-        (10, 1, [0, 10]),
-        (10, 4, [0, 3, 6, 8, 10]),
-        (7, 3, [0, 3, 5, 7]),
-        (3, 4, [0, 1, 2, 3, 3]),
-        (0, 2, [0, 0, 0]),
-    ],
-)
-def test_uniform(items: int, parts: int, bounds: list[int]) -> None:
-    assert partition_uniform(items, parts) == bounds
-
-
-def test_prefix_sum() -> None:
+def test_uniform_and_prefix_sum() -> None:
+    assert partition_uniform(10, 1) == [0, 10]
+    assert partition_uniform(10, 4) == [0, 3, 6, 8, 10]
+    assert partition_uniform(7, 3) == [0, 3, 5, 7]
+    assert partition_uniform(3, 4) == [0, 1, 2, 3, 3]
+    assert partition_uniform(0, 2) == [0, 0, 0]
     assert prefix_sum_inc([3, 4, 5]) == [3, 7, 12]
 
 
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=8), st.integers(1, 4))
 def test_balanced_leaves_no_part_empty_and_covers_all(weights: list[int], parts: int) -> None:
     bounds = partition_balanced(weights, parts)
-    assert bounds[0] == 0
-    assert bounds[-1] == len(weights)
-    assert len(bounds) == parts + 1
+    assert (bounds[0], bounds[-1], len(bounds)) == (0, len(weights), parts + 1)
     assert bounds == sorted(bounds)
     if len(weights) >= parts:
         assert all(start < stop for start, stop in itertools.pairwise(bounds))
@@ -117,25 +106,16 @@ def test_parameters_are_counted_without_a_trace() -> None:
     # Kills: counting that draws random numbers, so that the weights depend on the partition method.
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    assert [trainable_numel(layer) for layer in LAYERS] == [800, 0, 72, 72, 0, 900]
+    assert counts() == [800, 0, 72, 72, 0, 900]
     assert trainable_numel(LayerSpec(ReadsValues, 5)) == 5
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_frozen_parameters_weigh_nothing() -> None:
     frozen = nn.Linear(8, 8).requires_grad_(False)
     assert trainable_numel(frozen) == 0
 
 
 def test_names() -> None:
-    assert [layer_name(layer) for layer in LAYERS] == [
-        "Embedding",
-        "double",
-        "Linear",
-        "Linear",
-        "ReLU",
-        "Linear",
-    ]
+    wanted = ["Embedding", "double", "Linear", "Linear", "ReLU", "Linear"]
+    assert [layer_name(layer) for layer in LAYERS] == wanted
     assert repr(LayerSpec(nn.Linear, 4, 2, bias=False)) == "Linear(4, 2, bias=False)"
 
 
@@ -153,15 +133,15 @@ def test_methods() -> None:
     assert partition_layers(LAYERS, 2, (0, 6, 6), counts) == [0, 6, 6]
 
 
+CLASSES = r"no layer matches; the classes are \['Embedding', 'Linear', 'ReLU', 'double'\]"
+
+
 @pytest.mark.parametrize(
     ("method", "message"),
     [
         ("profile", "measure the layers"),
         ("best", "'parameters', 'uniform', 'type:REGEX'"),
-        (
-            "type:conv",
-            r"no layer matches; the classes are \['Embedding', 'Linear', 'ReLU', 'double'\]",
-        ),
+        ("type:conv", CLASSES),
         ([0, 6], "6 layers in 2 parts need 3 boundaries"),
         ([0, 4, 5], "from 0 to 6"),
         ([0, 7, 6], "ascend"),
@@ -188,18 +168,15 @@ def test_pipe_and_data() -> None:
     topology = PipeDataParallelTopology(num_pp=2, num_dp=3)
     assert topology.get_axis_names() == ["pipe", "data"]
     assert topology.world_size() == 6
-    assert [tuple(topology.get_coord(rank)) for rank in range(6)] == [
-        (0, 0),
-        (0, 1),
-        (0, 2),
-        (1, 0),
-        (1, 1),
-        (1, 2),
-    ]
+    coordinates = [tuple(topology.get_coord(rank)) for rank in range(6)]
+    assert coordinates == list(itertools.product(range(2), range(3)))
     assert topology.get_axis_comm_lists("pipe") == [[0, 3], [1, 4], [2, 5]]
     assert topology.get_axis_comm_lists("data") == [[0, 1, 2], [3, 4, 5]]
     assert topology.get_axis_list("data", 1) == [1, 4]
     assert topology.get_rank(pipe=1, data=2) == 5
+    topology = PipeDataParallelTopology(2, 2)
+    assert str(topology).splitlines()[3] == "rank 3: pipe 1 of 2, data 1 of 2"
+    assert len(str(topology).splitlines()) == 4
 
 
 def test_pipe_data_and_model() -> None:
@@ -218,10 +195,8 @@ def test_names_of_checkpoint_files() -> None:
     topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
     assert [topology.get_rank_repr(rank) for rank in range(4)] == ["model_00", "model_01"] * 2
     assert topology.get_rank_repr(5, omit_axes=["data"]) == "pipe_01-model_01"
-    assert (
-        topology.get_rank_repr(5, omit_axes=[], inner_sep="", outer_sep="/")
-        == "pipe01/data00/model01"
-    )
+    spelled = topology.get_rank_repr(5, omit_axes=[], inner_sep="", outer_sep="/")
+    assert spelled == "pipe01/data00/model01"
     assert PipeDataParallelTopology(2, 2).get_rank_repr(3) == ""
 
 
@@ -243,12 +218,6 @@ def test_what_does_not_exist() -> None:
         ProcessTopology(["pipe", "pipe"], [1, 2])
 
 
-def test_the_map_is_printable() -> None:
-    topology = PipeDataParallelTopology(2, 2)
-    assert str(topology).splitlines()[3] == "rank 3: pipe 1 of 2, data 1 of 2"
-    assert len(str(topology).splitlines()) == 4
-
-
 @pytest.mark.parametrize(
     ("world", "dims"),
     [(1, [1, 1]), (4, [2, 2]), (6, [2, 3]), (7, [7, 1]), (8, [4, 2]), (12, [6, 2])],
@@ -266,12 +235,10 @@ def test_coordinates_and_ranks_are_inverse(dims: list[int]) -> None:
     for axis, size in zip(axes, dims, strict=True):
         lines = topology.get_axis_comm_lists(axis)
         # Kills: a rank in two lines or in none, which hangs the collectives of both.
+        # Kills: a rank in two lines or in none, which hangs the collectives of both.
         assert sorted(rank for line in lines for rank in line) == ranks
         assert all(len(line) == size for line in lines)
         for line in lines:
-            assert [getattr(topology.get_coord(rank), axis) for rank in line] == list(range(size))
-            others = {
-                tuple(v for k, v in topology.get_coord(rank)._asdict().items() if k != axis)
-                for rank in line
-            }
-            assert len(others) == 1
+            coordinates = [topology.get_coord(rank)._asdict() for rank in line]
+            assert [each.pop(axis) for each in coordinates] == list(range(size))
+            assert len({tuple(each.values()) for each in coordinates}) == 1

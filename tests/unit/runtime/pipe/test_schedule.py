@@ -1,7 +1,9 @@
-"""Pipeline schedules: instructions, time and memory of the papers, when receives are posted."""
+"""Schedules: instructions, time and memory of the papers, receives posted, faults found."""
 
+import re
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -10,11 +12,14 @@ from hypothesis import strategies as st
 from deepspeed.runtime.pipe.messages.posting import ChannelKey, Lane, _channel_of, arrivals
 from deepspeed.runtime.pipe.schedule import (
     SCHEDULE_NAMES,
+    BackwardInputPass,
     BackwardPass,
+    BackwardWeightPass,
     BufferOpInstruction,
     DataParallelSchedule,
     ForwardPass,
     InferenceSchedule,
+    ListedSchedule,
     LoadMicroBatch,
     OptimizerStep,
     PipeInstruction,
@@ -28,65 +33,59 @@ from deepspeed.runtime.pipe.schedule import (
     TrainSchedule,
     make_schedule,
 )
-from deepspeed.runtime.pipe.simulator import CostModel, needs_asynchronous_sends, simulate
+from deepspeed.runtime.pipe.simulator import (
+    CostModel,
+    ScheduleDeadlockError,
+    ScheduleError,
+    needs_asynchronous_sends,
+    simulate,
+)
 
-GRID = [
-    (stages, micro_batches)
-    for stages in (1, 2, 3, 4, 7)
-    for micro_batches in (1, 2, 3, 4, 6, 7, 12, 21)
-]
+GRID = [(stages, count) for stages in (1, 2, 3, 4, 7) for count in (1, 2, 3, 4, 6, 7, 12, 21)]
+on_grid = pytest.mark.parametrize(("stages", "micro_batches"), GRID)
 SHAPES = st.tuples(st.integers(1, 12), st.integers(1, 48))
 COSTS = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(0, 5))
 
 
 def pipeline(name: str, micro_batches: int, stages: int, num_chunks: int = 1) -> list[PipeSchedule]:
     """The schedules of all stages."""
-    return [
-        make_schedule(name, micro_batches, stages, stage, num_chunks) for stage in range(stages)
-    ]
+    own = range(stages)
+    if name == "inference":
+        return [InferenceSchedule(micro_batches, stages, stage, num_chunks) for stage in own]
+    return [make_schedule(name, micro_batches, stages, stage, num_chunks) for stage in own]
 
 
-def names(step: list[PipeInstruction]) -> list[str]:
-    """Names of a step's instructions."""
-    return [each.name for each in step]
+def names(schedule: PipeSchedule) -> list[list[str]]:
+    """Names of each step's instructions."""
+    return [[each.name for each in step] for step in schedule.steps()]
 
 
-class TestInstructions:
-    """Values, as upstream's users see them."""
+def flat(schedule: PipeSchedule) -> list[PipeInstruction]:
+    """The instructions of all steps."""
+    return [each for step in schedule.steps() for each in step]
 
-    def test_arguments_are_attributes(self) -> None:
-        made = PipeInstruction(first=1, second="x")
-        assert (made.first, made.second, made.name, made.kwargs) == (
-            1,
-            "x",
-            "PipeInstruction",
-            {"first": 1, "second": "x"},
-        )
-        assert repr(made) == "PipeInstruction(first=1, second='x')"
 
-    def test_only_a_buffer(self) -> None:
-        # Upstream's call: anyone's own schedule makes its instructions so.
-        made = ForwardPass(3)
-        assert (made.buffer_id, made.micro_batch, made.chunk, made.kwargs) == (
-            3,
-            None,
-            0,
-            {"buffer_id": 3},
-        )
-        assert repr(made) == "ForwardPass(buffer_id=3)"
-
-    def test_equal_by_class_and_arguments(self) -> None:
-        assert ForwardPass(1, micro_batch=2) == ForwardPass(1, micro_batch=2)
-        assert hash(ForwardPass(1, micro_batch=2)) == hash(ForwardPass(1, micro_batch=2))
-        assert ForwardPass(1) != ForwardPass(2)
-        assert ForwardPass(1) != BackwardPass(1)
-        assert OptimizerStep() == OptimizerStep() != ReduceGrads()
+def test_instructions_are_values() -> None:
+    made = PipeInstruction(first=1, second="x")
+    assert (made.first, made.second, made.name) == (1, "x", "PipeInstruction")
+    assert made.kwargs == {"first": 1, "second": "x"}
+    assert repr(made) == "PipeInstruction(first=1, second='x')"
+    # Upstream's call: anyone's own schedule makes its instructions so.
+    alone = ForwardPass(3)
+    assert (alone.buffer_id, alone.micro_batch, alone.chunk) == (3, None, 0)
+    assert alone.kwargs == {"buffer_id": 3} and repr(alone) == "ForwardPass(buffer_id=3)"
+    # Equal by class and arguments.
+    assert ForwardPass(1, micro_batch=2) == ForwardPass(1, micro_batch=2)
+    assert hash(ForwardPass(1, micro_batch=2)) == hash(ForwardPass(1, micro_batch=2))
+    assert ForwardPass(1) != ForwardPass(2)
+    assert ForwardPass(1) != BackwardPass(1)
+    assert OptimizerStep() == OptimizerStep() != ReduceGrads()
 
 
 class TestShape:
     """What upstream's users count on: steps, buffers, who loads, what ends the batch."""
 
-    @pytest.mark.parametrize(("stages", "micro_batches"), GRID)
+    @on_grid
     def test_steps_are_time_slots(self, stages: int, micro_batches: int) -> None:
         for stage in range(stages):
             train = list(TrainSchedule(micro_batches, stages, stage))
@@ -96,34 +95,20 @@ class TestShape:
             for step in train + inference:
                 assert sum(isinstance(each, (ForwardPass, BackwardPass)) for each in step) <= 1
 
-    def test_buffers_of_1f1b(self) -> None:
+    def test_of_small_pipelines(self) -> None:
         assert [TrainSchedule(8, 4, stage).num_pipe_buffers() for stage in range(4)] == [4, 3, 2, 2]
         assert [TrainSchedule(1, 4, stage).num_pipe_buffers() for stage in range(4)] == [2, 2, 2, 2]
-
-    def test_one_stage(self) -> None:
-        steps = [names(step) for step in TrainSchedule(2, 1, 0).steps()]
-        last = ["BackwardPass", "ReduceTiedGrads", "ReduceGrads", "OptimizerStep"]
-        assert steps == [
-            ["LoadMicroBatch", "ForwardPass"],
-            ["BackwardPass"],
-            ["LoadMicroBatch", "ForwardPass"],
-            last,
-        ]
-
-    def test_inference_sends_in_the_next_slot(self) -> None:
-        steps = [names(step) for step in InferenceSchedule(2, 3, 1).steps()]
+        first, last = ["LoadMicroBatch", "ForwardPass"], ["ReduceGrads", "OptimizerStep"]
+        one_stage = [first, ["BackwardPass"], first, ["BackwardPass", "ReduceTiedGrads", *last]]
+        assert names(TrainSchedule(2, 1, 0)) == one_stage
+        # Inference sends in the next slot.
         middle = ["SendActivation", "RecvActivation", "ForwardPass"]
-        assert steps == [[], ["RecvActivation", "ForwardPass"], middle, ["SendActivation"]]
-
-    def test_data_parallel(self) -> None:
-        schedule = DataParallelSchedule(2, 1, 0)
-        passes = ["LoadMicroBatch", "ForwardPass", "BackwardPass"]
-        assert [names(step) for step in schedule.steps()] == [
-            passes,
-            [*passes, "ReduceGrads", "OptimizerStep"],
-        ]
-        assert schedule.num_pipe_buffers() == 1
-        assert simulate([schedule]).peak_activations == (1,)
+        assert names(InferenceSchedule(2, 3, 1)) == [[], middle[1:], middle, middle[:1]]
+        data_parallel = DataParallelSchedule(2, 1, 0)
+        passes = [*first, "BackwardPass"]
+        assert names(data_parallel) == [passes, [*passes, *last]]
+        assert data_parallel.num_pipe_buffers() == 1
+        assert simulate([data_parallel]).peak_activations == (1,)
 
     @pytest.mark.parametrize(
         ("name", "num_chunks"),
@@ -132,50 +117,34 @@ class TestShape:
     @pytest.mark.parametrize("stages", [1, 2, 4])
     def test_loads_and_end(self, name: str, num_chunks: int, stages: int) -> None:
         for schedule in pipeline(name, 5, stages, num_chunks):
-            steps = list(schedule.steps())
-            assert steps[-1][-3:] == [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
-            instructions = [each for step in steps for each in step]
+            *_, end = schedule.steps()
+            assert end[-3:] == [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
+            instructions = flat(schedule)
             assert sum(not isinstance(each, BufferOpInstruction) for each in instructions) == 3
-            loads = {
-                (each.chunk, each.micro_batch)
-                for each in instructions
-                if isinstance(each, LoadMicroBatch)
-            }
+            loads = [each for each in instructions if isinstance(each, LoadMicroBatch)]
             parts = [
                 chunk
                 for chunk in range(num_chunks)
                 if chunk * stages + schedule.stage_id in (0, stages * num_chunks - 1)
             ]
-            assert loads == {(chunk, micro_batch) for chunk in parts for micro_batch in range(5)}
+            wanted = {(chunk, micro_batch) for chunk in parts for micro_batch in range(5)}
+            assert {(each.chunk, each.micro_batch) for each in loads} == wanted
 
     def test_properties(self) -> None:
         first, last = TrainSchedule(5, 3, 0), TrainSchedule(5, 3, 2)
-        assert (
-            first.is_first_stage,
-            first.is_last_stage,
-            last.is_first_stage,
-            last.is_last_stage,
-        ) == (True, False, False, True)
-        assert (
-            first.num_micro_batches,
-            first.num_stages,
-            last.stage,
-            last.prev_stage,
-            first.next_stage,
-        ) == (5, 3, 2, 1, 1)
+        assert first.is_first_stage and not first.is_last_stage
+        assert last.is_last_stage and not last.is_first_stage
+        assert (first.num_micro_batches, first.num_stages, first.next_stage) == (5, 3, 1)
+        assert (last.stage, last.prev_stage) == (2, 1)
 
     def test_an_activation_leaves_before_the_stage_waits_again(self) -> None:
         # Kills a send after the next receive: the next stage would wait for this one's wait.
         for name, chunks in (("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2)):
             for schedule in pipeline(name, 8, 4, chunks)[:-1]:
-                flat = [each for step in schedule.steps() for each in step]
-                for before, after in zip(flat, flat[1:], strict=False):
+                instructions = flat(schedule)
+                for before, after in zip(instructions, instructions[1:], strict=False):
                     if isinstance(before, ForwardPass) and not isinstance(after, SendActivation):
                         pytest.fail(f"{after} comes between {before} and its send")
-
-
-class TestRefusals:
-    """Errors name the argument and what to do."""
 
     @pytest.mark.parametrize(
         ("arguments", "text"),
@@ -188,11 +157,9 @@ class TestRefusals:
             (("1f1b", 4, 2, 2), "stage_id=2.*0 to 1"),
         ],
     )
-    def test_make_schedule(self, arguments: tuple[str, int, int, int], text: str) -> None:
+    def test_refusals(self, arguments: tuple[str, int, int, int], text: str) -> None:
         with pytest.raises(ValueError, match=text):
             make_schedule(*arguments)
-
-    def test_inference_chunks(self) -> None:
         with pytest.raises(ValueError, match="num_chunks=0"):
             InferenceSchedule(2, 2, 0, num_chunks=0)
 
@@ -200,25 +167,20 @@ class TestRefusals:
 class TestFormulas:
     """Time and memory; the costs are whole numbers, so that times are exact in floating point."""
 
-    @pytest.mark.parametrize(("stages", "micro_batches"), GRID)
-    def test_1f1b(self, stages: int, micro_batches: int) -> None:
+    @on_grid
+    def test_1f1b_and_zero_bubble(self, stages: int, micro_batches: int) -> None:
         check_1f1b(stages, micro_batches, (1, 1, 1))
+        check_zero_bubble(stages, micro_batches)
 
-    @pytest.mark.parametrize(("stages", "micro_batches"), GRID)
+    @on_grid
     @pytest.mark.parametrize("num_chunks", [2, 3])
     def test_interleaved(self, stages: int, micro_batches: int, num_chunks: int) -> None:
         check_interleaved(stages, micro_batches, num_chunks, (1, 1, 1))
 
-    @pytest.mark.parametrize(("stages", "micro_batches"), GRID)
-    def test_zero_bubble(self, stages: int, micro_batches: int) -> None:
-        check_zero_bubble(stages, micro_batches)
-
-    @pytest.mark.parametrize(("stages", "micro_batches"), GRID)
+    @on_grid
     @pytest.mark.parametrize("num_chunks", [1, 2, 3])
     def test_inference(self, stages: int, micro_batches: int, num_chunks: int) -> None:
-        schedules = [
-            InferenceSchedule(micro_batches, stages, stage, num_chunks) for stage in range(stages)
-        ]
+        schedules = pipeline("inference", micro_batches, stages, num_chunks)
         result = simulate(schedules, CostModel(forward=num_chunks))
         assert result.peak_activations == (1,) * stages
         if micro_batches % stages == 0:
@@ -240,20 +202,18 @@ class TestFormulas:
     @given(SHAPES, COSTS)
     def test_zero_bubble_any(self, shape: tuple[int, int], costs: tuple[int, int, int]) -> None:
         stages, micro_batches = shape
-        forward, backward_input, backward_weight = costs
-        schedules = pipeline("zero_bubble", micro_batches, stages)
-        makespan = simulate(schedules, CostModel(*costs)).makespan
-        assert (
-            makespan
-            <= simulate(pipeline("1f1b", micro_batches, stages), CostModel(*costs)).makespan
-        )
-        if micro_batches >= 2 * stages and backward_weight <= min(forward, backward_input):
-            assert makespan == micro_batches * sum(costs) + (stages - 1) * (
-                forward + backward_input - backward_weight
-            )
+        forward, backward, weight = costs
 
-    # The largest sizes: that the schedules stay right, and that checking them stays cheap (seconds
-    # each).
+        def makespan_of(name: str) -> float:
+            return simulate(pipeline(name, micro_batches, stages), CostModel(*costs)).makespan
+
+        makespan = makespan_of("zero_bubble")
+        assert makespan <= makespan_of("1f1b")
+        if micro_batches >= 2 * stages and weight <= min(forward, backward):
+            bubble = (stages - 1) * (forward + backward - weight)
+            assert makespan == micro_batches * sum(costs) + bubble
+
+    # The largest sizes: the schedules stay right, and checking them stays cheap (seconds each).
     def test_1f1b_of_64_stages(self) -> None:
         check_1f1b(64, 1024, (1, 1, 1))
 
@@ -265,22 +225,18 @@ class TestFormulas:
 
     def test_latency_is_paid_along_the_way(self) -> None:
         # One micro-batch goes down and up: 2 * (stages - 1) messages.
-        assert (
-            simulate(pipeline("1f1b", 1, 4), CostModel(latency=0.25)).makespan == 4 * 3 + 6 * 0.25
-        )
+        result = simulate(pipeline("1f1b", 1, 4), CostModel(latency=0.25))
+        assert result.makespan == 4 * 3 + 6 * 0.25
 
 
 def check_1f1b(stages: int, micro_batches: int, costs: tuple[int, int, int]) -> None:
     """Makespan (m+p-1)(F+B), bubble (p-1)/(m+p-1), at most p-s micro-batches on stage s."""
-    schedules = pipeline("1f1b", micro_batches, stages)
-    result = simulate(schedules, CostModel(*costs))
-    assert result.makespan == (micro_batches + stages - 1) * sum(costs)
-    assert result.bubble_fraction == pytest.approx(
-        (stages - 1) / (micro_batches + stages - 1), abs=1e-12
-    )
-    assert result.peak_activations == tuple(
-        min(stages - stage, micro_batches) for stage in range(stages)
-    )
+    result = simulate(pipeline("1f1b", micro_batches, stages), CostModel(*costs))
+    slots = micro_batches + stages - 1
+    assert result.makespan == slots * sum(costs)
+    assert result.bubble_fraction == pytest.approx((stages - 1) / slots, abs=1e-12)
+    peaks = tuple(min(stages - stage, micro_batches) for stage in range(stages))
+    assert result.peak_activations == peaks
 
 
 def check_interleaved(
@@ -295,10 +251,10 @@ def check_interleaved(
     result = simulate(schedules, CostModel(*(num_chunks * cost for cost in costs)))
     rounds = -(-micro_batches // stages)
     full = num_chunks * rounds * stages * sum(costs) + (stages - 1) * sum(costs)
-    peaks = tuple(
-        2 * (stages - stage - 1) + (num_chunks - 1) * stages + 1 for stage in range(stages)
+    warmup = [2 * (stages - stage - 1) for stage in range(stages)]
+    bound = tuple(
+        min(more + (num_chunks - 1) * stages + 1, micro_batches * num_chunks) for more in warmup
     )
-    bound = tuple(min(peak, micro_batches * num_chunks) for peak in peaks)
     assert tuple(each.num_pipe_buffers() for each in schedules) == bound
     if micro_batches % stages == 0:
         assert result.makespan == full
@@ -309,19 +265,16 @@ def check_interleaved(
 
 
 def check_zero_bubble(stages: int, micro_batches: int) -> None:
-    """Bubble (p-1)(F+I-W) = p-1 with unit costs, at most p micro-batches on every stage.
+    """Bubble (p-1)(F+I-W) = p-1 with unit costs, at most p micro-batches on every stage: as 1F1B
+    has on its first, so that the schedule is paid with no memory.
 
     With fewer micro-batches than stages nothing hides the way of the last one: down and up again,
     and its weights.
     """
-    schedules = pipeline("zero_bubble", micro_batches, stages)
-    result = simulate(schedules, CostModel(1, 1, 1))
-    assert result.makespan == max(
-        3 * micro_batches + stages - 1, 2 * micro_batches + 2 * stages - 1
-    )
+    result = simulate(pipeline("zero_bubble", micro_batches, stages), CostModel(1, 1, 1))
+    hidden, bare = 3 * micro_batches + stages - 1, 2 * micro_batches + 2 * stages - 1
+    assert result.makespan == max(hidden, bare)
     assert result.peak_activations == (min(stages, micro_batches),) * stages
-    # Not more than 1F1B holds on its first stage: the schedule is paid with no memory.
-    assert max(result.peak_activations) == min(stages, micro_batches)
 
 
 class TestSends:
@@ -329,19 +282,18 @@ class TestSends:
 
     @pytest.mark.parametrize("name", SCHEDULE_NAMES)
     def test_training_needs_asynchronous_sends(self, name: str) -> None:
-        # Two neighbours that both send first wait for one another: the engine's channels must not
-        # block.
+        # Two neighbours that both send first wait for one another: channels must not block.
         assert needs_asynchronous_sends(pipeline(name, 8, 4, 2 if name == "interleaved" else 1))
 
     def test_one_way_does_not(self) -> None:
-        assert not needs_asynchronous_sends([InferenceSchedule(8, 4, stage) for stage in range(4)])
+        assert not needs_asynchronous_sends(pipeline("inference", 8, 4))
         assert not needs_asynchronous_sends(pipeline("1f1b", 8, 1))
 
     def test_a_stage_may_send_to_itself(self) -> None:
         # One stage with two chunks hands over to itself, which must not count as blocking.
-        assert not needs_asynchronous_sends(pipeline("interleaved", 4, 1, 2))
-        flat = [each for step in make_schedule("interleaved", 4, 1, 0, 2).steps() for each in step]
-        assert sum(isinstance(each, RecvActivation) for each in flat) == 4
+        (schedule,) = pipeline("interleaved", 4, 1, 2)
+        assert not needs_asynchronous_sends([schedule])
+        assert sum(isinstance(each, RecvActivation) for each in flat(schedule)) == 4
 
 
 POSTED = [
@@ -350,21 +302,16 @@ POSTED = [
     for micro_batches, stages in ((1, 2), (4, 2), (6, 3), (8, 4))
     if name != "interleaved" or micro_batches % stages == 0
 ]
-
-
-def schedules_of(name: str, micro_batches: int, stages: int, chunks: int) -> list[PipeSchedule]:
-    if name == "inference":
-        return [InferenceSchedule(micro_batches, stages, stage, chunks) for stage in range(stages)]
-    return [make_schedule(name, micro_batches, stages, stage, chunks) for stage in range(stages)]
+posted = pytest.mark.parametrize("shape", POSTED, ids=lambda shape: "-".join(map(str, shape)))
 
 
 def completes(
     schedules: Sequence[PipeSchedule], waiter: int, after: int, channel: ChannelKey, number: int
 ) -> bool:
     """Whether all stages end if one stops after some instructions, before a channel's message."""
-    programs = [[item for step in schedule.steps() for item in step] for schedule in schedules]
-    at, sent = [0] * len(programs), Counter[ChannelKey]()
-    received, moved = Counter[ChannelKey](), True
+    programs = [flat(schedule) for schedule in schedules]
+    at, moved = [0] * len(programs), True
+    sent, received = Counter[ChannelKey](), Counter[ChannelKey]()
     while moved:
         moved = False
         for stage, program in enumerate(programs):
@@ -384,12 +331,12 @@ def completes(
     return all(place == len(program) for place, program in zip(at, programs, strict=True))
 
 
-@pytest.mark.parametrize("name, micro_batches, stages, chunks", POSTED)
-def test_as_early_as_can_be(name: str, micro_batches: int, stages: int, chunks: int) -> None:
+@posted
+def test_as_early_as_can_be(shape: tuple[str, int, int, int]) -> None:
     # Kills: a receive that is posted while its sender depends on what this host has to issue, and
     # one that is posted later than it could.
-    schedules = schedules_of(name, micro_batches, stages, chunks)
-    for receiver in range(stages):
+    schedules = pipeline(*shape)
+    for receiver in range(len(schedules)):
         numbers: Counter[ChannelKey] = Counter()
         for coming in arrivals(schedules, receiver).values():
             for channel, needs in coming:
@@ -399,38 +346,301 @@ def test_as_early_as_can_be(name: str, micro_batches: int, stages: int, chunks: 
                 assert not needs or not completes(schedules, receiver, needs - 1, channel, number)
 
 
-@pytest.mark.parametrize("name, micro_batches, stages, chunks", POSTED)
-def test_lanes_have_every_message_in_the_senders_order(
-    name: str, micro_batches: int, stages: int, chunks: int
-) -> None:
-    # Kills: an order in which one communicator would mix up two chunks' messages.
-    schedules = schedules_of(name, micro_batches, stages, chunks)
-    for receiver in range(stages):
+@posted
+def test_lanes_have_every_message_in_the_senders_order(shape: tuple[str, int, int, int]) -> None:
+    # Kills: an order in which one communicator would mix up two chunks' messages; one that could
+    # be posted, behind one that can not.
+    schedules = pipeline(*shape)
+    for receiver in range(len(schedules)):
         lanes = {key: deque(coming) for key, coming in arrivals(schedules, receiver).items()}
+        for coming in lanes.values():
+            needs = [arrival.needs for arrival in coming]
+            assert needs == sorted(needs)
         for sender, schedule in enumerate(schedules):
-            for step in schedule.steps():
-                for item in step:
-                    if not isinstance(item, (SendActivation, SendGrad)):
-                        continue
-                    channel = _channel_of(item, sender, stages)
-                    assert channel is not None
-                    if (channel.border - channel.backwards) % stages == receiver:
-                        found = lanes[Lane(sender, channel.backwards)].popleft()
-                        assert found.channel == channel
+            for item in flat(schedule):
+                if not isinstance(item, (SendActivation, SendGrad)):
+                    continue
+                channel = _channel_of(item, sender, len(schedules))
+                assert channel is not None
+                if (channel.border - channel.backwards) % len(schedules) == receiver:
+                    found = lanes[Lane(sender, channel.backwards)].popleft()
+                    assert found.channel == channel
         assert not any(lanes.values())
 
 
-def test_needs_are_monotonic_in_a_lane() -> None:
-    # Kills: a message that could be posted, behind one that can not.
-    for shape in POSTED:
-        schedules = schedules_of(*shape)
-        for receiver in range(len(schedules)):
-            for coming in arrivals(schedules, receiver).values():
-                needs = [arrival.needs for arrival in coming]
-                assert needs == sorted(needs)
-
-
 def test_schedules_that_wait_for_each_other() -> None:
-    whole = schedules_of("1f1b", 2, 2, 1)
     with pytest.raises(ValueError, match=r"stages \[1\] wait"):
-        arrivals([schedules_of("1f1b", 1, 2, 1)[0], whole[1]], 0)
+        arrivals([pipeline("1f1b", 1, 2)[0], pipeline("1f1b", 2, 2)[1]], 0)
+
+
+# -- broken schedules ------------------------------------------------------------------------------
+
+Steps = list[list[PipeInstruction]]
+Change = Callable[[Steps], Steps]
+PIPELINES = [
+    ("1f1b", 1),
+    ("zero_bubble", 1),
+    ("interleaved", 2),
+    ("inference", 1),
+    ("inference", 2),
+]
+STAGES, MICRO_BATCHES = 3, 4
+LAST = MICRO_BATCHES - 1
+
+
+def right(name: str, num_chunks: int = 1) -> list[PipeSchedule]:
+    """A right pipeline."""
+    return pipeline(name, MICRO_BATCHES, STAGES, num_chunks)
+
+
+def mutated(schedules: list[PipeSchedule], stage: int, change: Change) -> list[PipeSchedule]:
+    """The pipeline with one stage's steps changed."""
+    old = schedules[stage]
+    steps, buffers = change([list(step) for step in old.steps()]), old.num_pipe_buffers()
+    new = ListedSchedule(old.micro_batches, old.stages, stage, steps, buffers, old.num_chunks)
+    return [*schedules[:stage], new, *schedules[stage + 1 :]]
+
+
+def each_becomes(change: Callable[[PipeInstruction], tuple[PipeInstruction, ...]]) -> Change:
+    """Put other instructions in the place of each."""
+    return lambda steps: [[made for each in step for made in change(each)] for step in steps]
+
+
+def without(*kinds: type[PipeInstruction], micro_batch: int | None = None) -> Change:
+    """Drop instructions of a kind, of one micro-batch or all."""
+
+    def kept(each: PipeInstruction) -> tuple[PipeInstruction, ...]:
+        is_meant = micro_batch is None or getattr(each, "micro_batch", None) == micro_batch
+        return () if isinstance(each, kinds) and is_meant else (each,)
+
+    return each_becomes(kept)
+
+
+def replaced(old: PipeInstruction, *new: PipeInstruction) -> Change:
+    """Put instructions in the place of one."""
+    return each_becomes(lambda each: new if each == old else (each,))
+
+
+def of_first(kind: type[BufferOpInstruction], number: int = 0) -> BufferOpInstruction:
+    """An instruction of a micro-batch in the buffer of its number."""
+    return kind(number, micro_batch=number, chunk=0)
+
+
+def exchanged(*instructions: PipeInstruction) -> Change:
+    """Put two instructions in each other's places."""
+    swap = dict(zip(instructions, instructions[::-1], strict=True))
+    return each_becomes(lambda each: (swap.get(each, each),))
+
+
+def other_passes(steps: Steps) -> Steps:
+    kinds: dict[type[PipeInstruction], type[BufferOpInstruction]] = {
+        BackwardInputPass: BackwardWeightPass,
+        BackwardWeightPass: BackwardInputPass,
+    }
+    return [[kinds.get(type(each), type(each))(**each.kwargs) for each in step] for step in steps]
+
+
+def second_into_buffer_0(steps: Steps) -> Steps:
+    for each in (each for step in steps for each in step):
+        if getattr(each, "micro_batch", None) == 1:
+            moved = type(each)(**{**each.kwargs, "buffer_id": 0})
+            steps = replaced(each, moved)(steps)
+    return steps
+
+
+def reduced_late(steps: Steps) -> Steps:
+    return replaced(STEP, STEP, ReduceGrads())(without(ReduceGrads)(steps))
+
+
+def fault(schedules: list[PipeSchedule]) -> ScheduleError:
+    """What the simulator finds."""
+    with pytest.raises(ScheduleError) as caught:
+        simulate(schedules, record=True)
+    return caught.value
+
+
+class Broken(NamedTuple):
+    """What is done to a stage of a pipeline; which place is named first, and what is said."""
+
+    pipeline: str
+    stage: int
+    change: Change
+    said: str = ""
+    named: int | None = None
+    instruction: PipeInstruction | type[PipeInstruction] | None = None
+
+
+TIED, STEP = ReduceTiedGrads(), OptimizerStep()
+SENDS = [of_first(SendActivation, number) for number in (0, 1)]
+BACKWARD, EXTRA = of_first(BackwardInputPass), of_first(SendGrad)
+EARLY = LoadMicroBatch(0, micro_batch=1, chunk=0)
+UNWRITTEN = r"read before RecvGrad has written it\n.*stage 0, .*BackwardInputPass\(.*micro_batch=1"
+LACKS = "micro-batch 3 of chunk 0, which lacks BackwardPass or BackwardWeightPass"
+MUTATIONS = {
+    "dropped receive": Broken(
+        "1f1b", 1, without(RecvActivation, micro_batch=2), "stage 1.*micro_batch=2", 1, ForwardPass
+    ),
+    "dropped receive of a gradient": Broken(
+        "zero_bubble", 0, without(RecvGrad, micro_batch=1), UNWRITTEN
+    ),
+    # Already the sender reads a buffer in which there is nothing yet.
+    "reordered sends": Broken("1f1b", 0, exchanged(*SENDS), "", 0, SENDS[1]),
+    "a buffer reused early": Broken(
+        "1f1b", 0, second_into_buffer_0, "0 is still in use: it holds micro-batch 0", 0, EARLY
+    ),
+    "missing last micro-batch on one stage": Broken(
+        "1f1b", 2, without(BufferOpInstruction, micro_batch=LAST), "micro-batch 3", 2
+    ),
+    "missing weight pass": Broken(
+        "zero_bubble", 1, without(BackwardWeightPass, micro_batch=3), LACKS
+    ),
+    "weights before the input": Broken(
+        "zero_bubble", 0, other_passes, instruction=BackwardWeightPass
+    ),
+    "one stage forgets the tied gradients": Broken(
+        "1f1b", 1, without(ReduceTiedGrads), "ReduceTiedGrads", 1
+    ),
+    "a stage without a step": Broken(
+        "1f1b", 2, without(OptimizerStep), "without ReduceGrads and OptimizerStep"
+    ),
+    "reduced twice": Broken("1f1b", 2, replaced(TIED, TIED, TIED), "each of them runs once"),
+    "reduced after the step": Broken("1f1b", 0, reduced_late, instruction=ReduceGrads),
+    "nothing to send to": Broken(
+        "zero_bubble",
+        0,
+        replaced(BACKWARD, BACKWARD, EXTRA),
+        "nothing of the kind happens on this part",
+        instruction=EXTRA,
+    ),
+    "no micro-batch": Broken(
+        "1f1b", 0, replaced(of_first(LoadMicroBatch), LoadMicroBatch(0)), "no micro-batch None"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MUTATIONS.values(), ids=MUTATIONS.keys())
+def test_a_mutation_is_found_where_it_is(case: Broken) -> None:
+    error = fault(mutated(right(case.pipeline), case.stage, case.change))
+    place, wanted = error.places[0], case.instruction
+    assert case.named in (None, place.stage)
+    assert wanted in (None, type(place.instruction), place.instruction)
+    assert re.search(case.said, str(error))
+
+
+class TestMutations:
+    """Each names the places."""
+
+    def test_dropped_send_of_the_last_micro_batch(self) -> None:
+        # Those who wait for it are named, and so is the stage that waits for them in turn.
+        error = fault(mutated(right("1f1b"), 0, without(SendActivation, micro_batch=LAST)))
+        assert isinstance(error, ScheduleDeadlockError)
+        assert {place.stage for place in error.places} == {0, 1, 2}
+        told = r"stage 1, step \d+, RecvActivation\(buffer_id=1, micro_batch=3"
+        assert re.search(told, str(error))
+        # Without gradients the sender never waits: it is named by its end.
+        error = fault(mutated(right("inference"), 0, without(SendActivation, micro_batch=LAST)))
+        assert isinstance(error, ScheduleDeadlockError)
+        assert [place.stage for place in error.places] == [1, 2, 0]
+        assert "stage 0, step 5, end of the schedule" in str(error)
+
+    def test_reordered_sends_whose_buffers_are_full(self) -> None:
+        # Inference has no gradients that would hold the order up: only the receiver can tell.
+        def delay(steps: Steps) -> Steps:
+            instructions = [each for step in steps for each in step]
+            held = instructions.pop(instructions.index(SENDS[0]))
+            instructions.insert(instructions.index(SENDS[1]) + 1, held)
+            return [[each] for each in instructions]
+
+        error = fault(mutated(right("inference"), 0, delay))
+        places = [(place.stage, place.instruction) for place in error.places]
+        assert places == [(1, of_first(RecvActivation)), (0, SENDS[1])]
+        assert "gets the message of micro-batch 1 instead" in str(error)
+
+    def test_a_buffer_that_does_not_exist(self) -> None:
+        old = right("1f1b")
+        few = ListedSchedule(MICRO_BATCHES, STAGES, 0, old[0].steps(), num_buffers=2)
+        error = fault([few, *old[1:]])
+        assert error.places[0].instruction == of_first(LoadMicroBatch, 2)
+        assert "num_pipe_buffers() = 2" in str(error)
+
+    def test_missing_last_micro_batch(self) -> None:
+        schedules = right("1f1b")
+        for stage in range(STAGES):
+            schedules = mutated(schedules, stage, without(BufferOpInstruction, micro_batch=LAST))
+        error = fault(schedules)
+        assert "micro-batch 3 of chunk 0 never ran" in str(error)
+        assert isinstance(error.places[0].instruction, ReduceTiedGrads)
+
+    def test_step_before_the_last_backward(self) -> None:
+        error = fault(mutated(right("1f1b"), 0, lambda steps: [steps[0], [STEP], *steps[1:]]))
+        assert error.places == ((0, 1, STEP),)
+
+    def test_gradients_awaited_before_activations_are_sent(self) -> None:
+        # A deadlock by itself: everything is there, in an order that waits in a circle.
+        send, receive = of_first(SendActivation), of_first(RecvGrad)
+        steps = mutated(right("1f1b"), 0, without(RecvGrad, micro_batch=0))
+        error = fault(mutated(steps, 0, replaced(send, receive, send)))
+        assert isinstance(error, ScheduleDeadlockError)
+        activation = of_first(RecvActivation)
+        places = [(place.stage, place.instruction) for place in error.places]
+        assert places == [(0, receive), (1, activation), (2, activation)]
+        # What was computed until then is there for the picture.
+        assert [len(row) for row in error.spans] == [1, 0, 0]
+
+    def test_of_a_whole_pipeline(self) -> None:
+        steps = list(InferenceSchedule(2, 1, 0).steps())
+        error = fault([ListedSchedule(2, 1, 0, steps + steps, 2)])
+        assert "micro-batch 0 of chunk 0 has been here before" in str(error)
+        with pytest.raises(ValueError, match=r"stage_id.*\(0, 4, 3, 1\), \(0, 4, 3, 1\)"):
+            simulate([right("1f1b")[0]] * 3)
+        with pytest.raises(ValueError, match="at least one stage"):
+            simulate([])
+
+
+def _places(schedules: list[PipeSchedule]) -> list[tuple[int, int, int]]:
+    """Where every instruction stands."""
+    return [
+        (stage, index, position)
+        for stage, schedule in enumerate(schedules)
+        for index, step in enumerate(schedule.steps())
+        for position in range(len(step))
+    ]
+
+
+class TestEveryInstruction:
+    """No instruction can be lost, doubled or aimed elsewhere without the simulator's notice."""
+
+    @pytest.mark.parametrize(("name", "num_chunks"), PIPELINES)
+    def test_lost_or_doubled(self, name: str, num_chunks: int) -> None:
+        schedules = right(name, num_chunks)
+        simulate(schedules)
+        for stage, index, position in _places(schedules):
+            instruction = list(schedules[stage].steps())[index][position]
+            for times in (0, 2):
+
+                def change(
+                    steps: Steps, index: int = index, position: int = position, times: int = times
+                ) -> Steps:
+                    steps[index][position : position + 1] = [steps[index][position]] * times
+                    return steps
+
+                error = fault(mutated(schedules, stage, change))
+                if times == 0 and isinstance(instruction, ReduceTiedGrads):
+                    # Without tied modules it is not needed; on one stage alone it is, and found by
+                    # comparing the stages.
+                    assert "one would wait" in str(error)
+                else:
+                    assert stage in {place.stage for place in error.places}
+
+    @settings(max_examples=80, deadline=None)
+    @given(st.data())
+    def test_aimed_elsewhere(self, data: st.DataObject) -> None:
+        schedules = right(*data.draw(st.sampled_from(PIPELINES)))
+        stage, index, position = data.draw(st.sampled_from(_places(schedules)))
+        instruction = list(schedules[stage].steps())[index][position]
+        if not isinstance(instruction, BufferOpInstruction):
+            return
+        key = data.draw(st.sampled_from(["buffer_id", "micro_batch", "chunk"]))
+        value = data.draw(st.integers(0, 5).filter(lambda drawn: drawn != instruction.kwargs[key]))
+        new = type(instruction)(**{**instruction.kwargs, key: value})
+        fault(mutated(schedules, stage, replaced(instruction, new)))

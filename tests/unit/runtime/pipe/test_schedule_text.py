@@ -1,8 +1,10 @@
 """Printed schedules: they read back, the grid shows who computes when, docs have the printer's."""
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -40,15 +42,9 @@ stage 1  | .  F0 I0 F1 I1 W0 F2 I2 W1 W2
 """
 
 
-def drawn_schedule(
-    name: str, micro_batches: int, stages: int, stage: int, num_chunks: int
-) -> PipeSchedule:
-    """Any schedule of the package."""
-    if name == "inference":
-        return InferenceSchedule(micro_batches, stages, stage, num_chunks)
-    return make_schedule(
-        name, micro_batches, stages, stage, num_chunks if name == "interleaved" else 1
-    )
+def stages_of(name: str, micro_batches: int = 3, stages: int = 2) -> list[PipeSchedule]:
+    """The schedules of all stages."""
+    return [make_schedule(name, micro_batches, stages, stage) for stage in range(stages)]
 
 
 class TestLists:
@@ -59,34 +55,24 @@ class TestLists:
     def test_reads_back(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(["1f1b", "zero_bubble", "interleaved", "inference"]))
         stages = data.draw(st.integers(1, 5))
-        stage = data.draw(st.integers(0, stages - 1))
-        schedule = drawn_schedule(
-            name, data.draw(st.integers(1, 9)), stages, stage, data.draw(st.integers(2, 3))
-        )
+        stage, count = data.draw(st.integers(0, stages - 1)), data.draw(st.integers(1, 9))
+        chunks = data.draw(st.integers(2, 3)) if name[:2] == "in" else 1
+        make = InferenceSchedule if name == "inference" else functools.partial(make_schedule, name)
+        schedule = make(count, stages, stage, chunks)
         read = parse_schedule(format_schedule(schedule))
         assert list(read.steps()) == list(schedule.steps())
-        assert (read.micro_batches, read.stages, read.stage_id) == (
-            schedule.micro_batches,
-            schedule.stages,
-            schedule.stage_id,
-        )
-        assert (read.num_chunks, read.num_pipe_buffers()) == (
-            schedule.num_chunks,
-            schedule.num_pipe_buffers(),
-        )
+        for of in ("micro_batches", "stages", "stage_id", "num_chunks"):
+            assert getattr(read, of) == getattr(schedule, of)
+        assert read.num_pipe_buffers() == schedule.num_pipe_buffers()
         assert format_schedule(read) == format_schedule(schedule)
 
     def test_any_arguments(self) -> None:
         odd = ForwardPass(0, micro_batch=None, chunk=0, note="a; b), [c", scale=-0.5, shape=(2, 3))
-        schedule = ListedSchedule(1, 1, 0, [[odd], [], [OptimizerStep()]], num_buffers=1)
-        assert list(parse_schedule(format_schedule(schedule)).steps()) == [
-            [odd],
-            [],
-            [OptimizerStep()],
-        ]
-
-    def test_a_pipeline_reads_back_and_simulates(self) -> None:
-        schedules = [make_schedule("zero_bubble", 5, 3, stage) for stage in range(3)]
+        steps = [[odd], [], [OptimizerStep()]]
+        schedule = ListedSchedule(1, 1, 0, steps, num_buffers=1)
+        assert list(parse_schedule(format_schedule(schedule)).steps()) == steps
+        # A pipeline reads back and simulates.
+        schedules = stages_of("zero_bubble", 5, 3)
         read = parse_schedules("\n".join(map(format_schedule, schedules)))
         assert simulate(read) == simulate(schedules)
 
@@ -106,8 +92,6 @@ class TestLists:
         header = format_schedule(ListedSchedule(1, 1, 0, [], num_buffers=1))
         with pytest.raises(ValueError, match=text):
             parse_schedule(header + line + "\n")
-
-    def test_refuses_without_a_header(self) -> None:
         with pytest.raises(ValueError, match="starts with 'schedule micro_batches="):
             parse_schedule("step 0: []\n")
 
@@ -119,36 +103,17 @@ class TestGrid:
         ("name", "grid"), [("1f1b", GRID_1F1B), ("zero_bubble", GRID_ZERO_BUBBLE)]
     )
     def test_grid(self, name: str, grid: str) -> None:
-        result = simulate([make_schedule(name, 3, 2, stage) for stage in range(2)], record=True)
-        assert render_grid(result.spans) == grid
+        assert render_grid(simulate(stages_of(name), record=True).spans) == grid
 
     def test_chunks_are_told_apart(self) -> None:
         result = simulate([make_schedule("interleaved", 2, 1, 0, 2)], record=True)
         assert render_grid(result.spans).startswith("stage 0  | F0-- F0.1 B0.1----- F1-- B0-------")
 
     def test_uneven_times_do_not_overlap(self) -> None:
-        result = simulate(
-            [make_schedule("1f1b", 3, 2, stage) for stage in range(2)],
-            CostModel(1, 1.3, 0.9, 0.1),
-            record=True,
-        )
-        first, second = render_grid(result.spans).splitlines()
-        assert [label.rstrip("-") for label in first.split()[3:] if label != "."] == [
-            "F0",
-            "F1",
-            "B0",
-            "F2",
-            "B1",
-            "B2",
-        ]
-        assert [label.rstrip("-") for label in second.split()[3:] if label != "."] == [
-            "F0",
-            "B0",
-            "F1",
-            "B1",
-            "F2",
-            "B2",
-        ]
+        result = simulate(stages_of("1f1b"), CostModel(1, 1.3, 0.9, 0.1), record=True)
+        rows = [row.split()[3:] for row in render_grid(result.spans).splitlines()]
+        labels = [" ".join(label.rstrip("-") for label in row if label != ".") for row in rows]
+        assert labels == ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]
 
 
 class TestCommand:
@@ -165,21 +130,8 @@ class TestCommand:
         assert output.startswith("stage 0  | F0 F1 F2 F3 .")
 
     def test_inference_and_chunks(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert (
-            main(
-                [
-                    "--schedule",
-                    "inference",
-                    "--stages",
-                    "2",
-                    "--micro-batches",
-                    "4",
-                    "--chunks",
-                    "2",
-                ]
-            )
-            == 0
-        )
+        arguments = "--schedule inference --stages 2 --micro-batches 4 --chunks 2"
+        assert main(arguments.split()) == 0
         assert "makespan:                   4.5" in capsys.readouterr().out
 
     def test_marks_what_fails(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,23 +161,15 @@ class TestCommand:
             (["--read", "there is no such file"], "no such file"),
         ],
     )
-    def test_misused(
-        self, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_misused(self, arguments: list[str], text: str, capsys: Any) -> None:
         assert main(arguments) == 2
         assert text in capsys.readouterr().err
 
     def test_runs_as_a_module(self) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "deepspeed.runtime.pipe.schedule_text",
-            "--stages",
-            "2",
-            "--micro-batches",
-            "3",
-        ]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        command = "-m deepspeed.runtime.pipe.schedule_text --stages 2 --micro-batches 3"
+        ran = subprocess.run(
+            [sys.executable, *command.split()], capture_output=True, text=True, check=True
+        )
         assert ran.stdout.startswith(GRID_1F1B)
 
 
@@ -233,27 +177,20 @@ class TestPicture:
     """SVG."""
 
     def test_a_rectangle_per_pass(self) -> None:
-        result = simulate([make_schedule("1f1b", 3, 2, stage) for stage in range(2)], record=True)
+        result = simulate(stages_of("1f1b"), record=True)
         root = ElementTree.fromstring(render_svg(result, "a < b & c"))
         space = {"svg": "http://www.w3.org/2000/svg"}
         assert root.findtext("svg:title", namespaces=space) == "a < b & c"
-        rows = root.findall("svg:g", space)
-        passes = [
-            group.findall("svg:rect", space) for group in rows if group.findall("svg:rect", space)
-        ]
+        groups = [group.findall("svg:rect", space) for group in root.findall("svg:g", space)]
+        passes = [row for row in groups if row]
         assert [len(row) for row in passes] == [6, 6]
         # B is twice as wide as F.
         widths = [float(rect.get("width", 0)) for rect in passes[0]]
         kinds = [type(span.instruction) for span in result.spans[0]]
-        assert {kind: width for kind, width in zip(kinds, widths, strict=True)} == {
-            ForwardPass: 26.0,
-            BackwardPass: 52.0,
-        }
+        assert dict(zip(kinds, widths, strict=True)) == {ForwardPass: 26.0, BackwardPass: 52.0}
 
     @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zero_bubble"])
-    def test_the_documentation_shows_what_the_printer_draws(
-        self, name: str, tmp_path: Path
-    ) -> None:
+    def test_the_documentation_shows_what_the_printer_draws(self, name: str, tmp_path: Any) -> None:
         file = tmp_path / "schedule.svg"
         assert main(["--schedule", name, "--svg", str(file)]) == 0
         assert file.read_text() == (PICTURES / f"schedule-{name.replace('_', '-')}.svg").read_text()
