@@ -20,7 +20,6 @@ from deepspeed._lazy import lazy_attributes
 from deepspeed.comm.initialization import ensure_distributed
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.activation_checkpointing.checkpointing import configure_for_engine
-from deepspeed.runtime.checkpointing.engine_checkpoint import EngineCheckpoint
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.data_pipeline.curriculum_scheduler import make_scheduler
 from deepspeed.runtime.engine_parts import verification
@@ -218,8 +217,7 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         )
 
     def _make_parts(self) -> None:
-        self._checkpoint = EngineCheckpoint(self)
-        self._checkpoints = EngineCheckpoints(self, self._checkpoint)
+        self._checkpoints = EngineCheckpoints(self)
         self._data = EngineData(self)
         self._reports = EngineReports(self)
         self._device_memory = EngineDeviceMemory(self)
@@ -362,7 +360,7 @@ class DeepSpeedEngine(EngineFace, nn.Module):
             window.foreign = window.foreign or foreign
         elif window.foreign is not None:
             window.foreign.is_joined |= window.foreign.has_stepped()
-        self._checkpoint.on_backward()
+        self._checkpoints.on_backward()
 
     def _abort_backward(self) -> None:
         if self._sequence is not None:
@@ -440,7 +438,7 @@ class DeepSpeedEngine(EngineFace, nn.Module):
             self.timers.stop_step(self.global_steps)
         self.tracker.advance()
         if is_boundary:
-            self._checkpoint.on_step()  # last: when it raises, the step has been taken
+            self._checkpoints.on_step()  # last: when it raises, the step has been taken
 
     def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
         sequence = self._require_optimizer("step")
@@ -508,7 +506,7 @@ class DeepSpeedEngine(EngineFace, nn.Module):
 
     def destroy(self) -> None:
         """Remove hooks, release buffers; the model stays usable."""
-        self._checkpoint.close()
+        self._checkpoints.close()
         self.timers.close()
         self.monitor.close()
         verification.detach_ledger(self)

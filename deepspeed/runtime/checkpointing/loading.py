@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -82,74 +83,75 @@ class LoadedFiles(NamedTuple):
     window: dict[str, Any] | None = None
 
 
-class Loader:
-    """Loads one engine."""
-
-    def __init__(self, state: TrainingState) -> None:
-        self._state = state
-
-    def load(
-        self,
-        engine: CheckpointEngine,
-        load_dir: str,
-        tag: str | None,
-        options: LoadOptions,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        state = self._state
-        # Other engines of this process may be writing what is read here.
-        finish_saves(state.device)
-        load_dir = os.path.abspath(load_dir)
-        checkpoint = state._config.tree.checkpoint
-        folders = FolderChoice(
-            storage_node(checkpoint.use_node_local_storage),
-            checkpoint.verify,
-            checkpoint.load_universal,
-            state.device,
+def load(
+    state: TrainingState,
+    engine: CheckpointEngine,
+    load_dir: str,
+    tag: str | None,
+    options: LoadOptions,
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Load into one engine; see `DeepSpeedEngine.load_checkpoint`. All ranks call it."""
+    # Other engines of this process may be writing what is read here.
+    finish_saves(state.device)
+    load_dir = os.path.abspath(load_dir)
+    checkpoint = state._config.tree.checkpoint
+    folders = FolderChoice(
+        storage_node(checkpoint.use_node_local_storage),
+        checkpoint.verify,
+        checkpoint.load_universal,
+        state.device,
+    )
+    named = str(tag) if tag is not None else folders.latest_tag(load_dir)
+    if named is None:
+        return None, None
+    folder = os.path.join(load_dir, named)
+    folders.recover(folder)
+    if options.custom_load_fn is not None and ModelFiles(state.module).is_layered:
+        raise ValueError(
+            "custom_load_fn: a PipelineModule's weights are in a file per layer; load them "
+            "with its load_state_dir()"
         )
-        named = str(tag) if tag is not None else folders.latest_tag(load_dir)
-        if named is None:
-            return None, None
-        folder = os.path.join(load_dir, named)
-        folders.recover(folder)
-        if options.custom_load_fn is not None and ModelFiles(state.module).is_layered:
-            raise ValueError(
-                "custom_load_fn: a PipelineModule's weights are in a file per layer; load them "
-                "with its load_state_dir()"
-            )
-        folders.verify_newest(folder) if tag is None else folders.verify(folder)
-        with _reading_by(engine):
-            loaded: LoadedFiles = together(
-                lambda: self._read(folder, options), state.device, f"loading {folder}"
-            )
-        if isinstance(loaded.weights, ShardWeights):
-            assert state.parameter_offload is not None, "weights of stage 3 for a model without"
-            load_shard_weights(
-                state.parameter_offload, state._sequence, loaded.weights, self._loads_masters
-            )
-        else:
-            ModelFiles(state.module).load(
-                loaded.weights, options.load_module_strict, options.custom_load_fn
-            )
-            refresh_masters(state)
-        if not options.load_module_only:
-            self._restore_training(self._with_masters_of_all(loaded, options), options)
-        state.loaded_checkpoint_tag = named
-        client_keys = set(loaded.model) - (keys.MODEL_STATE_KEYS - {keys.DS_VERSION})
-        return folder, {key: loaded.model[key] for key in loaded.model if key in client_keys}
+    folders.verify_newest(folder) if tag is None else folders.verify(folder)
+    own = _Load(state, folder, options)
+    with _reading_by(engine):
+        loaded: LoadedFiles = together(own.read, state.device, f"loading {folder}")
+    if isinstance(loaded.weights, ShardWeights):
+        assert state.parameter_offload is not None, "weights of stage 3 for a model without"
+        load_shard_weights(
+            state.parameter_offload, state._sequence, loaded.weights, own.loads_masters
+        )
+    else:
+        ModelFiles(state.module).load(
+            loaded.weights, options.load_module_strict, options.custom_load_fn
+        )
+        refresh_masters(state)
+    if not options.load_module_only:
+        own.restore_training(own.with_masters_of_all(loaded))
+    state.loaded_checkpoint_tag = named
+    client_keys = set(loaded.model) - (keys.MODEL_STATE_KEYS - {keys.DS_VERSION})
+    return folder, {key: loaded.model[key] for key in loaded.model if key in client_keys}
 
-    def _read_sharded(
-        self, offload: DeepSpeedZeRoOffload, folder: str, options: LoadOptions
-    ) -> LoadedFiles:
+
+@dataclass(frozen=True)
+class _Load:
+    """What this rank reads of one folder, and what it restores of that."""
+
+    state: TrainingState
+    folder: str
+    options: LoadOptions
+
+    def _read_sharded(self, offload: DeepSpeedZeRoOffload) -> LoadedFiles:
+        state, folder, options = self.state, self.folder, self.options
         if options.custom_load_fn is not None:
             raise CheckpointError(
                 "custom_load_fn is not supported at ZeRO stage 3, where no rank has whole weights: "
                 "load into the model before deepspeed.initialize, or change parameters inside "
                 "deepspeed.zero.GatheredParameters"
             )
-        state, files = self._state, ModelFiles(self._state.module)
+        files = ModelFiles(state.module)
         tensor = state.parallel_map.tensor
         model = read_own_model_file(folder, offload.instances.inside, tensor.rank)
-        self._check_manifest_is_there(folder, model)
+        self._check_manifest_is_there(model)
         slices = slices_of_this_rank(
             state.module,
             tensor,
@@ -159,15 +161,13 @@ class Loader:
         )
         optimizer = None
         if state._sequence is not None and not options.load_module_only:
-            optimizer = self._read_optimizer(
-                files, folder, model, slices, options.load_optimizer_states
-            )
+            optimizer = self._read_optimizer(files, model, slices)
         wanted = set(state.module.parameters())
         if (
             optimizer is not None
             and optimizer.has_masters
             and options.load_optimizer_states
-            and self._loads_masters
+            and self.loads_masters
         ):
             wanted -= OptimizerFiles(state, files).trained
         weights = read_shard_weights(
@@ -175,19 +175,20 @@ class Loader:
         )
         if options.load_module_only:
             return LoadedFiles(model, weights)
-        return LoadedFiles(model, weights, optimizer, *self._read_host(folder, options))
+        return LoadedFiles(model, weights, optimizer, *self._read_host())
 
     @property
-    def _loads_masters(self) -> bool:
-        return self._state._config.tree.zero_optimization.load_from_fp32_weights
+    def loads_masters(self) -> bool:
+        return self.state._config.tree.zero_optimization.load_from_fp32_weights
 
-    def _read(self, folder: str, options: LoadOptions) -> LoadedFiles:
-        if self._state.parameter_offload is not None:
-            return self._read_sharded(self._state.parameter_offload, folder, options)
-        model = self._read_model_file(folder)
-        module = self._state.module
-        universal = self._state._config.load_universal_checkpoint
-        tensor = self._state.parallel_map.tensor
+    def read(self) -> LoadedFiles:
+        state, folder, options = self.state, self.folder, self.options
+        if state.parameter_offload is not None:
+            return self._read_sharded(state.parameter_offload)
+        model = self._read_model_file()
+        module = state.module
+        universal = state._config.load_universal_checkpoint
+        tensor = state.parallel_map.tensor
         slices = slices_of_this_rank(module, tensor, folder, model, universal)
         files = ModelFiles(module)
         strict = options.load_module_strict if options.custom_load_fn is None else None
@@ -203,71 +204,59 @@ class Loader:
         )
         if options.load_module_only:
             return LoadedFiles(model, weights)
-        optimizer = self._read_optimizer(
-            files, folder, model, slices, options.load_optimizer_states
-        )
-        return LoadedFiles(model, weights, optimizer, *self._read_host(folder, options))
+        optimizer = self._read_optimizer(files, model, slices)
+        return LoadedFiles(model, weights, optimizer, *self._read_host())
 
     def _read_optimizer(
-        self,
-        files: ModelFiles,
-        folder: str,
-        model: dict[str, Any],
-        slices: RankSlices | None,
-        load_optimizer_states: bool,
+        self, files: ModelFiles, model: dict[str, Any], slices: RankSlices | None
     ) -> ReshardedState | None:
         try:
-            return OptimizerFiles(self._state, files).read(folder, model, slices)
+            return OptimizerFiles(self.state, files).read(self.folder, model, slices)
         except (CheckpointError, CheckpointMismatchError):
-            if load_optimizer_states:
+            if self.options.load_optimizer_states:
                 raise
             return None  # masters are rounded up from the weights
 
-    def _with_masters_of_all(self, loaded: LoadedFiles, options: LoadOptions) -> LoadedFiles:
+    def with_masters_of_all(self, loaded: LoadedFiles) -> LoadedFiles:
         """`loaded` without optimizer state if some rank found none: loading it takes all ranks."""
-        if options.load_optimizer_states or dist.get_world_size() == 1:
+        if self.options.load_optimizer_states or dist.get_world_size() == 1:
             return loaded  # who found none has raised
         found = int(loaded.optimizer is not None)
-        everywhere = torch.tensor([found], dtype=torch.int32, device=self._state.device)
+        everywhere = torch.tensor([found], dtype=torch.int32, device=self.state.device)
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN)
         return loaded if everywhere.item() else loaded._replace(optimizer=None)
 
-    def _read_model_file(self, folder: str) -> dict[str, Any]:
+    def _read_model_file(self) -> dict[str, Any]:
         """This rank's, or with other pipeline stages that of the first, which has what is
         common.
         """
-        own, path = (
-            ParallelDegrees.of_this_run(self._state.parallel_map),
-            os.path.join(folder, file_names.model_file(self._state.parallel_map.model.rank)),
-        )
+        folder, parallel_map = self.folder, self.state.parallel_map
+        own = ParallelDegrees.of_this_run(parallel_map)
+        path = os.path.join(folder, file_names.model_file(parallel_map.model.rank))
         lead = lead_model_file(folder)
         if os.path.isfile(path) and not os.path.isfile(lead):
             lead = path  # with node-local storage the first part may be on another node
         first: dict[str, Any] = read_file(lead, mmap=True)
-        self._check_manifest_is_there(folder, first)
+        self._check_manifest_is_there(first)
         is_alike = ParallelDegrees.of_file(first) == own and not has_weights_in_shards(folder)
         model: dict[str, Any] = read_file(path) if is_alike else first
         return model
 
-    def _check_manifest_is_there(self, folder: str, model: dict[str, Any]) -> None:
-        is_checked = self._state._config.tree.checkpoint.verify != OFF
-        if (
-            is_checked
-            and keys.MANIFEST_VERSION in model
-            and not os.path.isfile(os.path.join(folder, MANIFEST))
-        ):
+    def _check_manifest_is_there(self, model: dict[str, Any]) -> None:
+        path = os.path.join(self.folder, MANIFEST)
+        is_checked = self.state._config.tree.checkpoint.verify != OFF
+        if is_checked and keys.MANIFEST_VERSION in model and not os.path.isfile(path):
             raise CheckpointError(
-                f"{os.path.join(folder, MANIFEST)} is missing, so the folder cannot be checked. "
-                "Restore it, load another tag "
-                f"({', '.join(existing_tags(os.path.dirname(folder)))}), or load without checks by "
-                "checkpoint.verify 'off'"
+                f"{path} is missing, so the folder cannot be checked. Restore it, load another tag "
+                f"({', '.join(existing_tags(os.path.dirname(self.folder)))}), or load without "
+                "checks by checkpoint.verify 'off'"
             )
 
-    def _restore_training(self, loaded: LoadedFiles, options: LoadOptions) -> None:
-        state = self._state
+    def restore_training(self, loaded: LoadedFiles) -> None:
+        state, options = self.state, self.options
         if loaded.optimizer is not None:
             files = OptimizerFiles(state, ModelFiles(state.module))
-            files.load(loaded.optimizer, options.load_optimizer_states, self._loads_masters)
+            files.load(loaded.optimizer, options.load_optimizer_states, self.loads_masters)
         scheduler = loaded.model.get(keys.LR_SCHEDULER)
         if (
             options.load_lr_scheduler_states
@@ -286,36 +275,36 @@ class Loader:
             self._restore_host(loaded)
 
     def _read_host(
-        self, folder: str, options: LoadOptions
+        self,
     ) -> tuple[dict[str, Any] | None, dict[str, Any] | None, dict[str, Any] | None]:
-        degrees = host_degrees(self._state.parallel_map)
-        path = os.path.join(folder, file_names.host_file(dist.get_rank()))
+        degrees = host_degrees(self.state.parallel_map)
+        path = os.path.join(self.folder, file_names.host_file(dist.get_rank()))
         own = read_file(path) if os.path.isfile(path) else None
         if own is not None and own.get("cut", degrees) == degrees:
             host, position = own, None
         else:
-            first = os.path.join(folder, file_names.host_file(0))
+            first = os.path.join(self.folder, file_names.host_file(0))
             host, position = None, read_file(first) if os.path.isfile(first) else None
         window = None
-        if options.load_optimizer_states:
-            window = read_window(self._state, folder, host or position or {})
+        if self.options.load_optimizer_states:
+            window = read_window(self.state, self.folder, host or position or {})
         return host, position, window
 
     def _apply_schedule(self) -> None:
         """Set the schedule's present rates, which would else be its first until the next step."""
-        schedule = self._state.lr_scheduler
+        schedule = self.state.lr_scheduler
         # Our schedules read their last rate from the groups; torch's keep it.
         rates = (
             schedule.get_lr()
             if type(schedule).__name__ in VALID_LR_SCHEDULES
             else schedule.get_last_lr()
         )
-        sequence = self._state._sequence
+        sequence = self.state._sequence
         for group, rate in zip(sequence.param_groups if sequence else (), rates, strict=False):
             group["lr"] = rate
 
     def _restore_host(self, loaded: LoadedFiles) -> None:
-        state = self._state
+        state = self.state
         steps = state._config.gradient_accumulation_steps
         done = state.global_steps * steps if loaded.host is None else loaded.host["micro_steps"]
         if loaded.host is not None and loaded.host.get("window") and loaded.window is None:

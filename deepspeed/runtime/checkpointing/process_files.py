@@ -12,7 +12,7 @@ import hashlib
 import logging
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,18 +35,12 @@ from deepspeed.utils.tensor_fragment import logical_shape
 POSITIONED = (ResumableDistributedSampler, DeepSpeedDataSampler)
 
 
-def host_state(
-    loader: object,
-    micro_steps: int,
-    cut: dict[str, int],
-    num_forwards: Sequence[int],
-    window: bool,
-) -> dict[str, Any]:
-    """This process's state."""
+def host_state(state: TrainingState, has_window: bool) -> dict[str, Any]:
+    """This process's state; `has_window`: some rank has a file of its window."""
     import numpy  # startup: only needed here
 
-    accelerator = get_accelerator()
-    name, state, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    accelerator, loader, module = get_accelerator(), state.training_dataloader, state.module
+    name, key, position, has_gauss, cached = numpy.random.get_state(legacy=True)
     version, words, gauss = random.getstate()
     return {
         # Tensors: a thousand numbers cost a save in the background milliseconds, in which training
@@ -54,7 +48,7 @@ def host_state(
         "python": (version, torch.tensor(words), gauss),
         "numpy": (
             name,
-            torch.from_numpy(numpy.array(state, dtype=numpy.int64)),
+            torch.from_numpy(numpy.array(key, dtype=numpy.int64)),
             position,
             has_gauss,
             cached,
@@ -62,10 +56,10 @@ def host_state(
         "torch": torch.get_rng_state(),
         "device": accelerator.get_rng_state() if accelerator.device_name() != "cpu" else None,
         "dataloader": loader.state_dict() if hasattr(loader, "state_dict") else None,
-        "micro_steps": micro_steps,
-        "cut": dict(cut),
-        "num_forwards": list(num_forwards),
-        "window": window,
+        "micro_steps": state.tracker.micro_steps,
+        "cut": host_degrees(state.parallel_map),
+        "num_forwards": list(module.num_forwards if isinstance(module, LayeredModule) else ()),
+        "window": has_window,
     }
 
 

@@ -6,7 +6,7 @@ import hashlib
 import io
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -28,10 +28,9 @@ from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import (
 from deepspeed.runtime.checkpointing.background_save import BackgroundSave, finish_saves
 from deepspeed.runtime.checkpointing.description import describe, describe_whole, model_state
 from deepspeed.runtime.checkpointing.folders import Put, StorageNode, storage_node, together
-from deepspeed.runtime.checkpointing.model_files import LayeredModule, ModelFiles
+from deepspeed.runtime.checkpointing.model_files import ModelFiles
 from deepspeed.runtime.checkpointing.optimizer_files import OptimizerFiles
 from deepspeed.runtime.checkpointing.process_files import (
-    host_degrees,
     host_state,
     window_content,
     window_is_open,
@@ -41,166 +40,124 @@ from deepspeed.runtime.checkpointing.training_state import TrainingState
 from deepspeed.utils.logging import logger
 
 
-class Saver:
-    """Saves one engine."""
+class SaveOptions(NamedTuple):
+    """What is saved, and where; see `DeepSpeedEngine.save_checkpoint`."""
 
-    def __init__(self, state: TrainingState) -> None:
-        self._state = state
+    save_dir: str
+    tag: str | None = None
+    client_state: dict[str, Any] | None = None
+    save_latest: bool = True
+    exclude_frozen_parameters: bool = False
 
-    def save(
-        self,
-        engine: CheckpointEngine,
-        save_dir: str,
-        tag: str | None,
-        client_state: dict[str, Any] | None,
-        save_latest: bool,
-        exclude_frozen_parameters: bool,
-    ) -> BackgroundSave | None:
-        """Save, on all ranks; returns what goes on in the background, if anything does."""
-        state = self._state
-        tag = self._agreed_tag(
-            save_dir,
-            str(tag) if tag is not None else file_names.default_tag(state.global_steps),
-        )
-        client_state = dict(client_state or {})
-        taken = sorted(set(client_state) & (keys.MODEL_STATE_KEYS - {keys.DS_VERSION}))
-        if taken:
-            raise ValueError(
-                f"client_state: {', '.join(taken)} are the engine's own keys; rename them"
-            )
-        check_loadable(client_state, "client_state")
-        # Other engines of this process may be writing what this save replaces.
-        finish_saves(state.device)
-        info = CheckpointCommitInfo(tag, os.path.abspath(save_dir), save_latest)
-        job = self._job(engine, info, describe_whole(state, tag, client_state, save_latest))
-        copy = engine.copy if isinstance(engine, DecoupledCheckpointEngine) else None
-        model = ModelFiles(state.module)
-        optimizer = OptimizerFiles(state, model)
-        optimizer.collect()
-        # See `OptimizerFiles`, [Note: collected first].
-        model.collect(self._writes_model_file(optimizer, job.node))
-        has_window = window_is_open(state)
 
-        def begin() -> tuple[dict[str, Any], Callable[[Put], None]]:
-            job.prepare()
+def save(
+    state: TrainingState, engine: CheckpointEngine, options: SaveOptions
+) -> BackgroundSave | None:
+    """Save, on all ranks; returns what goes on in the background, if anything does."""
+    tag = _agreed_tag(state, options)
+    client_state = dict(options.client_state or {})
+    taken = sorted(set(client_state) & (keys.MODEL_STATE_KEYS - {keys.DS_VERSION}))
+    if taken:
+        raise ValueError(f"client_state: {', '.join(taken)} are the engine's own keys; rename them")
+    check_loadable(client_state, "client_state")
+    # Other engines of this process may be writing what this save replaces.
+    finish_saves(state.device)
+    decoupled = engine if isinstance(engine, DecoupledCheckpointEngine) else None
+    checkpoint = state._config.tree.checkpoint
+    job = SaveJob(
+        engine if decoupled is None else decoupled.inner,
+        CheckpointCommitInfo(tag, os.path.abspath(options.save_dir), options.save_latest),
+        storage_node(checkpoint.use_node_local_storage),
+        checkpoint.keep_last,
+        describe_whole(state, tag, client_state, options.save_latest),
+        state._copy_recovery_script,
+    )
+    model = ModelFiles(state.module)
+    optimizer = OptimizerFiles(state, model)
+    optimizer.collect()
+    # See `OptimizerFiles`, [Note: collected first].
+    model.collect(_writes_model_file(state, optimizer, job.node))
+    has_window = window_is_open(state)
+    without_frozen = options.exclude_frozen_parameters
 
-            def fill(put: Put) -> None:
-                self._put_files(
-                    put,
-                    job.node,
-                    model,
-                    optimizer,
-                    client_state,
-                    exclude_frozen_parameters,
-                    has_window,
-                )
-
-            description = describe(state, model, optimizer, exclude_frozen_parameters)
-            return description, _separated(fill) if copy is None else _copied(fill, copy)
-
-        try:
-            # One agreement, that the folder is there and the copy is taken: training waits for it.
-            description, fill = together(begin, state.device, f"saving {tag}")
-            if copy is None:
-                together(lambda: job.write(description, fill), state.device, f"saving {tag}")
-        except CheckpointError:
-            job.abandon()
-            raise
-        if copy is not None:
-            return BackgroundSave(job, description, fill)
-        together(job.publish, state.device, f"saving {tag}")
-        return None
-
-    def _job(
-        self, engine: CheckpointEngine, info: CheckpointCommitInfo, head: dict[str, Any]
-    ) -> SaveJob:
-        checkpoint = self._state._config.tree.checkpoint
-        writer = engine.inner if isinstance(engine, DecoupledCheckpointEngine) else engine
-        node = storage_node(checkpoint.use_node_local_storage)
-        put_converter = self._state._copy_recovery_script
-        return SaveJob(writer, info, node, checkpoint.keep_last, head, put_converter)
-
-    def _agreed_tag(self, save_dir: str, tag: str) -> str:
-        """The tag under which all ranks save: files under several tags could never be loaded."""
-        config = self._state._config
-        if not self._is_tag_of_all(save_dir, tag):
-            tags: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(tags, tag)
-            message = f"tag: ranks save under different tags {sorted(set(tags))}"
-            if config.checkpoint_tag_validation_fail:
-                raise CheckpointTagError(
-                    f"{message}; every rank must give the same (checkpoint.tag_validation is "
-                    '"Fail")'
-                )
-            if config.checkpoint_tag_validation_enabled:
-                logger.warning(f"{message}; this one uses rank 0's, {tags[0]!r}")
-            tag = tags[0]
-        if not tag or os.path.basename(tag) != tag or tag in (".", ".."):
-            raise ValueError(f"tag: {tag!r} is no name of a folder; it must not contain a path")
-        return tag
-
-    def _is_tag_of_all(self, save_dir: str, tag: str) -> bool:
-        """Whether all ranks have the same tag, by one collective of numbers; raises if one has no
-        folder.
-        """
-        is_path = isinstance(save_dir, (str, os.PathLike)) and bool(os.fspath(save_dir))
-        number = int.from_bytes(hashlib.sha256(tag.encode()).digest()[:7], "big")
-        facts = torch.tensor(
-            [number, -number, int(not is_path)], dtype=torch.int64, device=self._state.device
-        )
-        if dist.get_world_size() > 1:
-            meeting = lone_waits.watch.coming()
-            with lone_waits.watch.waiting(lambda: f"saving {tag}", meeting):
-                dist.all_reduce(facts, op=dist.ReduceOp.MAX)
-        highest, negative_of_lowest, has_no_path = facts.tolist()
-        if has_no_path:
-            raise ValueError(
-                "save_checkpoint(save_dir=...): every rank must give the folder to save in; this "
-                f"one gave {save_dir!r}"
-            )
-        return bool(highest == -negative_of_lowest)
-
-    def _writes_model_file(self, optimizer: OptimizerFiles, node: StorageNode) -> bool:
-        """Whether this rank does, of those that hold the same part of the model."""
-        layout = optimizer.layout
-        if layout.has_weights and layout.shard is not None:
-            return optimizer.writes(layout.shard, node)
-        return node.is_first(self._state.parallel_map.replicas.ranks)
-
-    def _put_files(
-        self,
-        put: Put,
-        node: StorageNode,
-        files: ModelFiles,
-        optimizer: OptimizerFiles,
-        client_state: dict[str, Any],
-        exclude_frozen_parameters: bool,
-        has_window: bool,
-    ) -> None:
-        state = self._state
+    def fill(put: Put) -> None:
         with own_rows_only():
-            weights = state.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-        files.put(put, node, weights, exclude_frozen_parameters)
-        if self._writes_model_file(optimizer, node):
-            content = model_state(state, files, optimizer, weights, exclude_frozen_parameters)
-            put(
-                optimizer.model_file,
-                {**content, **client_state},
-            )
-        for name, content in optimizer.own_files(node).items():
+            weights = state.module_state_dict(exclude_frozen_parameters=without_frozen)
+        model.put(put, job.node, weights, without_frozen)
+        if _writes_model_file(state, optimizer, job.node):
+            content = model_state(state, model, optimizer, weights, without_frozen)
+            put(optimizer.model_file, {**content, **client_state})
+        for name, content in optimizer.own_files(job.node).items():
             put(name, content)
-        module = state.module
-        num_forwards = module.num_forwards if isinstance(module, LayeredModule) else ()
-        host = host_state(
-            state.training_dataloader,
-            state.tracker.micro_steps,
-            host_degrees(state.parallel_map),
-            num_forwards,
-            has_window,
-        )
-        put(file_names.host_file(dist.get_rank()), host)
+        put(file_names.host_file(dist.get_rank()), host_state(state, has_window))
         if has_window:
             put(file_names.window_file(dist.get_rank()), window_content(state))
+
+    def begin() -> tuple[dict[str, Any], Callable[[Put], None]]:
+        job.prepare()
+        description = describe(state, model, optimizer, without_frozen)
+        return description, _copied(fill, decoupled.copy) if decoupled else _separated(fill)
+
+    try:
+        # One agreement, that the folder is there and the copy is taken: training waits for it.
+        description, content = together(begin, state.device, f"saving {tag}")
+        if decoupled is None:
+            together(lambda: job.write(description, content), state.device, f"saving {tag}")
+    except CheckpointError:
+        job.abandon()
+        raise
+    if decoupled is not None:
+        return BackgroundSave(job, description, content)
+    together(job.publish, state.device, f"saving {tag}")
+    return None
+
+
+def _agreed_tag(state: TrainingState, options: SaveOptions) -> str:
+    """The tag under which all ranks save: files under several tags could never be loaded."""
+    config, tag = state._config, options.tag
+    tag = str(tag) if tag is not None else file_names.default_tag(state.global_steps)
+    if not _is_tag_of_all(options.save_dir, tag, state.device):
+        tags: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(tags, tag)
+        message = f"tag: ranks save under different tags {sorted(set(tags))}"
+        if config.checkpoint_tag_validation_fail:
+            raise CheckpointTagError(
+                f'{message}; every rank must give the same (checkpoint.tag_validation is "Fail")'
+            )
+        if config.checkpoint_tag_validation_enabled:
+            logger.warning(f"{message}; this one uses rank 0's, {tags[0]!r}")
+        tag = str(tags[0])
+    if not tag or os.path.basename(tag) != tag or tag in (".", ".."):
+        raise ValueError(f"tag: {tag!r} is no name of a folder; it must not contain a path")
+    return tag
+
+
+def _is_tag_of_all(save_dir: str, tag: str, device: torch.device) -> bool:
+    """Whether all ranks have the same tag, by one collective of numbers; raises if one has no
+    folder.
+    """
+    is_path = isinstance(save_dir, (str, os.PathLike)) and bool(os.fspath(save_dir))
+    number = int.from_bytes(hashlib.sha256(tag.encode()).digest()[:7], "big")
+    facts = torch.tensor([number, -number, int(not is_path)], dtype=torch.int64, device=device)
+    if dist.get_world_size() > 1:
+        meeting = lone_waits.watch.coming()
+        with lone_waits.watch.waiting(lambda: f"saving {tag}", meeting):
+            dist.all_reduce(facts, op=dist.ReduceOp.MAX)
+    highest, negative_of_lowest, has_no_path = facts.tolist()
+    if has_no_path:
+        raise ValueError(
+            "save_checkpoint(save_dir=...): every rank must give the folder to save in; this "
+            f"one gave {save_dir!r}"
+        )
+    return bool(highest == -negative_of_lowest)
+
+
+def _writes_model_file(state: TrainingState, optimizer: OptimizerFiles, node: StorageNode) -> bool:
+    """Whether this rank does, of those that hold the same part of the model."""
+    layout = optimizer.layout
+    if layout.has_weights and layout.shard is not None:
+        return optimizer.writes(layout.shard, node)
+    return node.is_first(state.parallel_map.replicas.ranks)
 
 
 def _separated(fill: Callable[[Put], None]) -> Callable[[Put], None]:

@@ -12,12 +12,15 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.experts import expert_number, expert_prefix, renumbered
-from deepspeed.checkpoint.torch_files import StreamedFile
+from deepspeed.checkpoint.torch_files import StreamedFile, write_file
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
-from deepspeed.moe.auto_ep import named_spread_experts
+from deepspeed.moe.auto_ep import named_spread_experts, own_rows_only
 from deepspeed.moe.expert_rows import whole_shape
-from deepspeed.runtime.checkpointing.model_files import ModelExperts
+from deepspeed.runtime.checkpointing.folders import together
+from deepspeed.runtime.checkpointing.model_files import ModelExperts, ModelFiles
+from deepspeed.runtime.checkpointing.training_state import TrainingState
 from deepspeed.runtime.sharding.model_ranks import is_model_parallel_parameter
 from deepspeed.runtime.sharding.model_slices import slices_of
 from deepspeed.runtime.zero.gathering.gathered_parameters import hold_whole, let_go
@@ -138,13 +141,13 @@ def whole_parameters(
         for param in module.spread_params.values()
     }
     slices = slices_of(offload.module)
-    together = [unit.params for unit in (*offload.units, *offload.persistent_units)]
+    at_once = [unit.params for unit in (*offload.units, *offload.persistent_units)]
     if slices is not None:
-        known = {param for params in together for param in params}
-        together = [[param] for param in offload.module.parameters() if param in known]
+        known = {param for params in at_once for param in params}
+        at_once = [[param] for param in offload.module.parameters() if param in known]
         if 0 not in dist.get_all_ranks_from_group(slices.group):
             slices = None
-    for params in together:
+    for params in at_once:
         chosen = [p for p in params if p.requires_grad or not exclude_frozen_parameters]
         hold_whole(chosen)
         for param in chosen:
@@ -171,10 +174,11 @@ def _name_of(param: nn.Parameter) -> str:
     return name
 
 
-def consolidated(
-    offload: DeepSpeedZeRoOffload, exclude_frozen_parameters: bool
-) -> dict[str, Any] | None:
-    """The whole state dict in host memory on rank 0, None elsewhere. All ranks call it."""
+def consolidated(state: TrainingState, exclude_frozen_parameters: bool) -> dict[str, Any] | None:
+    """The whole state dict on rank 0 (host memory), None elsewhere. All ranks call it."""
+    offload = state.parameter_offload
+    if offload is None:
+        return _held_whole(state, exclude_frozen_parameters)
     is_first, experts = dist.get_rank() == 0, ModelExperts(offload.module)
     rest = _rest(offload.module, experts, keep=is_first)
     whole: dict[Exported, torch.Tensor] = {}
@@ -182,6 +186,64 @@ def consolidated(
         if is_first:
             whole[key] = value.to("cpu", copy=True)
     return _state_with(offload.module, experts, whole, rest) if is_first else None
+
+
+def _held_whole(state: TrainingState, exclude_frozen_parameters: bool) -> dict[str, Any] | None:
+    """The weights on rank 0, in storage of their own, None elsewhere: what the engine, which a
+    client may have derived from, gives as its weights. Slices of a model that was cut, and
+    experts, of which each rank has some, are gathered tensor by tensor, into host memory.
+    """
+    is_first, slices = dist.get_rank() == 0, slices_of(state.module)
+    files = ModelFiles(state.module)
+    files.collect(is_writer=is_first)
+    if slices is None and not is_first and not files.experts.layers:
+        return None
+    with own_rows_only():
+        own = state.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+    if files.experts.layers:
+        own = state_of_all(files.experts, own, keep=is_first)
+    if slices is None and not is_first:
+        return None
+    if slices is None:
+        copies: dict[str, Any] = clone_tensors_for_torch_save(files.with_gathered(own))
+        return copies
+    put_together: dict[str, Any] = {}
+    for name, value in slices.whole(state.module, own):
+        if is_first:
+            put_together[name] = value.to("cpu")
+    if not is_first:
+        return None
+    rest = clone_tensors_for_torch_save(
+        {name: value for name, value in own.items() if name not in put_together}
+    )
+    return {name: put_together.get(name, rest.get(name)) for name in own}
+
+
+def save_weights(
+    state: TrainingState, save_dir: str, save_filename: str, exclude_frozen_parameters: bool
+) -> None:
+    """Rank 0 writes the whole state dict to a file, under its name when it is complete. All ranks
+    call it.
+
+    Raises:
+        CheckpointError: On every rank if it could not be written.
+    """
+    offload = state.parameter_offload
+    temporary = os.path.join(save_dir, file_names.saving(save_filename))
+    # Before what a rank may fail at alone: slices are gathered.
+    weights = _held_whole(state, exclude_frozen_parameters) if offload is None else None
+
+    def save() -> None:
+        is_first = dist.get_rank() == 0
+        if offload is not None:
+            save_whole(offload, temporary, exclude_frozen_parameters)
+        elif is_first:
+            os.makedirs(save_dir, exist_ok=True)
+            write_file(temporary, weights)
+        if is_first:
+            os.replace(temporary, os.path.join(save_dir, save_filename))
+
+    together(save, state.device, f"saving {save_filename}")
 
 
 def save_whole(offload: DeepSpeedZeRoOffload, path: str, exclude_frozen_parameters: bool) -> None:

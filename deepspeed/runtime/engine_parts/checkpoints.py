@@ -1,21 +1,68 @@
-"""Saving and loading, as scripts call it; `checkpointing.engine_checkpoint` does the work."""
+"""Saving and loading, as scripts call it, and what an engine owns for that: the checkpoint engine
+that writes its files and the save in the background.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from deepspeed.runtime.checkpointing.engine_checkpoint import EngineCheckpoint
-from deepspeed.runtime.checkpointing.loading import LoadOptions
+from deepspeed.checkpoint import constants as keys
+from deepspeed.checkpoint.files import CheckpointError
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.checkpoint_engine.utils import make_checkpoint_engine
+from deepspeed.runtime.checkpointing import loading, saving
+from deepspeed.runtime.checkpointing.background_save import BackgroundSave
+from deepspeed.runtime.checkpointing.whole_weights import consolidated, placeholders, save_weights
 from deepspeed.runtime.engine_parts import verification
 from deepspeed.runtime.engine_parts.engine_state import EngineState
+from deepspeed.utils.logging import logger
 
 
 class EngineCheckpoints:
     """Upstream's methods of saving and loading one engine."""
 
-    def __init__(self, engine: EngineState, checkpoint: EngineCheckpoint) -> None:
-        self._engine, self._checkpoint = engine, checkpoint
+    def __init__(self, engine: EngineState) -> None:
+        self._engine = engine
+        self._writer: CheckpointEngine | None = None
+        self._background_save: BackgroundSave | None = None
+
+    @property
+    def writer(self) -> CheckpointEngine:
+        """What writes and reads files: as `checkpoint.writer` says, or one of the client's."""
+        if self._writer is None:
+            self._writer = make_checkpoint_engine(self._engine._config.tree.checkpoint)
+        return self._writer
+
+    @writer.setter
+    def writer(self, engine: CheckpointEngine) -> None:
+        if not isinstance(engine, CheckpointEngine):
+            raise TypeError(
+                f"checkpoint_engine: {type(engine).__name__} is no "
+                "deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine; derive it "
+                "from that"
+            )
+        self._writer = engine
+
+    def on_backward(self) -> None:
+        if self._background_save is not None:
+            self._background_save.on_backward()
+
+    def on_step(self) -> None:
+        """After a step, on all ranks: raise if the save in the background has failed."""
+        save = self._background_save
+        if save is not None and save.settle(self._engine.device, wait=False):
+            self._background_save = None
+
+    def close(self) -> None:
+        """Wait for this rank's part; other ranks may not come here together, so nothing is
+        agreed.
+        """
+        if self._background_save is not None:
+            self._background_save.join()
+            self._background_save = None
+        if self._writer is not None:
+            self._writer.cleanup()
 
     def save_checkpoint(
         self,
@@ -48,9 +95,11 @@ class EngineCheckpoints:
         self._engine._require_states("save_checkpoint")
         self._engine._refuse_taken("save_checkpoint")
         verification.check_patches(self._engine)
-        return self._checkpoint.save(
+        options = saving.SaveOptions(
             save_dir, tag, client_state, save_latest, exclude_frozen_parameters
         )
+        self._background_save = saving.save(self._engine, self.writer, options)
+        return True
 
     def load_checkpoint(
         self,
@@ -82,7 +131,7 @@ class EngineCheckpoints:
             CheckpointError: On every rank if any could not read its files or they don't fit;
                 nothing was changed then.
         """
-        options = LoadOptions(
+        options = loading.LoadOptions(
             load_module_strict,
             load_optimizer_states,
             load_lr_scheduler_states,
@@ -90,11 +139,11 @@ class EngineCheckpoints:
             custom_load_fn,
         )
         self._engine._require_states("load_checkpoint")
-        return self._checkpoint.load(load_dir, tag, options)
+        return loading.load(self._engine, self.writer, load_dir, tag, options)
 
     def module_state_dict(
         self,
-        destination: object = None,
+        destination: Any = None,
         prefix: str = "",
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
@@ -102,9 +151,14 @@ class EngineCheckpoints:
         """Return the model's state dict, in the model's dtype, as it is saved; `destination`,
         `prefix` and `keep_vars` are torch's.
         """
-        return self._checkpoint.module_state_dict(
-            destination, prefix, keep_vars, exclude_frozen_parameters
-        )
+        module = self._engine.module
+        state = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, param in module.named_parameters(remove_duplicate=False):
+                if not param.requires_grad:
+                    state.pop(prefix + name, None)
+        is_sharded = self._engine.parameter_offload is not None and not (keep_vars or prefix)
+        return placeholders(state, module) if is_sharded else state
 
     def load_module_state_dict(
         self,
@@ -121,7 +175,17 @@ class EngineCheckpoints:
             custom_load_fn: Called as `fn(src=state_dict, dst=module)` instead.
             fetch_z3_params: No effect below stage 3.
         """
-        self._checkpoint.load_module_state_dict(checkpoint, strict, custom_load_fn)
+        module = self._engine.module
+        if self._engine.parameter_offload is not None:
+            raise CheckpointError(
+                "load_module_state_dict at ZeRO stage 3: a model file has no weights; use "
+                "load_checkpoint, or change parameters inside deepspeed.zero.GatheredParameters"
+            )
+        if custom_load_fn is not None:
+            custom_load_fn(src=checkpoint[keys.MODULE], dst=module)
+        else:
+            module.load_state_dict(checkpoint[keys.MODULE], strict=strict)
+        loading.refresh_masters(self._engine)
 
     def save_16bit_model(
         self,
@@ -138,9 +202,18 @@ class EngineCheckpoints:
         Raises:
             CheckpointError: On every rank if it could not be written.
         """
-        return self._checkpoint.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+        zero = self._engine._config.tree.zero_optimization
+        is_sharded = self._engine.parameter_offload is not None
+        if is_sharded and not zero.gather_16bit_weights_on_model_save:
+            logger.warning(
+                "save_16bit_model saved nothing: set "
+                "zero_optimization.stage3_gather_16bit_weights_on_model_save to true"
+            )
+            return False
+        save_weights(self._engine, save_dir, save_filename, exclude_frozen_parameters)
+        return True
 
     def _consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Any] | None:
-        return self._checkpoint.consolidated_state_dict(exclude_frozen_parameters)
+        return consolidated(self._engine, exclude_frozen_parameters)

@@ -12,7 +12,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from deepspeed.checkpoint import file_names
 from deepspeed.comm.parallel_map import ParallelMap
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
-from deepspeed.runtime.checkpointing.engine_checkpoint import EngineCheckpoint
 from deepspeed.runtime.checkpointing.save_job import put_converter
 from deepspeed.runtime.engine_parts.checkpoints import EngineCheckpoints
 from deepspeed.runtime.engine_parts.compiling import EngineCompiling
@@ -46,7 +45,7 @@ class EngineFace(EngineSettings):
     """What scripts call on an engine beside forward, backward and step."""
 
     parallel_map: ParallelMap
-    _checkpoint: EngineCheckpoint
+    _checkpoints: EngineCheckpoints
     _compiling: EngineCompiling
     _data: EngineData
     _reports: EngineReports
@@ -87,11 +86,11 @@ class EngineFace(EngineSettings):
         """What writes and reads files, as `checkpoint.writer` says, or a client's, set before
         saving.
         """
-        return self._checkpoint.engine
+        return self._checkpoints.writer
 
     @checkpoint_engine.setter
     def checkpoint_engine(self, engine: CheckpointEngine) -> None:
-        self._checkpoint.engine = engine
+        self._checkpoints.writer = engine
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int) -> str:
         """Path of the optimizer state of one expert-parallel rank's experts, in the slices of this

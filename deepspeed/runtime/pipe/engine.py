@@ -180,7 +180,7 @@ class PipelineEngine(DeepSpeedEngine):
             self.agg_train_loss = self._outputs.mean_loss(self.micro_batches)
             self.timers.saw_batch_loss(self.agg_train_loss)
         self.micro_steps = micro_steps + self.micro_batches
-        self._checkpoint.on_step()  # last: when it raises, the step has been taken
+        self._checkpoints.on_step()  # last: when it raises, the step has been taken
         return self.agg_train_loss
 
     def _take_difficulty(self) -> None:

@@ -57,5 +57,5 @@ v1/checkpoint/test_updates.py -k TestUpdates
     _offer: target.resemble(fragment, likeness=2) -> target.resemble(fragment, likeness=1)
 v1/checkpoint/test_loaded_state.py -k TestRates
   a schedule's rates stay with the number of a group
-    _restore_training: scheduler = loaded.optimizer.schedule(scheduler) -> pass
+    restore_training: scheduler = loaded.optimizer.schedule(scheduler) -> pass
 """)

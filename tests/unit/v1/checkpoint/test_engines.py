@@ -91,7 +91,7 @@ class TestSaving(DistributedTest):
         train(engine, 1)
         for name, writer in {**self.writers, "client": None}.items():
             engine._config.tree.checkpoint = CheckpointConfig(writer=writer)
-            engine._checkpoint._engine = None
+            engine._checkpoints._writer = None
             if name == "client":
                 engine.checkpoint_engine = Pickled()
             engine.save_checkpoint(str(folder), tag=name)
