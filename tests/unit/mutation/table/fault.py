@@ -63,8 +63,8 @@ class Fault:
 
 
 def rows_of(table: str) -> Iterator[tuple[str, str | tuple[str, ...], str]]:
-    """Names, changes and tests of a table: a test, below it names, below each its changes with `\\n`
-    for a new line. What does not fit a line goes on further in.
+    """Names, changes and tests of a table: a test, below it names, below each its changes, in which
+    `\\n` is a new line. What does not fit a line goes on further in.
     """
     test, rows = "", []
     for line in table.strip().splitlines():
