@@ -17,11 +17,7 @@ from deepspeed.comm.torch import TorchBackend
 from deepspeed.comm.watch.logging_control import configure
 from deepspeed.utils.logging import log_once, logger
 
-__all__ = [
-    "init_deepspeed_backend",
-    "init_distributed",
-    "set_backend",
-]
+__all__ = ["init_deepspeed_backend", "init_distributed", "set_backend"]
 
 # At exit: gloo's threads let go of the last operation's tensors a moment after it is complete, and
 # need the interpreter for it. While that ends they would abort the process ("terminate called

@@ -51,10 +51,7 @@ class MultiNodeRunner(abc.ABC):
     daemon: str | None = None
 
     def __init__(
-        self,
-        args: argparse.Namespace,
-        world_info_base64: str,
-        resource_pool: Pool | None = None,
+        self, args: argparse.Namespace, world_info_base64: str, resource_pool: Pool | None = None
     ) -> None:
         self.args = args
         self.world_info_base64 = world_info_base64

@@ -35,12 +35,7 @@ from deepspeed.launcher.launch import pid_file, run, write_verdict
 from deepspeed.launcher.multinode_runner import MultiNodeRunner, make_runner, ssh_command
 from deepspeed.launcher.plan import LaunchPlan, address_towards, place_of_node
 from deepspeed.launcher.process_tree import children_ended
-from deepspeed.launcher.signals import (
-    MIN_APART_SECONDS,
-    ending_signals,
-    noting_signals,
-    take_noted,
-)
+from deepspeed.launcher.signals import MIN_APART_SECONDS, ending_signals, noting_signals, take_noted
 from deepspeed.utils.logging import logger
 
 ENGINE_END_SECONDS = 5.0  # for the engine's own end, once all launchers have been told theirs

@@ -2,13 +2,7 @@
 
 from deepspeed._lazy import lazy_attributes
 
-_MODELS = (
-    "CSVConfig",
-    "CometConfig",
-    "DeepSpeedMonitorConfig",
-    "TensorBoardConfig",
-    "WandbConfig",
-)
+_MODELS = ("CSVConfig", "CometConfig", "DeepSpeedMonitorConfig", "TensorBoardConfig", "WandbConfig")
 __getattr__ = lazy_attributes(
     __name__,
     dict.fromkeys(_MODELS, "deepspeed.runtime.config_models.features")

@@ -101,10 +101,7 @@ def _same(value: object) -> Any:
 
 
 def compile_in_place(
-    model: nn.Module,
-    by_block: bool,
-    has_hooks: Callable[[nn.Module], bool] | None,
-    **how: object,
+    model: nn.Module, by_block: bool, has_hooks: Callable[[nn.Module], bool] | None, **how: object
 ) -> list[CompiledForward]:
     """Compile `model`; with `by_block` each of its blocks, if it has any, and nothing around them.
     Modules that `has_hooks` names stay outside of graphs.

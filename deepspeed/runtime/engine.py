@@ -40,11 +40,7 @@ from deepspeed.runtime.engine_parts.plain_backward import PlainBackward
 from deepspeed.runtime.engine_parts.ranks import take_place
 from deepspeed.runtime.engine_parts.reports import EngineReports
 from deepspeed.runtime.engine_parts.timing import EngineTimers
-from deepspeed.runtime.gradients.accumulation import (
-    AccumulationTracker,
-    BackwardState,
-    Foreign,
-)
+from deepspeed.runtime.gradients.accumulation import AccumulationTracker, BackwardState, Foreign
 from deepspeed.runtime.gradients.scope import GradientScope
 from deepspeed.runtime.gradients.sequence_parts import SequenceParts
 from deepspeed.runtime.optimizers.lr_scheduler_factory import build_lr_scheduler

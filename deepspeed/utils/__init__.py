@@ -80,15 +80,7 @@ __all__ = ["log_dist", "logger"]
 __getattr__ = lazy_attributes(
     __name__,
     _NAMES,
-    (
-        "comms_logging",
-        "groups",
-        "logging",
-        "nvtx",
-        "timer",
-        "torch",
-        "zero_to_fp32",
-    ),
+    ("comms_logging", "groups", "logging", "nvtx", "timer", "torch", "zero_to_fp32"),
 )
 
 

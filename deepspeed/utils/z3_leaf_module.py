@@ -66,9 +66,7 @@ def _mark(
 
 
 def set_z3_leaf_modules(
-    model: nn.Module,
-    leaf_module_classes: Sequence[type | str],
-    raise_if_not_found: bool = True,
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Mark all modules of these classes (or class names).
 

@@ -14,9 +14,7 @@ from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint import file_names
 from deepspeed.checkpoint.files import CheckpointError, lead_model_file, read_file
 from deepspeed.checkpoint.resharding.cuts import ParallelDegrees
-from deepspeed.checkpoint.resharding.saved_weights import (
-    SavedRank,
-)
+from deepspeed.checkpoint.resharding.saved_weights import SavedRank
 from deepspeed.checkpoint.resharding.tensor_parallel import SlicePatterns
 
 

@@ -18,12 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from deepspeed.checkpoint.experts import (
-    PackedExperts,
-    expert_prefix,
-    experts_per_rank,
-    renumbered,
-)
+from deepspeed.checkpoint.experts import PackedExperts, expert_prefix, experts_per_rank, renumbered
 
 
 def data_ranks(model: Mapping[str, Any], where: str) -> int:

@@ -215,12 +215,7 @@ class SavedOptimizer:
                 yield from _fragments_in(tensor)
 
     def _cut(
-        self,
-        state: Mapping[str, Any],
-        model: Mapping[str, Any],
-        rank: int,
-        count: int,
-        path: str,
+        self, state: Mapping[str, Any], model: Mapping[str, Any], rank: int, count: int, path: str
     ) -> Iterator[SavedFragment]:
         """The shard of a rank of stage 3. Upstream cuts large groups into several buffers."""
         base, buffers = state[keys.OPTIMIZER_STATE_DICT], state[keys.FP32_FLAT_GROUPS]
@@ -435,14 +430,7 @@ def _shard(
                 renumbered(name, offsets): kept
                 for name, kept in own[keys.STATE_OF_PARAMETERS].items()
             }
-        return _OptimizerTensor(
-            runs,
-            master,
-            own,
-            (master.numel(), padded),
-            _options(group),
-            index,
-        )
+        return _OptimizerTensor(runs, master, own, (master.numel(), padded), _options(group), index)
     groups = state.get(keys.BASE_OPTIMIZER_PARAM_GROUPS)  # elastic files
     return _OptimizerTensor(
         runs,

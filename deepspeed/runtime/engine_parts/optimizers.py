@@ -10,11 +10,7 @@ from torch import nn
 
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine_parts.engine_state import EngineState
-from deepspeed.runtime.engine_parts.model_setup import (
-    buffer_dtype,
-    comm_dtype_lookup,
-    model_dtype,
-)
+from deepspeed.runtime.engine_parts.model_setup import buffer_dtype, comm_dtype_lookup, model_dtype
 from deepspeed.runtime.optimizer_factory import (
     WrapContext,
     check_needs_no_optimizer,

@@ -25,11 +25,7 @@ class Overlay:
     """
 
     def __init__(
-        self,
-        numel: int,
-        narrow_dtype: torch.dtype,
-        wide_dtype: torch.dtype,
-        device: torch.device,
+        self, numel: int, narrow_dtype: torch.dtype, wide_dtype: torch.dtype, device: torch.device
     ) -> None:
         memory = torch.zeros(
             -(-numel // START_ALIGNMENT) * START_ALIGNMENT, dtype=wide_dtype, device=device

@@ -98,9 +98,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _gradient_scope(self) -> GradientScope:
         """The base class's, with the weights that stages share and the passes of the schedule."""
         passes = Passes(
-            self.tracker.divisor,
-            self.module.num_model_chunks,
-            self.parallel_map.pipe.group,
+            self.tracker.divisor, self.module.num_model_chunks, self.parallel_map.pipe.group
         )
         scope = super()._gradient_scope()
         return replace(scope, shared=[*self._tied_weights(), *scope.shared], passes=passes)

@@ -276,10 +276,7 @@ def _take_from_other_engines(model: nn.Module) -> None:
 
 
 def _move_shard(
-    param: nn.Parameter,
-    dtype: torch.dtype | None,
-    device: torch.device | None,
-    memory: ShardMemory,
+    param: nn.Parameter, dtype: torch.dtype | None, device: torch.device | None, memory: ShardMemory
 ) -> None:
     """Bring a shard that `zero.Init` has left elsewhere to the model's precision, if any, and
     memory.

@@ -47,10 +47,7 @@ def reload_optimizer_states(
 
 
 def offload_adam_states(
-    optimizer: Any,
-    device: torch.device | str,
-    pin_memory: bool = False,
-    non_blocking: bool = False,
+    optimizer: Any, device: torch.device | str, pin_memory: bool = False, non_blocking: bool = False
 ) -> None:
     """`offload_optimizer_states`, by its older name."""
     offload_optimizer_states(optimizer, device, pin_memory, non_blocking)

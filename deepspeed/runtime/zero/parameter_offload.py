@@ -31,11 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from deepspeed.comm.parallel_map import OptimizerInstances
 from deepspeed.runtime.module_hooks.late_parameters import LateParameters, refuse_untrained
-from deepspeed.runtime.module_hooks.parameter_reads import (
-    ModuleHook,
-    unwatch_reads,
-    watch_reads,
-)
+from deepspeed.runtime.module_hooks.parameter_reads import ModuleHook, unwatch_reads, watch_reads
 from deepspeed.runtime.zero.gathering.backward_order import BackwardOrder, Use
 from deepspeed.runtime.zero.gathering.coordinator import (
     PartitionedParameterCoordinator,

@@ -13,11 +13,7 @@ from torch import nn
 from deepspeed._lazy import lazy_attributes
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.gathering.gathered_parameters import GatheredParameters
-from deepspeed.runtime.zero.init_context import (
-    Init,
-    restore_init_context,
-    shutdown_init_context,
-)
+from deepspeed.runtime.zero.init_context import Init, restore_init_context, shutdown_init_context
 from deepspeed.runtime.zero.parameters.zero_parameter import (
     ZeroParamStatus,
     ZeroParamType,

@@ -60,8 +60,7 @@ MAX_IN_FLIGHT = 2
 _ESTIMATES = "deepspeed.runtime.zero.estimates.stages_1_and_2"
 _KINDS = ("", "_all_cold", "_all_live")
 __getattr__ = lazy_attributes(
-    __name__,
-    {f"estimate_zero2_model_states_mem_needs{kind}": _ESTIMATES for kind in _KINDS},
+    __name__, {f"estimate_zero2_model_states_mem_needs{kind}": _ESTIMATES for kind in _KINDS}
 )
 
 

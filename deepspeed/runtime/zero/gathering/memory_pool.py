@@ -138,10 +138,7 @@ class GatherResources:
     """
 
     def __init__(
-        self,
-        settings: GatherSettings,
-        owner: object = None,
-        gather: SideStream | None = None,
+        self, settings: GatherSettings, owner: object = None, gather: SideStream | None = None
     ) -> None:
         self.owner = owner
         self.settings = settings
