@@ -138,9 +138,7 @@ def _engine_of(model: torch.nn.Module, mpu: object) -> tuple[type[DeepSpeedEngin
 
 
 def _mesh_of(mesh_param: Any, mpu: Any) -> Any:
-    """The device mesh of `mesh_param`; without one and without an mpu, the mesh that is in use
-    already, if any.
-    """
+    """The device mesh of `mesh_param`; without one and without an mpu, the mesh already in use."""
     from deepspeed.comm.parallel_map import make_mesh  # startup: needs torch.distributed
     from deepspeed.utils import groups
 

@@ -48,9 +48,7 @@ class DeepSpeedAccelerator(abc.ABC):
         return self.is_synchronized_device()
 
     def resolves_data_dependency(self) -> bool:
-        """Whether the device orders a read after the write it depends on, whatever streams they
-        were issued on.
-        """
+        """Whether the device orders a read after the write it depends on, on whatever streams."""
         return self.is_synchronized_device()
 
     def handles_memory_backpressure(self) -> bool:
@@ -59,9 +57,7 @@ class DeepSpeedAccelerator(abc.ABC):
 
     @property
     def defers_collectives(self) -> bool:
-        """Whether collectives are only issued when called and run by the device's own schedule,
-        also over host backends.
-        """
+        """Whether collectives are issued when called and run by the device's schedule."""
         return False
 
     # -- identity ----------------------------------------------------------------------------------
@@ -427,8 +423,6 @@ class DeepSpeedAccelerator(abc.ABC):
     def set_visible_devices_envs(
         self, current_env: dict[str, str], local_accelerator_ids: list[int]
     ) -> None:
-        """Write the device ordinals into every variable of `visible_devices_envs` of
-        ``current_env``.
-        """
+        """Write the devices' ordinals into each of `visible_devices_envs` of ``current_env``."""
         for name in self.visible_devices_envs():
             current_env[name] = ",".join(str(index) for index in local_accelerator_ids)

@@ -1,6 +1,4 @@
-"""Where in the user's or the engine's code an operator was issued: captured for every launch,
-formatted only for reports.
-"""
+"""Where the user's or the engine's code issued an operator: noted always, formatted for reports."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ MAX_DEPTH = 60
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 OWN_PARTS = ("accelerator", "comm", "verify")
-"""Parts of this package that issue or trace operators on somebody's behalf: the somebody is what a
-reader wants to see.
-"""
+"""Parts of this package that issue or trace operators on behalf of what a reader wants to see."""
 EXPLICIT = os.path.join(PACKAGE, "comm", "shard_ops.py")
 """Decides itself which collectives to issue, so its lines are worth reading."""
 

@@ -180,9 +180,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return True
 
     def is_fp16_supported(self) -> bool:
-        """True: torch computes matrix products, reductions and optimizer steps in float16 on the
-        host.
-        """
+        """True: torch has matrix products, reductions and optimizer steps in fp16 on the host."""
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -209,9 +207,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
     def pin_memory(
         self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True
     ) -> torch.Tensor:
-        """The tensor itself: nothing copies from host memory to a device here, so there is nothing
-        to lock for.
-        """
+        """The tensor itself: nothing copies from host memory to a device here."""
         return tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:

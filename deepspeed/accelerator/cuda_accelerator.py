@@ -33,9 +33,7 @@ class CUDA_Accelerator(TorchDeviceAccelerator):
         return torch.version.hip is not None
 
     def is_available(self) -> bool:
-        """Whether there is a device. Counted through the management library, which leaves the
-        driver untouched.
-        """
+        """Whether there is a device, by the management library, which leaves the driver alone."""
         if torch.version.cuda is None and not self._is_rocm():
             return False
         return torch.cuda.device_count() > 0

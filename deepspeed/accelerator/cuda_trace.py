@@ -26,9 +26,7 @@ from deepspeed.accelerator import operators
 from deepspeed.accelerator.stream_trace import Access, StreamTracer
 
 UNKNOWN_SIZE = 2**62
-"""torch tells the address of an allocation only; as a write it covers whatever is accessed there
-later.
-"""
+"""torch tells the address of an allocation only; as a write it covers all accesses there later."""
 
 COLLECTIVES = "c10d"
 """Namespace of torch's collectives. They run on streams of their own and are told by
@@ -181,9 +179,7 @@ class CudaTrace:
     def _host_accesses(
         self, tensors: Sequence[torch.Tensor], writes: bool, register: bool
     ) -> list[Access]:
-        """Accesses to page-locked memory; with pageable memory, CUDA copies before the call
-        returns.
-        """
+        """Accesses to page-locked memory; CUDA copies pageable memory before the call returns."""
         found: list[Access] = []
         for tensor in tensors:
             if tensor.device.type != "cpu" or self._device_type == "cpu":
@@ -207,9 +203,7 @@ class CudaTrace:
     def collective(
         self, name: str, group: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
     ) -> IssuedCollective:
-        """Tell of a collective that is about to be issued: on the group's stream, after the work of
-        the current one.
-        """
+        """Tell of a collective about to be issued: on the group's stream, after the current one."""
         stream = self._streams.setdefault(group, StreamHandle(f"nccl stream of {group}"))
         issued = EventHandle()
         self._tracer.event_recorded(issued, self.current_stream())
@@ -278,9 +272,7 @@ class CudaTrace:
 
 @contextmanager
 def _query_tells(kind: Any, handle: str, done: Callable[[Handle], None]) -> Iterator[None]:
-    """Within it, `query()` that answers yes tells `done`: the host knows as much as if it had
-    waited.
-    """
+    """Within it, `query()` that answers yes tells `done`: the host knows as if it had waited."""
     query = kind.query
 
     def telling(self: Any) -> bool:

@@ -6,9 +6,7 @@ import time
 
 
 class HostEvent:
-    """An event that has always happened; it keeps the time of its last `record` for
-    `elapsed_time`.
-    """
+    """An event that has always happened; it keeps the time of its last `record`."""
 
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False

@@ -1,6 +1,4 @@
-"""Intel Gaudi through the extension `habana_frameworks`, whose module ``torch.hpu`` follows
-`torch.cuda`.
-"""
+"""Intel Gaudi through the extension `habana_frameworks`; ``torch.hpu`` follows `torch.cuda`."""
 
 from collections.abc import Callable
 from typing import Any

@@ -141,9 +141,7 @@ class Sim_Accelerator(CPU_Accelerator):
         return self.simulator.trace(tracer)
 
     def backward_on_streams(self, stream_of: StreamOf) -> AbstractContextManager[None]:
-        """Within it, the gradient of a parameter is accumulated on `stream_of(parameter)`, and its
-        hooks run there.
-        """
+        """Within it, gradients are accumulated on `stream_of(parameter)`, where hooks run."""
         return self.simulator.backward_on_streams(stream_of)
 
     @property

@@ -56,9 +56,7 @@ class StreamTracer(Protocol):
         """The last Python reference is gone: the memory may be handed out on its stream again."""
 
     def stream_recorded(self, storage: int, stream: Hashable) -> None:
-        """`record_stream`: freed memory is not handed out before the work of `stream` by then is
-        done.
-        """
+        """`record_stream`: freed memory is not given out before `stream`'s work by then is done."""
 
 
 class TracedCollective(Protocol):
@@ -72,9 +70,7 @@ class TracedCollective(Protocol):
 
 
 class CollectiveTracing(Protocol):
-    """A trace that has to be told of collectives, because their backend orders them past its
-    sight.
-    """
+    """A trace that has to be told of collectives: their backend orders them past its sight."""
 
     def collective(
         self, name: str, group: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]

@@ -201,9 +201,7 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
 
 @functools.cache
 def vendor_module(name: str) -> ModuleType | None:
-    """Import a vendor's torch extension, which registers its device; None when it is not
-    installed.
-    """
+    """Import a vendor's torch extension, which registers its device; None if not installed."""
     # optional: vendor package.
     import importlib
     import importlib.util

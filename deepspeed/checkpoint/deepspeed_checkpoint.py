@@ -100,9 +100,7 @@ class DeepSpeedCheckpoint:
     def get_zero_checkpoint_state(
         self, pp_index: int, tp_index: int, dp_index: int, strip_tensor_paddings: bool = True
     ) -> dict[str, Any]:
-        """Content of that file; files have no padding, so `strip_tensor_paddings` changes
-        nothing.
-        """
+        """Content of that file; files have no padding that `strip_tensor_paddings` would change."""
         files = self.get_zero_files(pp_index, tp_index, dp_index)
         if not files:
             raise CheckpointError(

@@ -240,9 +240,7 @@ def _write(
 def _write_parameters(
     state: ConsolidatedCheckpoint, names: Sequence[str], output: _Output, args: argparse.Namespace
 ) -> None:
-    """Every kind of state of every parameter, few of them at a time: that is what bounds the
-    memory.
-    """
+    """Every kind of state of every parameter, few of them at a time, which bounds the memory."""
     tasks = ((name, slot) for name in names for slot in state.slots(name))
     ahead = args.num_extract_workers + args.num_merge_workers
     with (

@@ -91,9 +91,7 @@ def layer_id(layer: int) -> str:
 
 
 def layer_file(layer_id: str, coordinates: str) -> str:
-    """Name of a pipeline layer's file; `coordinates` are the rank's in the topology
-    (`model_00`).
-    """
+    """Name of a pipeline layer's file; `coordinates`: the rank's in the topology (`model_00`)."""
     return f"{layer_id}{'-' if coordinates else ''}{coordinates}-{_MODEL_STATES}"
 
 
@@ -161,9 +159,7 @@ def _of_rank(rank: int, model_parallel_rank: int) -> str:
 
 
 class OptimizerFile(NamedTuple):
-    """Numbers in a name; `rank` is data-parallel of a ZeRO rank, expert-parallel of an expert
-    rank.
-    """
+    """Numbers in a name; `rank`: data-parallel of a ZeRO rank, expert-parallel of an expert's."""
 
     rank: int
     model_parallel_rank: int

@@ -28,9 +28,7 @@ class CheckpointError(RuntimeError):
 
 
 class CheckpointTagError(CheckpointError, AssertionError):
-    """Ranks save under different tags, and `checkpoint.tag_validation` is "Fail"; upstream
-    asserts.
-    """
+    """Ranks save under several tags and `checkpoint.tag_validation` is "Fail"; upstream asserts."""
 
 
 _load: ContextVar[Callable[[str, Any], Any] | None] = ContextVar("load", default=None)

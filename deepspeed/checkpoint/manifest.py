@@ -53,18 +53,14 @@ class Manifest(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether all ranks wrote into this folder; with node-local storage those of one node
-        did.
-        """
+        """Whether all ranks wrote into this folder; with node-local storage, a node's did."""
         return len(self.parts) == self.head["world_size"]
 
 
 def write_part(
     folder: str, rank: int, files: Mapping[str, FileRecord], description: Mapping[str, Any]
 ) -> None:
-    """Leave what a rank knows of its files. Not flushed: it is merged, or nobody reads the
-    folder.
-    """
+    """Leave what a rank knows of its files. Not flushed: it is merged, or nobody reads it."""
     # A writer may make a folder of a file.
     written = {name.split("/")[0] for name in files}
     own = {

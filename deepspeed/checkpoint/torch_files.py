@@ -63,9 +63,7 @@ _HEADER_BYTES, _LENGTHS = 30, slice(26, 30)
 
 
 class StreamedFile:
-    """A file in torch's format whose tensors are written one by one; `content`'s are
-    placeholders.
-    """
+    """A file in torch's format whose tensors are written one by one; `content` has placeholders."""
 
     def __init__(self, path: str, content: object) -> None:
         self.tensors: list[torch.Tensor] = []

@@ -68,9 +68,7 @@ def _map(
 
 
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory as a storage that holds nothing else: `torch.save` writes
-    storages.
-    """
+    """A contiguous tensor as a storage that holds nothing else: `torch.save` writes storages."""
     start = tensor.storage_offset() * tensor.element_size()
     return on_storage(
         tensor.untyped_storage()[start : start + tensor.numel() * tensor.element_size()], tensor
@@ -78,9 +76,7 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_storage(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor like `like` that is all of `storage` and keeps what it is cut from
-    alive.
-    """
+    """A contiguous tensor like `like` that is all of `storage` and keeps its source alive."""
     return torch.empty(0, dtype=like.dtype).set_(storage).view(like.shape)
 
 

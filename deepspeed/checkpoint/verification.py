@@ -81,9 +81,7 @@ def _tags_there(load_dir: str) -> str:
 def check_folder(
     folder: str, manifest: Manifest, share: tuple[int, int] = (0, 1), checksums: bool = True
 ) -> list[str]:
-    """What is wrong with a folder, in words; files are checked by their share, all else by the
-    first reader.
-    """
+    """What is wrong with a folder, in words; each checks a share of files, the first all else."""
     problems, (reader, readers) = [], share
     if reader == 0:
         tag = os.path.basename(os.path.normpath(folder))
@@ -128,9 +126,7 @@ def _check_file(path: str, size: int, checksum: str, checksums: bool) -> Iterato
 
 
 def check_coverage(parts: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What is wrong with what the ranks describe: an element of a trained parameter that is in no
-    file, or in two.
-    """
+    """What is wrong with what ranks describe: a trained element in no file, or in two."""
     by_part: dict[int, dict[str, Mapping[str, Any]]] = {}
     for part in parts:
         # A file of one name is on several nodes, where each has a folder of its own.

@@ -301,9 +301,7 @@ def all_gather_object(
 def broadcast_object_list(
     object_list: list[Any], src: int, group: Group = None, device: torch.device | None = None
 ) -> None:
-    """Replace the entries of ``object_list`` by those of global rank ``src``, pickled in
-    between.
-    """
+    """Replace the entries of ``object_list`` by those of global rank ``src``, pickled."""
     args = (object_list, src, group, device)
     issue("broadcast_object_list", torch_dist.broadcast_object_list, args)
 
@@ -360,9 +358,7 @@ def all_reduce_coalesced(
     log_name: str = "all_reduce_coalesced",
     debug: str | None = None,
 ) -> Handle:
-    """`all_reduce` of each tensor, issued together. Collective in the number and order of the
-    tensors.
-    """
+    """`all_reduce` of each tensor, issued together. Collective in number and order of tensors."""
     args = (tensors, op, group, async_op)
     return issue("all_reduce_coalesced", _all_reduce_each, args, log_name, prof, debug)
 
@@ -376,9 +372,7 @@ def all_gather_coalesced(
     log_name: str = "all_gather_coalesced",
     debug: str | None = None,
 ) -> Handle:
-    """`all_gather_into_tensor` of each pair, issued together. Collective in the number and order of
-    the pairs.
-    """
+    """`all_gather_into_tensor` of each pair, issued together. Collective in number and order."""
     args = (output_tensors, input_tensors, group, async_op)
     return issue("all_gather_coalesced", _all_gather_each, args, log_name, prof, debug)
 
@@ -404,9 +398,7 @@ def _all_gather_each(
 
 
 def _together(issues: Sequence[Callable[[], Any]], group: Group, async_op: bool) -> Handle:
-    """Issue operations as one where the backend can, and one after the other without waiting where
-    it cannot.
-    """
+    """Issue operations as one where the backend can, else one after the other without waiting."""
     if not issues:
         return WorkList([]) if async_op else None
     # gloo runs a coalesced block operation by operation and gives a handle for the last one only.

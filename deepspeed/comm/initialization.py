@@ -139,9 +139,7 @@ def init_distributed(
 def ensure_distributed(
     dist_init_required: bool | None = None, distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT
 ) -> None:
-    """Make or adopt the default process group, if nobody did; ValueError if `dist_init_required`
-    forbids it.
-    """
+    """Make or adopt the default process group; ValueError if `dist_init_required` forbids it."""
     if torch_dist.is_initialized():
         return
     if dist_init_required is False:

@@ -223,9 +223,7 @@ class ParallelMap:
 
     @property
     def sequence(self) -> Axis:
-        """The ranks that share one sequence; its group raises KeyError if nothing says which they
-        are.
-        """
+        """The ranks that share one sequence; its group raises KeyError if nothing says which."""
         on_mesh = self._on_mesh(SEQUENCE_AXIS)
         if on_mesh is not None:
             return Axis("sequence", on_mesh)

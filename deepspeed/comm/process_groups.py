@@ -244,9 +244,7 @@ def abort_groups() -> None:
 
 
 def _abort_gloo(group: ProcessGroup) -> None:
-    """gloo's own abort wakes nobody, but a receive that times out closes all connections of its
-    group, which does.
-    """
+    """gloo's own abort wakes nobody; a receive that times out closes its group's connections."""
     for rank in get_all_ranks_from_group(group):
         if rank == torch_dist.get_rank():
             continue

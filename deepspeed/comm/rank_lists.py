@@ -10,9 +10,7 @@ Ranks = tuple[int, ...]
 
 
 class RankLists(NamedTuple):
-    """Two ways in which the same ranks divide; a group of one and one of the other share one
-    rank.
-    """
+    """Two ways in which the same ranks divide; a group of one and of the other share one rank."""
 
     rows: list[list[int]]
     columns: list[list[int]]
@@ -24,9 +22,7 @@ def holding(rank: int, rank_lists: Iterable[list[int]]) -> list[int]:
 
 
 def partition_of(everywhere: Iterable[Collection[int]]) -> list[Ranks]:
-    """The different groups of which each rank has told its own, in an order that all ranks
-    share.
-    """
+    """The different groups of which each rank has told its own, in an order that all share."""
     return sorted({tuple(ranks) for ranks in everywhere})
 
 

@@ -68,9 +68,7 @@ def _part_numel(tensor: torch.Tensor, count: int) -> int:
 
 
 def is_pairwise(tensor: torch.Tensor, group: dist.Group) -> bool:
-    """Whether slices are exchanged pairwise: on host backends, whose messages take host tensors
-    only.
-    """
+    """Whether slices are exchanged pairwise: on host backends, whose messages are the host's."""
     if get_accelerator().defers_collectives:
         return False  # a simulated device: what is checked is the path that devices take
     return tensor.device.type == "cpu" and dist.get_backend_name(group) in HOST_BACKENDS
@@ -174,9 +172,7 @@ def gather_slices(
 def gather_shapes(
     own: torch.Tensor, shapes: Sequence[torch.Size], group: dist.Group = None
 ) -> list[torch.Tensor]:
-    """Gather what each rank of `group` has, of `shapes` (the same list on all of them) that may
-    differ.
-    """
+    """Gather what each rank of `group` has, of `shapes` (the same list on all); they may differ."""
     numels = [shape.numel() for shape in shapes]
     sent = own.reshape(-1)
     if own.numel() < max(numels):  # backends gather what is of one size only

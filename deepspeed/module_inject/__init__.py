@@ -1,6 +1,4 @@
-"""Upstream's path of the layers that tensor parallelism cuts. No kernels are injected: names that
-do say so.
-"""
+"""Upstream's path of the layers that tensor parallelism cuts; no kernels are injected."""
 
 from deepspeed._lazy import lazy_attributes
 

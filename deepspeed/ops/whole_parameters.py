@@ -45,9 +45,7 @@ class WholeParameters(ABC):
 
     @abstractmethod
     def sum_parts(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum `values` `[..., len(shapes)]`, which may be overwritten, over all ranks;
-        collective.
-        """
+        """Sum `values` `[..., len(shapes)]`, which may be overwritten, over ranks; collective."""
 
 
 class OneParameter(WholeParameters):

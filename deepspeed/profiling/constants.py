@@ -1,6 +1,4 @@
-"""Constants of the ``flops_profiler`` block, for scripts that write
-``ds_config[FLOPS_PROFILER]``.
-"""
+"""Constants of the ``flops_profiler`` block, for scripts with ``ds_config[FLOPS_PROFILER]``."""
 
 from deepspeed._lazy import lazy_attributes
 

@@ -326,9 +326,7 @@ class DeepSpeedDataLoader:
             self._go_to(self.epoch + 1, batches=0, samples=0)
 
     def _at_end(self) -> bool:
-        """Return whether the epoch has no batch left: saved after its last batch, before the loop
-        noticed.
-        """
+        """Return whether the epoch has no batch left: saved before the loop noticed."""
         if self.data_sampler is None:
             return False
         self._position_sampler()

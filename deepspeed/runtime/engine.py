@@ -270,9 +270,7 @@ class DeepSpeedEngine(EngineFace, nn.Module):
     # Backward
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Divide `loss` by the accumulation steps and multiply it by the loss scale; call
-        `.backward()` on the result.
-        """
+        """Divide `loss` by the accumulation steps, scale it, and go backward from the result."""
         sequence = self._require_optimizer("scale")
         check_loss("scale", loss, needs_graph=True)
         self._losses.tell_opened(sequence, loss, scale_wrt_gas=True)
@@ -309,9 +307,7 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         return loss
 
     def _begin_managed_backward(self) -> StepSequence:
-        """Begin a backward whose loss, or incoming gradient, the engine has divided and scaled
-        itself.
-        """
+        """Begin a backward whose loss, or incoming gradient, the engine divided and scaled."""
         sequence = self._require_optimizer("backward")
         self.timers.start_backward()
         self._begin_window(plain=False)
@@ -386,9 +382,7 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         sequence.observer.closed()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Reduce what this micro-batch has to reduce, in buckets of the configured
-        `reduce_bucket_size`.
-        """
+        """Reduce what this micro-batch has to, in buckets of `reduce_bucket_size` as configured."""
         planned = self._config.zero_config.reduce_bucket_size
         if bucket_size is not None and bucket_size != planned:
             raise ValueError(

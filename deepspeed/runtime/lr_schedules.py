@@ -69,9 +69,7 @@ def _per_group(optimizer: Any, value: float | Sequence[float], name: str) -> lis
 
 
 class _Schedule:
-    """What the schedules share: the counter, and writing rates into groups. Construction sets the
-    rate of the first step.
-    """
+    """What the schedules share: the counter, and writing rates into groups, the first at once."""
 
     def __init__(self, optimizer: object, last_batch_iteration: int) -> None:
         self.optimizer = get_torch_optimizer(optimizer)

@@ -298,9 +298,7 @@ def get_ma_status() -> int:
 
 
 def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """Print the memory in use, as `see_memory_usage`, which the first rank does: another
-    `print_rank` is refused.
-    """
+    """Print the memory in use, as `see_memory_usage` on the first rank; others are refused."""
     if print_rank not in (-1, 0):
         raise ValueError(f"memory_status(print_rank={print_rank}): the first rank prints; give 0")
     see_memory_usage(msg, force=True)
@@ -329,9 +327,7 @@ def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
 
 
 def get_checkpoint_folder_size(save_dir: str, tag: str, local_rank: int | None = None) -> int:
-    """Count the bytes of a checkpoint's files, as this process sees them; whatever its
-    `local_rank`.
-    """
+    """Count the bytes of a checkpoint's files, as this process sees them; any `local_rank`."""
     return sum(path.stat().st_size for path in Path(save_dir, tag).rglob("*") if path.is_file())
 
 

@@ -116,9 +116,7 @@ class SideStream:
             get_accelerator().current_stream().wait_stream(self.stream)
 
     def join(self) -> None:
-        """Let the current stream wait for this one, and producers for what is kept, which is
-        dropped.
-        """
+        """Let the current stream wait for this one, and producers for what is kept, dropped now."""
         if self.stream is not None:
             get_accelerator().current_stream().wait_stream(self.stream)
             while self._kept:

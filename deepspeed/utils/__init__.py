@@ -86,9 +86,7 @@ __getattr__ = lazy_attributes(
 
 class _Package(ModuleType):
     def __setattr__(self, name: str, value: object) -> None:
-        """Importing a submodule sets it here; the name that it shares with another one stays that
-        one's.
-        """
+        """Importing a submodule sets it here; the name it shares with another stays that one's."""
         if name not in _NAMES or not isinstance(value, ModuleType):
             super().__setattr__(name, value)
 

@@ -68,9 +68,7 @@ class LoggerFactory:
 
 
 def get_log_level_from_string(log_level_str: str) -> int:
-    """The numeric level of ``debug``, ``info``, ``warning``, ``error`` or ``critical`` (any
-    case).
-    """
+    """The numeric level of ``debug``, ``info``, ``warning``, ``error``, ``critical`` (any case)."""
     level = log_levels.get(str(log_level_str).lower())
     if level is None:
         raise ValueError(
@@ -97,9 +95,7 @@ logger: logging.Logger = LoggerFactory.create_logger(
 def set_log_level_from_string(
     log_level_str: str, custom_logger: logging.Logger | None = None
 ) -> None:
-    """Set the level of ``custom_logger`` (default: the project's logger) by name; see
-    `get_log_level_from_string`.
-    """
+    """Set the level of ``custom_logger`` (default: this project's) by one of these names."""
     target = logger if custom_logger is None else custom_logger
     target.setLevel(get_log_level_from_string(log_level_str))
 
@@ -110,9 +106,7 @@ def get_current_level() -> int:
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Whether the logger's level is at or below the named one, so that messages of that level are
-    written.
-    """
+    """Whether the logger's level is at or below the named one: such messages are written."""
     return get_current_level() <= get_log_level_from_string(max_log_level_str)
 
 
@@ -194,9 +188,7 @@ def warning_once(message: object) -> None:
 
 
 def print_dist(message: object, ranks: Iterable[int] | None = None) -> None:
-    """Print ``message`` to stdout on the given global ranks (None or -1: on all), whatever the log
-    level.
-    """
+    """Print ``message`` to stdout on global ranks (None or -1: all), whatever the log level."""
     text = get_dist_msg(message, ranks)
     if text is not None:
         sys.stdout.write(text + "\n")

@@ -18,9 +18,7 @@ class MemoryOwner(Protocol):
     """Whoever can name its buffers."""
 
     def named_memory(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Names and the tensors that they stand for. Where several cover an address, the first one
-        names it.
-        """
+        """Names and the tensors that they stand for; of several at an address, the first counts."""
 
 
 _owners: weakref.WeakSet[MemoryOwner] = weakref.WeakSet()

@@ -65,9 +65,7 @@ def _cores_to_share(bind_core_list: str | None) -> list[int]:
 
 
 def _memory_binding(cores: Sequence[int], nodes: Sequence[Sequence[int]]) -> list[str]:
-    """numactl's option that keeps memory near ``cores``; none when there is one node or the cores
-    span all.
-    """
+    """numactl's option that keeps memory near ``cores``; none for one node, or if they span all."""
     touched = [number for number, node in enumerate(nodes) if set(cores) & set(node)]
     if not touched or len(nodes) < 2 or len(touched) == len(nodes):
         return []

@@ -16,9 +16,7 @@ enable_nvtx = True
 
 
 def instrument_w_nvtx(func: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that its calls show as ranges with its qualified name; no effect on
-    devices without.
-    """
+    """Decorate a function so that its calls show as ranges with its qualified name."""
     name = func.__qualname__
 
     @functools.wraps(func)

@@ -110,9 +110,7 @@ def end_span(start: Any) -> Span:
 
 
 class SynchronizedWallClockTimer:
-    """Named timers: ``timers("fwd").start()`` ... ``timers("fwd").stop()`` ...
-    ``timers.log(["fwd"])``.
-    """
+    """Named timers: ``timers("fwd").start()`` and ``.stop()``, ``timers.log(["fwd"])``."""
 
     class Timer:
         """One timer. Several start-stop pairs add up until `reset`."""
@@ -160,9 +158,7 @@ class SynchronizedWallClockTimer:
             self._records = []
 
         def elapsed(self, reset: bool = True) -> float:
-            """Milliseconds of all finished runs since the last reset; a run in progress goes on and
-            counts so far.
-            """
+            """Milliseconds of all finished runs since the last reset, and of one in progress."""
             running = self.started_
             if running:
                 self.stop()
@@ -218,9 +214,7 @@ class SynchronizedWallClockTimer:
         memory_breakdown: bool = False,
         ranks: Iterable[int] | None = None,
     ) -> None:
-        """Print the elapsed times of the named timers in one line; names that were never used are
-        left out.
-        """
+        """Print the elapsed times of the named timers in one line, but of those never used."""
         times = self._normalized(names, normalizer, lambda timer: timer.elapsed(reset=reset))
         parts = " | ".join(f"{name}: {value:.2f}" for name, value in times.items())
         memory = self.memory_usage() if memory_breakdown else ""
@@ -229,9 +223,7 @@ class SynchronizedWallClockTimer:
     def get_mean(
         self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True
     ) -> dict[str, float]:
-        """The trimmed means in milliseconds of the named timers' recorded values, by name; see
-        `log`.
-        """
+        """The trimmed means in milliseconds of the named timers' records, by name; see `log`."""
         means = self._normalized(names, normalizer, lambda timer: timer.mean())
         if reset:
             for name in means:

@@ -115,9 +115,7 @@ def _check_manifest(folder: str) -> None:
 
 
 def _is_saved_file(path: str, size: int, checksum: str) -> bool:
-    """Whether a file has its size in the manifest, and its sum where the package for it is
-    installed.
-    """
+    """Whether a file has its size in the manifest, and its sum where that can be computed."""
     if not os.path.isfile(path) or os.path.getsize(path) != size:
         return False
     try:
@@ -414,9 +412,7 @@ def _weights(
 def _tied_module(
     content: Mapping[str, torch.Tensor], saved: SavedRank, values: Mapping[str, LazyTensor]
 ) -> str | None:
-    """The tied module of a pipeline that a layer's file holds: the one with these names, shapes
-    and, where known, values.
-    """
+    """A pipeline's tied module in a layer's file: with these names, shapes and known values."""
     trained = [name for name in saved.fragments if name.startswith("tied_modules.")]
     for prefix in dict.fromkeys(".".join(name.split(".")[:2]) for name in trained):
         own = {
@@ -761,9 +757,7 @@ def _safetensors_writer() -> Callable[[Mapping[str, LazyTensor], str], list[str]
 
 
 def _publish(folder: str, output_dir: str, names: Sequence[str], own: re.Pattern[str]) -> None:
-    """Flush the files of a folder to disk, move them to where they belong, and remove others of the
-    same kind there.
-    """
+    """Flush a folder's files to disk, move them where they belong, remove others of their kind."""
     for name in names:
         with open(os.path.join(folder, name), "rb+") as file:
             os.fsync(file.fileno())

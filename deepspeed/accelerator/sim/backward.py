@@ -242,9 +242,7 @@ class _Run:
             self._caller.wait_stream(self._finished.pop())
 
     def _settle(self) -> None:
-        """Note that the engine has put the gradients of the node that ran last where they
-        belong.
-        """
+        """Note that the engine has put the gradients of the node that ran last in their places."""
         if self._left is not None:
             self._done[self._left] = self._streams[self._left].record_event()
         self._left, self._scheduler.is_summing = None, False
@@ -289,9 +287,7 @@ class _Run:
                 grad.record_stream(stream)
 
     def _lead(self, tensor: torch.Tensor, node: object) -> None:
-        """Let hooks of a parameter or a root run where its node does: they come before the node's
-        own.
-        """
+        """Let hooks of a parameter or a root run where its node does: before the node's own."""
         hooks = tensor._backward_hooks
         if hooks:
             handle = tensor.register_hook(lambda grad: self._arrive(node, (grad,)))

@@ -208,9 +208,7 @@ class Operators(TorchDispatchMode):
     def _with_host_memory(
         self, facts: _Facts, args: Any, kwargs: Any, tensors: list[torch.Tensor], key: Any
     ) -> Any:
-        """Compute on the host's own memory at once; copies between it and the device go by
-        streams.
-        """
+        """Compute on the host's own memory at once; copies to and from the device go by streams."""
         func = facts.func
         if all(map(self._allocator.on_host, tensors)):
             tracer = self._scheduler.tracer
@@ -359,9 +357,7 @@ class Operators(TorchDispatchMode):
     def host_access(
         self, what: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor] = ()
     ) -> None:
-        """Wait for the current stream, as a device's copy to the host does, before the host
-        looks.
-        """
+        """Wait for the current stream, as a device's copy to the host does, before one looks."""
         self._scheduler.complete(self._scheduler.current)
         tracer = self._scheduler.tracer
         if tracer is not None:

@@ -102,9 +102,7 @@ class Counting:
                 self.waited(_WAITING[name])
 
     def indexed(self, func: Any, args: Any) -> None:
-        """Tell that a mask chooses elements: how many, the host has to know, but for one number
-        written.
-        """
+        """Tell that a mask chooses elements: the host has to know how many, if not one."""
         name = func._schema.name
         if self.counters and not (name in _MASKED_WRITES and args[2].numel() == 1):
             self.waited("index by a mask")

@@ -70,9 +70,7 @@ def _here() -> str:
 
 
 class IssueLog:
-    """The entries of one rank, in the order of issue, and the names of the streams by their
-    numbers.
-    """
+    """The entries of one rank, in order of issue, and the names of the streams by number."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []

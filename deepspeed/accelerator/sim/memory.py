@@ -222,9 +222,7 @@ class Allocator:
         self._free.clear()
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Keep memory of `tensor`, once it is freed, until the work that `stream` has then is
-        done.
-        """
+        """Keep memory of `tensor`, once freed, until the work that `stream` has then is done."""
         life = self._lives.get(tensor.untyped_storage().data_ptr())
         if life is not None and stream is not life.stream:
             life.recorded.add(stream)
@@ -270,9 +268,7 @@ class Allocator:
         return bool(self._host)
 
     def on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in memory that the host reads and writes by itself, past all
-        streams.
-        """
+        """Whether a tensor lies in memory that the host reads and writes past all streams."""
         if not self._host:
             return False
         cdata = tensor.untyped_storage()._cdata

@@ -130,9 +130,7 @@ def _aliased(func: Any, alias: Any, num_positional: int) -> int | str:
 
 
 def _read_and_written(func: Any, args: Any, kwargs: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Count the arguments' tensors in order: those that are only read, and those that are
-    written.
-    """
+    """Count the arguments' tensors in order: those only read, and those that are written."""
     written, given = operators.written_names(func), operators.arguments(func, args, kwargs)
     writes = [name in written for name, value in given.items() for _ in operators.tensors_in(value)]
     return tuple(i for i, yes in enumerate(writes) if not yes), tuple(

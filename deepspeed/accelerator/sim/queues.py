@@ -33,9 +33,7 @@ EXPLORE_RUN = 8
 
 
 class Work(NamedTuple):
-    """One operator in a queue; `waits_for_ranks`: it may take until other ranks have done
-    something.
-    """
+    """One operator in a queue; `waits_for_ranks`: other ranks may have to do something first."""
 
     operator: str
     run: Callable[[], None]
@@ -110,9 +108,7 @@ class Stream:
 
 
 class Event:
-    """A position in a stream, with the interface of a device's event. Times are the host's at
-    `record`.
-    """
+    """A position in a stream, as a device's event. Times are the host's at `record`."""
 
     _count = 0
 
@@ -361,9 +357,7 @@ class Scheduler:
 
     @contextmanager
     def _executing(self) -> Iterator[None]:
-        """Run work as it was issued: below autograd, autocast and whatever modes are entered by
-        now.
-        """
+        """Run work as it was issued: below autograd, autocast and modes entered since."""
         outer, self._running = self._running, True
         try:
             with _disable_current_modes(), torch.no_grad(), self._autocast:

@@ -1,6 +1,4 @@
-"""One simulated device: its streams, memory, operators and backward, switched on and off
-together.
-"""
+"""One simulated device: streams, memory, operators and backward, switched on and off together."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ class Simulator:
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Within it the host computes at once, past the device, after all work of the current
-        stream.
-        """
+        """Within it the host computes at once, past the device, after the current stream's work."""
         self.operators.host_access("on_host", [])
         with _disable_current_modes(), self.backward.paused():
             yield

@@ -46,9 +46,7 @@ class ParallelDegrees(NamedTuple):
 
     @classmethod
     def of_file(cls, model: Mapping[str, Any]) -> ParallelDegrees:
-        """Degrees of the run that wrote a model file; if it does not say, layers mean a
-        pipeline.
-        """
+        """Degrees of the run that wrote a model file; if it says none, layers mean a pipeline."""
         parts = int(model.get(keys.MP_WORLD_SIZE, 1))
         degrees = model.get(keys.CHECKPOINT_PARALLEL_DIMS) or {}
         in_layers = keys.MODULE in model and model[keys.MODULE] is None
@@ -115,9 +113,7 @@ def cuts_of(
 
 
 def share_and_place(rank: int, ranks: int, shares: int, data_first: bool) -> tuple[int, int]:
-    """Which share of a layer's experts a rank holds, and which of the ranks that hold it this
-    is.
-    """
+    """Which share of a layer's experts a rank holds, and which of the ranks with it this is."""
     if data_first:
         return divmod(rank, ranks // shares)
     place, share = divmod(rank, shares)
@@ -153,9 +149,7 @@ def comes_data_first(model: Mapping[str, Any]) -> bool:
 
 
 def cut_runs(cuts: Sequence[GroupCut], starts: Sequence[int]) -> tuple[list[list[Run]], int]:
-    """What lies in each of a rank's buffers, which begin at `starts`; and where the last cut
-    ends.
-    """
+    """What lies in each of a rank's buffers, which begin at `starts`, and where all ends."""
     runs: list[list[Run]] = [[] for _ in starts[1:]]
     at = 0
     for shapes, ranks, place, firsts in cuts:

@@ -13,9 +13,7 @@ from deepspeed.checkpoint.resharding.tensor_parallel import SlicePatterns, slice
 
 
 class RankSlices:
-    """What one rank takes of whole parameters, in the form in which `SavedOptimizer` gives
-    fragments.
-    """
+    """What one rank takes of whole parameters, in the form of `SavedOptimizer`'s fragments."""
 
     def __init__(
         self,

@@ -410,9 +410,7 @@ def _shard(
     offsets: Mapping[str, int],
     firsts: Mapping[str, int],
 ) -> _OptimizerTensor:
-    """One group's part of a ZeRO rank's file; `done`: elements of each parameter in earlier
-    shards.
-    """
+    """One group's part of a ZeRO rank's file; `done`: elements of parameters in earlier shards."""
     runs = []
     for local_name, address in state[keys.PARAM_SLICE_MAPPINGS][index].items():
         name, first = renumbered(local_name, offsets), firsts.get(local_name, 0)

@@ -1,6 +1,4 @@
-"""Weights of a checkpoint by parameter name: in model files, files of layers and of experts, in
-shards.
-"""
+"""Weights of a checkpoint by parameter name: in files of models, layers, experts and shards."""
 
 from __future__ import annotations
 
@@ -179,9 +177,7 @@ def _frozen_shards(models: Mapping[int, Mapping[str, Any]], folder: str) -> dict
 
 
 def saved_state(model: Mapping[str, Any], in_shards: bool) -> dict[str, Any]:
-    """The state dict that a model file is of; in shards, trained parameters are on the meta
-    device.
-    """
+    """The state dict that a model file is of; in shards, trained parameters are on meta."""
     state = dict(model[keys.MODULE])
     if not in_shards:
         return state
@@ -208,9 +204,7 @@ def tied_names(model: Mapping[str, Any]) -> dict[str, str]:
 
 
 class SavedRank:
-    """What the stages of one tensor-parallel rank hold, by parameter; `frozen`: all that is
-    untrained.
-    """
+    """What the stages of one tensor-parallel rank hold, by parameter; `frozen`: all untrained."""
 
     def __init__(self, folder: str, rank: int, masters_only: bool = False) -> None:
         self.folder = folder

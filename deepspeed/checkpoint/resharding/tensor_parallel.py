@@ -220,9 +220,7 @@ def _joined(name: str, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 def slice_of_rank(
     name: str, entry: Mapping[str, Any], shape: Sequence[int], rank: int, size: int
 ) -> torch.Tensor:
-    """The part of a parameter that one of `size` ranks holds; a view of it where that is
-    possible.
-    """
+    """The part of a parameter that one of `size` ranks holds; a view where that is possible."""
     whole: torch.Tensor = entry[keys.PARAM]
     share = Share.of_rank(entry.get(keys.PIECES, size), rank, size)
     if keys.SUB_PARAM_SHAPE in entry:

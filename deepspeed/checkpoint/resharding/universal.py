@@ -1,6 +1,4 @@
-"""A universal checkpoint as consolidated parameters: each is whole, with a file per kind of
-state.
-"""
+"""A universal checkpoint as consolidated parameters: each whole, with a file per kind of state."""
 
 from __future__ import annotations
 

@@ -101,9 +101,7 @@ class _Issued:
 
 
 class StreamWork:
-    """Handle of an operation on an internal stream; keeps the caller's tensors alive until it is
-    waited for.
-    """
+    """Handle of an operation on an internal stream; keeps the caller's tensors until waited for."""
 
     def __init__(self, issued: _Issued, event: Event, waited: Callable[[_Issued], None]) -> None:
         self._event = event
@@ -124,9 +122,7 @@ class StreamWork:
 
 
 class StreamCollectives:
-    """The observer next to the backend; lets everything through while the accelerator doesn't
-    defer.
-    """
+    """The observer next to the backend; lets all through while the accelerator doesn't defer."""
 
     def __init__(self) -> None:
         self._streams: dict[Any, Stream] = {}

@@ -53,15 +53,11 @@ _VERDICT = "deepspeed_sim/verdict"
 
 
 class HostWaitError(RuntimeError):
-    """The host waits for work that cannot complete: it depends on work that, while the host waits,
-    nobody will issue.
-    """
+    """The host waits for work that depends on work which, meanwhile, nobody will issue."""
 
 
 class Part(NamedTuple):
-    """What a rank does for an operation: number `number` of its `kind` (group, and direction
-    between two ranks).
-    """
+    """A rank's part in operation `number` of its `kind` (group, direction between two ranks)."""
 
     rank: int
     kind: str
@@ -81,9 +77,7 @@ class Operation(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class _Wait:
-    """One wait as it was seen: the beats of the looks at it, and the circle seen `sightings` times
-    in a row.
-    """
+    """One wait: the beats of the looks at it, and the circle seen `sightings` times in a row."""
 
     epoch: int
     since: float = dataclasses.field(default_factory=time.monotonic)

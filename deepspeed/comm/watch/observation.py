@@ -100,9 +100,7 @@ class CollectiveCall:
 
     @property
     def reads(self) -> list[torch.Tensor]:
-        """The tensors that this rank's part reads; pickled objects are the host's and not among
-        them.
-        """
+        """The tensors that this rank's part reads; pickled objects, the host's, are none."""
         if self.name == "broadcast" and not self._is_source():
             return []
         return _tensors(self.argument(self._form().reads))
@@ -236,9 +234,7 @@ def issue(
 
 
 def call_site() -> FrameType | None:
-    """Where the operation being observed was called, outside of the communication layer and of
-    observers.
-    """
+    """Where the operation being observed was called, outside of communication and observers."""
     here = sys._getframe(1)
     frame: FrameType | None = here
     # Observers live anywhere; the operation's caller is beyond the chain that called them.

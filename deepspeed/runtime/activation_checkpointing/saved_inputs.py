@@ -231,9 +231,7 @@ class InputStore:
         return content, block
 
     def unpack(self, packed: _AsIs | _Packed) -> torch.Tensor:
-        """Restore an input, unless it was changed. Collective over the tensor-parallel group if
-        partitioned.
-        """
+        """Restore an input unless it was changed. Collective over tensor ranks if partitioned."""
         if isinstance(packed, _AsIs):
             if packed.tensor._version != packed.version:
                 raise RuntimeError(

@@ -16,9 +16,7 @@ class ZeroStageEnum(int, Enum):
     max_stage = 3
 
     def __reduce_ex__(self, protocol: object) -> tuple[type, tuple[int]]:
-        """Pickle as files of other Pythons have it: 3.11.0 to 3.11.3 would write getattr, which
-        loading refuses.
-        """
+        """Pickle as other Pythons do: 3.11.0 to 3.11.3 write getattr, which loading refuses."""
         return type(self), (self.value,)
 
 

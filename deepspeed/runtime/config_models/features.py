@@ -140,9 +140,7 @@ class DeepSpeedThroughputTimerConfig(DeepSpeedConfigModel):
 
 
 class VerifyConfig(DeepSpeedConfigModel):
-    """Checks of gradient synchronization while training; the environment variable DS_VERIFY
-    switches them on too.
-    """
+    """Checks of gradient synchronization while training; DS_VERIFY switches them on too."""
 
     ledger: Bool = option(False, "Compare the gradient that is used with all that autograd made.")
     collectives: Bool = option(False, "Compare collectives with other ranks' before they start.")

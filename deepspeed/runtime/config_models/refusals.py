@@ -281,9 +281,7 @@ def _refusals_of(tree: TrainingConfig, given: Mapping[str, Any]) -> Iterator[str
 
 
 def inert_keys_of(tree: TrainingConfig, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield ``key=value (has no effect without ...)`` for each key that was changed in vain, under
-    its name in ``given``.
-    """
+    """Yield ``key=value (has no effect without ...)`` for each key of ``given`` changed in vain."""
     has_stage_3 = tree.zero_optimization.stage == ZeroStageEnum.weights
     there = STAGE_3 if has_stage_3 else OTHER_STAGES
     for inert in INERT:

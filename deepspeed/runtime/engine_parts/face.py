@@ -83,9 +83,7 @@ class EngineFace(EngineSettings):
 
     @property
     def checkpoint_engine(self) -> CheckpointEngine:
-        """What writes and reads files, as `checkpoint.writer` says, or a client's, set before
-        saving.
-        """
+        """What writes and reads files, as `checkpoint.writer` says, or a client's own."""
         return self._checkpoints.writer
 
     @checkpoint_engine.setter
@@ -93,9 +91,7 @@ class EngineFace(EngineSettings):
         self._checkpoints.writer = engine
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int) -> str:
-        """Path of the optimizer state of one expert-parallel rank's experts, in the slices of this
-        rank.
-        """
+        """Path of the optimizer state of one expert rank's experts, in the slices of this rank."""
         name = file_names.expert_optimizer_file(expp_rank, self.parallel_map.model.rank)
         return os.path.join(checkpoints_path, str(tag), name)
 
@@ -161,9 +157,7 @@ class EngineFace(EngineSettings):
         return self.tracker.is_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set the boundary from outside, until set again; not with `managed_gradient_accumulation:
-        false`.
-        """
+        """Set the boundary until set again; not with `managed_gradient_accumulation: false`."""
         self._refuse_unmanaged("set_gradient_accumulation_boundary")
         self.tracker.set_boundary(is_boundary)
 

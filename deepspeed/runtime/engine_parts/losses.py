@@ -13,9 +13,7 @@ from deepspeed.utils.exceptions import MisuseError
 
 
 def check_loss(what: str, loss: Any, needs_graph: bool) -> None:
-    """Refuse what has no gradient to start from: no tensor of one element, or (`needs_graph`) a
-    leaf.
-    """
+    """Refuse what no gradient starts from: no tensor of one element, or (`needs_graph`) a leaf."""
     is_scalar = isinstance(loss, torch.Tensor) and loss.numel() == 1
     if not is_scalar or (needs_graph and not loss.requires_grad):
         kind = f"a tensor of {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
@@ -40,9 +38,7 @@ class Losses:
         sequence.observer.opened(loss, self._tracker.divisor if scale_wrt_gas else 1)
 
     def show(self, loss: torch.Tensor, scale_wrt_gas: bool) -> None:
-        """Let observers see the loss of a micro-batch, as it was before the accumulation steps
-        divided it.
-        """
+        """Let observers see the loss of a micro-batch as it was before it was divided."""
         if self._timers.observers:
             self._timers.saw_loss(
                 loss.detach() if scale_wrt_gas else loss.detach() * self._tracker.divisor

@@ -1,6 +1,4 @@
-"""What the engine does to a model before training: cast it, spread its experts, make all ranks
-alike.
-"""
+"""What the engine does to a model before training: cast, spread experts, make all ranks alike."""
 
 from __future__ import annotations
 
@@ -203,9 +201,7 @@ def broadcast_tensors(
 def comm_dtype_lookup(
     model: nn.Module, config: DeepSpeedConfig
 ) -> Callable[[nn.Parameter], torch.dtype | None] | None:
-    """Find out, under torch_autocast, whose gradients travel in the autocast dtype: those of
-    precision-safe modules.
-    """
+    """Find whose gradients travel in torch_autocast's dtype: those of precision-safe modules."""
     if not config.torch_autocast_enabled or config.communication_data_type is not None:
         return None
     named = config.torch_autocast_lower_precision_safe_modules

@@ -32,9 +32,7 @@ def tell_of_patches(*things: object, raises: bool) -> None:
 
 
 def _patches_of(thing: object) -> Iterator[tuple[str, bool]]:
-    """Texts, and whether what they are about is called. A derived class's attributes count, and the
-    object's own.
-    """
+    """Texts, and whether what they are about is called; attributes of derived classes count."""
     kinds = type(thing).__mro__
     names = tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
     for place, holder in enumerate((thing, *kinds)):

@@ -59,9 +59,7 @@ class PlainBackward:
         self._enter()
 
     def _enter(self) -> None:
-        """Begin a plain `loss.backward()` if nobody said that one runs; its epilogue runs when its
-        task ends.
-        """
+        """Begin a plain `loss.backward()` if nobody did; its epilogue runs when its task ends."""
         state = self._engine.tracker.state
         if state is BackwardState.RUNNING:
             return
@@ -111,9 +109,7 @@ class PlainBackward:
         )
 
     def on_parameter_gradient(self) -> None:
-        """Refuse, from a parameter's hook, an unscaled gradient before the optimizer can send it
-        off.
-        """
+        """Refuse, in a parameter's hook, an unscaled gradient before the optimizer sends it."""
         self._enter()
         if self.is_unscaled:
             self._refuse_unscaled()
@@ -126,9 +122,7 @@ class PlainBackward:
         self._engine._backward_epilogue()
 
     def adopt_unnoticed_gradients(self) -> None:
-        """Take gradients that no hook noticed: the model was called, not the engine, so nobody has
-        divided or scaled.
-        """
+        """Take gradients of a model called past the engine: nobody has divided or scaled them."""
         sequence = self._engine._require_optimizer("step")
         sequence.accumulation_divisor = float(self._engine.tracker.divisor)
         if all(param.grad is None for param in self._engine.module.parameters()):

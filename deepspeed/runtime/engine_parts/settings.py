@@ -201,9 +201,7 @@ class EngineSettings:
         return self._config._param_dict
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the global batch size, a multiple of micro-batch times ranks, by the accumulation
-        steps.
-        """
+        """Change the global batch size by accumulating more or fewer micro-batches of all ranks."""
         unit = self._config.train_micro_batch_size_per_gpu * self._config.world_size
         if train_batch_size <= 0 or train_batch_size % unit:
             raise DeepSpeedConfigError(

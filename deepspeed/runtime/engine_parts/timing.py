@@ -98,9 +98,7 @@ class EngineTimers:
             self._timers(REDUCE).start()
 
     def stop_backward(self) -> None:
-        """End backward and its reductions; or the reductions alone, which a pipeline does after its
-        last backward.
-        """
+        """End backward and its reductions; or, after a pipeline's last backward, those alone."""
         if self._enabled:
             self._timers(REDUCE).stop()
             if self._timers(BACKWARD).started_:

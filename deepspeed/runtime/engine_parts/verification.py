@@ -47,9 +47,7 @@ def wanted_checks(block: VerifyConfig) -> set[str]:
 
 
 def configure(engine: DeepSpeedEngine, block: VerifyConfig) -> Callable[[], None]:
-    """Switch on what is wanted for a new engine; returns what the engine has to call at its next
-    step.
-    """
+    """Switch on what is wanted for a new engine; returns what its next step has to call."""
     wanted = wanted_checks(block)
     check_patches(engine)
     at_step = None

@@ -43,9 +43,7 @@ class BucketBuffer:
 
 
 class BucketBuffers:
-    """Buffers of all buckets; with `reuses` they are kept, each large enough for any bucket of its
-    dtype.
-    """
+    """Buffers of all buckets; with `reuses` they are kept, large enough for any of a dtype."""
 
     def __init__(self, device: torch.device, reuses: bool) -> None:
         self._device = device

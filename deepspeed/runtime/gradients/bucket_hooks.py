@@ -113,9 +113,7 @@ class BucketHooks:
 
 
 def refuse_unused(unused: Sequence[str], context: GradientContext) -> None:
-    """Raise on all ranks if any has parameters without a gradient. All call it when they have sent
-    the same buckets.
-    """
+    """Raise on all ranks if any has parameters without a gradient; all have sent equal buckets."""
     group = context.dp_process_group
     most = torch.tensor(len(unused), device=context.device)
     with lone_waits.watch.waiting(lambda: "what ranks say of parameters without a gradient"):

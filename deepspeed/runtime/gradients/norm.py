@@ -23,9 +23,7 @@ Norm = TypeVar("Norm", float, torch.Tensor)
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join neighbours of ascending ranges `[start, end)`: the norm of a long slice is one
-    operation.
-    """
+    """Join neighbours of ascending ranges `[start, end)`: one operation for a long slice's norm."""
     found: list[tuple[int, int]] = []
     for start, end in ranges:
         if found and found[-1][1] == start:

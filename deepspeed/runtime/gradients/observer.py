@@ -44,9 +44,7 @@ from torch import nn
 
 
 class GradientObserver:
-    """An observer that hears of nothing; see [Note: a gradient's life] for the calls and their
-    ranks.
-    """
+    """An observer that hears of nothing; the calls, their ranks: [Note: a gradient's life]."""
 
     def opened(self, loss: torch.Tensor | None, divisor: float) -> None:
         """Hear that a backward begins of the client's unscaled scalar `loss` (None if nobody scales
@@ -74,9 +72,7 @@ class GradientObserver:
         """The client sets the reduced gradient of `param`."""
 
     def settled(self, factor: float) -> None:
-        """Hear that the gradients are complete and about to be multiplied by `factor` (and
-        clipped).
-        """
+        """Hear that the gradients are complete and will be multiplied by `factor` (and clipped)."""
 
     def cleared(self) -> None:
         """All gradients are forgotten, reduced or not."""

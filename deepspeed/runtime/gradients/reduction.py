@@ -71,9 +71,7 @@ class GradientContext:
         return self.param_names.get(param, "?")
 
     def replicas(self, expert_group: str | None) -> dist.Group:
-        """Return the ranks that average the gradients of dense parameters (None), or of the experts
-        of this group name.
-        """
+        """Return who averages gradients: of dense parameters (None), or experts of this group."""
         if expert_group is None:
             return self.dp_process_group
         if expert_group not in self.expert_data_parallel_group:

@@ -1,6 +1,4 @@
-"""All-reduce of gradients that every rank keeps whole. One flat buffer per group; buckets are
-ranges of it.
-"""
+"""All-reduce of gradients that every rank keeps whole, in ranges of one flat buffer per group."""
 
 from __future__ import annotations
 
@@ -64,9 +62,7 @@ class FlatGradients:
         return bool(self._handles)
 
     def collect(self) -> None:
-        """Move every gradient into the buffer; an absent one counts as zero. `.grad` is then the
-        view.
-        """
+        """Move every gradient into the buffer, an absent one as zero. `.grad` is then the view."""
         self.collect_some(range(len(self.params)))
 
     @torch.no_grad()
@@ -100,9 +96,7 @@ class FlatGradients:
         self.collect_some([index for index, param in pairs if param.grad is not None])
 
     def detach(self, indices: Iterable[int] | None = None) -> None:
-        """Have gradients that arrive stay apart: the buffer, or the places of some, are in other
-        use.
-        """
+        """Have gradients that arrive stay apart: the buffer, or parts of it, are in other use."""
         for index in range(len(self.params)) if indices is None else indices:
             self._closed.add(index)
             self.params[index].grad = None

@@ -44,9 +44,7 @@ registrations = _Registrations()
 
 
 class LateParameters:
-    """Finds what a model has been given; `is_known`: a parameter is gathered for it. All ranks
-    `cut` what they find.
-    """
+    """Finds what a model has been given (`is_known`: already gathered); all ranks `cut` it."""
 
     def __init__(
         self,

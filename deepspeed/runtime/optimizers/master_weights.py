@@ -352,9 +352,7 @@ class MasterWeights:
     def gradient_pieces(
         self, sums_in: Callable[[nn.Parameter], torch.dtype]
     ) -> list[GradientPiece]:
-        """List where reduced gradients lie, all fragments in an order that is the same on all
-        ranks.
-        """
+        """List where reduced gradients lie: all fragments, in an order alike on all ranks."""
         pieces = []
         for group in self.groups:
             for index, param in enumerate(group.params):

@@ -47,9 +47,7 @@ BY_OWNERS = ("Adafactor", "Muon")
 
 
 def check_spread_experts(basic: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
-    """Refuse experts of which a rank has some rows, updated from the whole of what would be one
-    parameter.
-    """
+    """Refuse experts of which a rank has some rows, updated from one whole parameter."""
     if is_elementwise(basic):
         return
     # Muon takes a stack of matrices one by one.
@@ -99,9 +97,7 @@ def on_shards(
 
 
 def is_elementwise(basic: torch.optim.Optimizer) -> bool:
-    """Return whether it is known by its name to update an element from that element alone, and does
-    not behave otherwise.
-    """
+    """Return whether it is known to update elements one by one, and behaves so."""
     if type(basic).__name__ not in ELEMENTWISE:
         return False
     if type(basic).__module__.startswith(KNOWN_PACKAGES):

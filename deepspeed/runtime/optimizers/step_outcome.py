@@ -130,9 +130,7 @@ class StepOutcome:
 
     @property
     def is_skipped(self) -> bool:
-        """Whether the step was skipped. The first read waits for the device if steps are skipped at
-        all.
-        """
+        """Whether the step was skipped. The first read waits for the device if steps may be."""
         return self.skips and not math.isfinite(self.host_norm)
 
 
@@ -174,9 +172,7 @@ class Outcomes:
         self._late_norms.rotate()
 
     def _used_scale(self) -> float:
-        """The scale that the gradients at hand carry: the scaler moves on when the outcome of their
-        step is known.
-        """
+        """The scale of the gradients at hand: the scaler moves on at their step's outcome."""
         return float(self._scaler.loss_scale)
 
     def learn_outcome(self, but_last: bool = False) -> None:

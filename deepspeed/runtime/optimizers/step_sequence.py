@@ -212,9 +212,7 @@ class StepSequence:
     # The sequence
 
     def require_states(self, what: str) -> None:
-        """Refuse `what` ("forward", "backward", "step", or a method of the engine's) while state
-        that it needs is away.
-        """
+        """Refuse `what` ("forward", or an engine's method) while state that it needs is away."""
         if self.movable is not None:
             self.movable.require_states(what)
 
@@ -226,9 +224,7 @@ class StepSequence:
         create_graph: bool = False,
         inputs: object = None,
     ) -> None:
-        """Go backward from the scaled loss; `engine.backward` also divides by the accumulation
-        steps.
-        """
+        """Go backward from the scaled loss; `engine.backward` divides for accumulation too."""
         scaled = self.outcomes.scale_if_loss(loss.float())
         scaled.backward(gradient, retain_graph, create_graph, inputs)
 
@@ -309,9 +305,7 @@ class StepSequence:
         return not self.masters.waits_for_gradients and runs_ahead(norm) and can_skip
 
     def _tell_settled(self, factor: float) -> None:
-        """Have the gradients checked that the update multiplies by `factor` and the clipping
-        factor.
-        """
+        """Have gradients checked that the update multiplies by `factor` and the clipping's."""
         self.observer.settled(factor)
 
     def _refuse_unfrozen(self) -> None:

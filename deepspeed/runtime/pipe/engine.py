@@ -498,9 +498,7 @@ class PipelineEngine(DeepSpeedEngine):
     }
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """Average over the last batch what the module's `get_additional_losses` reports; last stage
-        only.
-        """
+        """Average over the last batch what `get_additional_losses` reports; last stage only."""
         return self._outputs.mean_additional_losses(self.micro_batches)
 
     # What the schedule does by itself

@@ -63,9 +63,7 @@ class ExpertLayers:
             make_expert_groups(ep_size, is_tensor_parallel, data_first)
 
     def numbered(self) -> list[tuple[int, str, MoE]]:
-        """Give each `MoE` of this stage: its number in the whole model, its name, and itself, in
-        order.
-        """
+        """Give each `MoE` of this stage: number in the whole model, name and module, in order."""
         return sorted(
             ((self._numbers[name], name, layer) for name, layer in self._own.items()),
             key=lambda found: found[0],

@@ -67,9 +67,7 @@ class LayerFiles:
         )
 
     def files_of_layers(self) -> dict[str, str]:
-        """Name of a layer's file -> its name as a submodule, of the own layers, whoever writes
-        them.
-        """
+        """Name of a layer's file -> its name as a submodule, of own layers, whoever writes."""
         return {
             os.path.basename(self._layer_path("", index)): self._layer_name(index)
             for index in self._layer_modules()
@@ -165,9 +163,7 @@ class LayerFiles:
             module.load_state_dict(state, strict=strict)
 
     def _existing_path(self, load_dir: str, index: int) -> str:
-        """The layer's file, or that of another layer with its weights; the layer's own if there is
-        none.
-        """
+        """The layer's file, or another layer's with its weights; its own if there is none."""
         paths = [
             self._layer_path(load_dir, candidate) for candidate in self._indices_of_weights(index)
         ]

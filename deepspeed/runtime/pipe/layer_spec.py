@@ -15,9 +15,7 @@ from deepspeed.utils.logging import logger
 
 
 class PipelineError(ValueError):
-    """A pipeline of these layers, stages and ranks cannot be made; the message names the argument
-    and what to do.
-    """
+    """No pipeline can be made of these layers, stages and ranks; names the argument and remedy."""
 
 
 class LayerSpec:
@@ -106,9 +104,7 @@ def layer_name(layer: Layer) -> str:
 
 
 def trainable_numel(layer: Layer) -> int:
-    """Count the layer's trainable parameters; a spec is built for it and dropped, without memory
-    where that is possible.
-    """
+    """Count the layer's trainable parameters; a spec is built for it, if possible on meta."""
     if isinstance(layer, LayerSpec):
         layer = _built_to_count(layer)
     if not isinstance(layer, nn.Module):

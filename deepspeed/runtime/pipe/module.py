@@ -260,9 +260,7 @@ class PipelineModule(LayerFiles, nn.Module):
         return found
 
     def _tied_layers(self) -> dict[str, list[int]]:
-        """Key -> indices of its layers in the whole model, in order of first use: alike on every
-        rank.
-        """
+        """Key -> indices of its layers in the whole model, by first use: alike on every rank."""
         found: dict[str, list[int]] = {}
         for index, layer in enumerate(self._layer_specs):
             if isinstance(layer, TiedLayerSpec):
@@ -270,9 +268,7 @@ class PipelineModule(LayerFiles, nn.Module):
         return found
 
     def _tie_stages(self) -> dict[str, dict[str, Any]]:
-        """Make groups of the stages that hold a module of one key, and its weights equal to the
-        first owner's.
-        """
+        """Make groups of stages with a module of one key; weights become the first owner's."""
         comms: dict[str, dict[str, Any]] = {}
         for key, indices in self._tied_layers().items():
             stages = sorted({self.stage_owner(index) for index in indices})
@@ -354,9 +350,7 @@ class PipelineModule(LayerFiles, nn.Module):
         self._expert_layers.make_groups(use_data_before_expert_parallel_)
 
     def numbered_moe_layers(self) -> list[tuple[int, str, MoE]]:
-        """Return, of each layer with experts of this stage, its number in the whole model, name and
-        module.
-        """
+        """Return, of each layer with experts here, number in the whole model, name, module."""
         return self._expert_layers.numbered()
 
     # -- forward

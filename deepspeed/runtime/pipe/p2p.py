@@ -158,9 +158,7 @@ def _rank_of(stage: int, verb: str) -> int:
 
 
 def send(tensor: torch.Tensor, dest_stage: int, async_op: bool = False) -> Any:
-    """Send a contiguous tensor to a neighbouring stage; with `async_op` it must not change before
-    `wait`.
-    """
+    """Send a contiguous tensor to a neighbouring stage; after `async_op` keep it until `wait`."""
     return _begin(_Transfer("send", dist.isend, tensor, _rank_of(dest_stage, "send to")), async_op)
 
 
@@ -212,9 +210,7 @@ def send_obj(msg: object, dest: int) -> None:
 
 
 def recv_obj(sender: int) -> Any:
-    """Receive what global rank `sender` has sent with `send_obj`; tensors arrive on the
-    accelerator's device.
-    """
+    """Receive what global rank `sender` sent with `send_obj`, tensors on the accelerator."""
     device = torch.device(get_accelerator().current_device_name())
     size = torch.empty(1, dtype=torch.int64, device=device)
     with transferring(None, f"recv_obj, with rank {sender}"):

@@ -249,9 +249,7 @@ class _Lowering:
 def _one_forward_one_backward(
     forwards: Sequence[Compute], backwards: Sequence[Sequence[Compute]], warmup: int
 ) -> Iterator[Compute]:
-    """`warmup` forward passes, then one forward and one group of backward passes in turn, then the
-    rest.
-    """
+    """`warmup` forwards, then a forward and a group of backward passes in turn, then the rest."""
     yield from forwards[:warmup]
     for index, group in enumerate(backwards):
         yield from forwards[warmup + index : warmup + index + 1]
@@ -311,9 +309,7 @@ class InterleavedTrainSchedule(PipeSchedule):
         return min(self._warmup() + 1, self.micro_batches * self.num_chunks)
 
     def _warmup(self) -> int:
-        """Forward passes before the first backward one: to the last stage and back, and a round's
-        other chunks.
-        """
+        """Forward passes before the first backward: there and back, and a round's other chunks."""
         return 2 * (self.stages - self.stage_id - 1) + (self.num_chunks - 1) * self.stages
 
     def _order(self) -> Iterator[Compute]:
@@ -356,9 +352,7 @@ class ZeroBubbleTrainSchedule(PipeSchedule):
 
 
 class InferenceSchedule(PipeSchedule):
-    """Forward passes alone; without interleaving, micro_batches + stages - 1 time slots on each
-    stage.
-    """
+    """Forward passes alone; if not interleaved, micro_batches + stages - 1 slots on a stage."""
 
     closing = ()
 

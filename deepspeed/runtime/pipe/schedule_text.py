@@ -87,9 +87,7 @@ def format_schedule(schedule: PipeSchedule) -> str:
 
 
 def parse_schedule(text: str) -> ListedSchedule:
-    """Read what `format_schedule` has printed; a ValueError names the line that is not of that
-    form.
-    """
+    """Read what `format_schedule` has printed; a ValueError names the line that is not that."""
     lines = [
         (number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()
     ]

@@ -48,9 +48,7 @@ class SplitBackward:
         return bool(self._inputs) and not self.is_split
 
     def _find_cuts(self) -> bool:
-        """Fill `_weights_of`: each cut and the weights below it; False if the graph cannot be
-        split.
-        """
+        """Fill `_weights_of`: each cut and the weights below it; False if it cannot be split."""
         order = _topological([edge.node for edge in self._roots])
         if any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in order):
             return False

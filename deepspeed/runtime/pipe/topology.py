@@ -233,9 +233,7 @@ class PipelineParallelGrid:
         self.p2p_groups = self._neighbours()
 
     def _lines(self, axis: str) -> tuple[list[list[int]], list[int]]:
-        """All lines along an axis, of one rank each for an axis that does not exist, and this
-        rank's.
-        """
+        """All lines along an axis, of one rank each for an absent axis, and this rank's."""
         lines = self._topo.get_axis_comm_lists(axis) or [[rank] for rank in range(self.world_size)]
         return lines, holding(self.global_rank, lines)
 

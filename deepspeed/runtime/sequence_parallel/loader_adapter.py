@@ -51,9 +51,7 @@ class UlyssesSPDataLoaderAdapter:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next piece. Collective; batches that cannot be cut are a ValueError on all
-        ranks.
-        """
+        """Return the next piece. Collective; batches that cannot be cut are a ValueError on all."""
         if self._running is None:
             self._running = self._pieces()
         return next(self._running)

@@ -111,9 +111,7 @@ class TiledMLP:
         shards: int,
         compute_params: Iterable[torch.nn.Parameter] | None = None,
     ) -> torch.Tensor:
-        """Compute `fn(self, x)`, a layer that treats each position of x [..., s, h] alone, in
-        tiles.
-        """
+        """Compute `fn(self, x)`, a layer that treats positions of x [..., s, h] alone, in tiles."""
         _check_params(compute_params)
         if x.dim() < 2:
             raise ValueError(f"TiledMLP: x of shape {tuple(x.shape)} is not [..., positions, h]")
@@ -161,9 +159,7 @@ class TiledFusedLogitsLoss:
 
 
 class TiledLoss:
-    """A loss of logits that stand already, whose fp32 copies and the like exist for a tile at a
-    time.
-    """
+    """A loss of logits that stand already, whose fp32 copies exist for a tile at a time."""
 
     @staticmethod
     def apply(

@@ -70,9 +70,7 @@ def _busiest(costs: Sequence[int], owners: Sequence[ShardRank]) -> int:
 
 
 class DealtTable:
-    """The layout in which each parameter is whole on one rank. `shard_numel` is the largest
-    shard's.
-    """
+    """The layout in which each parameter is whole on one rank. `shard_numel`: the largest shard."""
 
     def __init__(
         self, numels: Sequence[NumEl], owners: Sequence[ShardRank], num_shards: int
@@ -242,9 +240,7 @@ class DealtParameters(WholeParameters):
 
     @torch.no_grad()
     def to_owners(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Put this rank's whole parameters behind one another, on `device`, from all shards.
-        Collective.
-        """
+        """Put this rank's whole parameters in a row on `device`, from all shards. Collective."""
         ways = self._all_ways
         return ways.there.move(shard, ways.longest, device)
 

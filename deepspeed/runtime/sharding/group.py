@@ -209,9 +209,7 @@ class ShardedGroup:
         return buffer[self.table.cut_starts[index] :][: self.table.cuts[index]]
 
     def named_memory(self, index: int, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name the buffers of group `index` for reports: first by parameter, then (padding) by
-        buffer.
-        """
+        """Name the buffers of group `index` for reports: by parameter, and (padding) by buffer."""
         buffers = [("flat parameters", self.flat)]
         if not self.aliased:
             buffers.append(("master shard", self.master))

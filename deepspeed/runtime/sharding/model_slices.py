@@ -50,9 +50,7 @@ class ModelSlices:
     def whole(
         self, module: nn.Module, state: Mapping[str, Any]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Put the slices in a state dict together one by one. All ranks that share layers go
-        through all.
-        """
+        """Put slices in a state dict together one by one, on all ranks that share layers."""
         for name, param in module.named_parameters(remove_duplicate=False):
             if name in state and is_model_parallel_parameter(param):
                 yield name, self.put_together(name, state[name])

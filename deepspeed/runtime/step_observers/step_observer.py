@@ -21,9 +21,7 @@ class StepObserver:
     """
 
     def saw_inputs(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """See what a forward in training is about to be given; nothing on a pipeline's later
-        stages.
-        """
+        """See what a forward in training is about to be given; not on a pipeline's later stages."""
 
     def forward_starts(self, training: bool) -> None:
         """A forward begins."""

@@ -33,9 +33,7 @@ NUMBERS = CONTENTS + MOST_INPUTS
 
 
 class SameInputs:
-    """Checks the forwards of a model that was cut, and makes random states the first rank's,
-    once.
-    """
+    """Checks forwards of a model that was cut, and makes random states the first rank's, once."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         slices = slices_of(model)

@@ -137,9 +137,7 @@ def cut_anew(params: Sequence[nn.Parameter], sharers: OptimizerInstances) -> Ite
 
 
 def settings_of(zero: DeepSpeedZeroConfig, group: dist.Group) -> GatherSettings:
-    """Read when parameters are whole, and who keeps copies. Collective over the world when first
-    asked.
-    """
+    """Read when parameters are whole, and who keeps copies. Collective the first time."""
     world, size = dist.get_world_size(group=group), zero.zero_hpz_partition_size
     # Where a node is all of them, all have all shards already.
     near = split_into_instances(group, world // size).inside if 1 < size < world else None
@@ -278,9 +276,7 @@ def _take_from_other_engines(model: nn.Module) -> None:
 def _move_shard(
     param: nn.Parameter, dtype: torch.dtype | None, device: torch.device | None, memory: ShardMemory
 ) -> None:
-    """Bring a shard that `zero.Init` has left elsewhere to the model's precision, if any, and
-    memory.
-    """
+    """Bring a shard that `zero.Init` left away to the model's precision, if any, and `memory`."""
     record = record_of(param)
     kind = dtype if record.shard.is_floating_point() else None
     whole_on = device or record.device

@@ -164,9 +164,7 @@ class Refiling:
         return LayoutExchange(group, *(ways if self._to_files else reversed(ways)))
 
     def moments(self, states: Sequence[Mapping[str, Any]]) -> Moments:
-        """Return, of each group to be moved, what of its shard's state has an element for each of
-        its.
-        """
+        """Return, of each group to be moved, what of its shard's state is per element."""
         return [
             {} if exchange is None else self._moments(group, state)
             for group, state, exchange in zip(
@@ -221,17 +219,13 @@ class Refiling:
         ]
 
     def move(self, index: int, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return a shard of group `index` in the other layout, on `device`; itself where that is
-        the same.
-        """
+        """Return a shard of group `index` in the other layout, on `device`; if same, itself."""
         exchange = self._exchanges[index]
         return shard if exchange is None else exchange.move(shard, self._longest[index], device)
 
 
 def check_fits(masters: MasterWeights, saved: Mapping[str, Any]) -> None:
-    """Raise CheckpointMismatchError, naming what differs, unless this rank could have saved
-    `saved`.
-    """
+    """Raise CheckpointMismatchError, naming what differs, unless this rank could save `saved`."""
     if SINGLE_PARTITION_OF_FP32_GROUPS not in saved:
         raise CheckpointMismatchError("the checkpoint's state is of another ZeRO stage")
     counts = list(saved[PARTITION_COUNT])
@@ -346,9 +340,7 @@ def _padded_value(group: ShardedGroup, value: object) -> Any:
 
 
 class ShardFiles(StateFiles):
-    """Files of sharded masters: `BF16_Optimizer`'s. `holders` are the ranks that have this same
-    shard.
-    """
+    """Files of sharded masters: `BF16_Optimizer`'s. `holders`: ranks that have this same shard."""
 
     lists_frozen = False
 

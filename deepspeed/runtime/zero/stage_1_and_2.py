@@ -283,9 +283,7 @@ class Bucketed(GradientReduction):
     # Reduction
 
     def reduce_independent_p_g_buckets_and_remove_grads(self, index: int) -> None:
-        """Send bucket `index`: copy its gradients together, reduce onto the owners, add into the
-        shard.
-        """
+        """Send bucket `index`: copy gradients together, reduce onto owners, add into the shard."""
         self._finish_in_flight(MAX_IN_FLIGHT - 1)
         bucket = self.ipg_buckets[index]
         grads = [self.local_sum(param) for param in bucket.params]
@@ -370,9 +368,7 @@ class Bucketed(GradientReduction):
         return slice(plan.own_start, plan.own_start + plan.own_numel)
 
     def _reduce_between_instances(self, limit: int) -> None:
-        """Begin the all-reduce between instances of the oldest buckets, until at most `limit` are
-        left.
-        """
+        """Begin the all-reduce between instances of the oldest buckets, until `limit` are left."""
         if self.instances.across is None:
             return
         inside = [reduction for reduction in self._in_flight if not reduction.is_between]

@@ -72,9 +72,7 @@ def in_memory(file_table: FragmentTable, sections: Sequence[Sequence[int]]) -> F
 
 
 class BucketLayout(GroupLayout):
-    """A section per bucket, of which every rank owns an equal part. Who owns everything has it in
-    memory as files do.
-    """
+    """A section per bucket, an equal part for every rank; an only owner has it as files do."""
 
     def __init__(
         self,

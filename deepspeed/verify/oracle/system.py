@@ -1,6 +1,4 @@
-"""One engine run on this rank: trains as a user would and keeps what the reference is compared
-with. Collective.
-"""
+"""One engine run on this rank: trains as a user would and keeps what is compared. Collective."""
 
 from __future__ import annotations
 

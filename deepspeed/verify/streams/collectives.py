@@ -1,6 +1,4 @@
-"""Collectives of a device whose streams torch's backend orders by itself (NCCL), told to the
-device's trace.
-"""
+"""Collectives of a device whose streams torch's backend orders (NCCL), told to its trace."""
 
 from __future__ import annotations
 

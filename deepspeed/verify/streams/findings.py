@@ -1,6 +1,4 @@
-"""What the stream checker found, in words: both accesses, the memory, and the wait that is
-missing.
-"""
+"""What the stream checker found, in words: both accesses, memory, and the missing wait."""
 
 from __future__ import annotations
 

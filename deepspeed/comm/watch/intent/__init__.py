@@ -80,9 +80,7 @@ def is_enabled() -> bool:
 
 
 def abort(why: str) -> None:
-    """End every wait of the check, on all ranks, with `CollectiveMismatchError(why)`; from any
-    thread.
-    """
+    """End every wait of the check, on all ranks, with `CollectiveMismatchError(why)`."""
     if _check is not None:
         _check.abort(why)
 

@@ -67,9 +67,7 @@ class IntentCheck:
         return proceed()
 
     def announced(self, what: str, group: process_groups.Group) -> None:
-        """Compare what the next operations are for; where in the program that is asked for may
-        differ.
-        """
+        """Compare what the next operations are for, asked for wherever in the program."""
         if torch_dist.get_rank(group) < 0:
             return
         store, _ = self._connection()
@@ -238,9 +236,7 @@ def _name(ranks: list[int]) -> str:
 
 
 def _start_deferred() -> None:
-    """On a device that defers collectives, start those issued: a rank that this one waits for may
-    be blocked in one.
-    """
+    """On a device that defers collectives, start those issued: other ranks may wait for one."""
     if get_accelerator().defers_collectives:
         # startup: for simulated devices only.
         from deepspeed.comm.sim import stream_collectives

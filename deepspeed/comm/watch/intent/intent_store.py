@@ -29,9 +29,7 @@ _STAY_S = 2.0
 
 
 class CollectiveMismatchError(RuntimeError):
-    """The ranks do not agree on what they do next, or one of them never comes; the text names ranks
-    and call sites.
-    """
+    """The ranks do not agree on what is next, or one never comes; the text names ranks, calls."""
 
 
 class IntentStore:
@@ -139,9 +137,7 @@ class IntentStore:
                 self._stay()
 
     def _stay(self) -> None:
-        """Wait, for a moment at most, until all other ranks have been told of the failure or have
-        left.
-        """
+        """Wait, for a moment at most, until all other ranks know of the failure or have left."""
         end = time.monotonic() + _STAY_S
         others = [rank for rank in range(self._world_size) if rank != self.rank]
         while time.monotonic() < end and not all(

@@ -54,9 +54,7 @@ class PairCheck:
         self._unordered: set[str] = set()
 
     def run(self, call: CollectiveCall, group: str, proceed: Callable[[], Any]) -> Any:
-        """Compare as far as the other side has come, issue, and compare the rest when the message
-        is waited for.
-        """
+        """Compare as far as the other side has come, issue, and compare the rest when waiting."""
         sends = call.name in _SENDS
         peer = call.argument("dst" if sends else "src")
         tag = call.argument("tag")
@@ -86,9 +84,7 @@ class PairCheck:
     def _meet(
         self, call: CollectiveCall, key: str, peer: int, any_source: str
     ) -> Callable[[], None] | None:
-        """Compare with the other side if it is there; otherwise gives what to call before waiting
-        for the message.
-        """
+        """Compare with the other side if it is there, else give what to call before waiting."""
         payload = tensor_text(call.argument("tensor"))
         what = (
             f"{call.name} of {payload} {'to' if call.name in _SENDS else 'from'} rank {peer} at "

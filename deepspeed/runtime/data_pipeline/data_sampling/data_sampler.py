@@ -82,9 +82,7 @@ class Metric:
             ) from error
 
     def eligible(self, difficulty: int) -> Any:
-        """List the samples that are at most so difficult, 1-d, the easiest first; refuse that none
-        is.
-        """
+        """List the samples at most so difficult, 1-d, the easiest first; refuse that none is."""
         if self._by == VALUE:
             num_levels = int(numpy.searchsorted(self._levels, difficulty, side="right"))
             count = int(self._ends[num_levels - 1]) if num_levels else 0
@@ -157,9 +155,7 @@ class DeepSpeedDataSampler(Sampler[list[int]]):
             self.metrics[name].scheduler.set_custom_get_difficulty(function)
 
     def difficulties(self, step: int, choosing: bool = False) -> dict[str, int]:
-        """Tell the difficulty of every metric, or of those that choose samples, at a step, which
-        counts from 1.
-        """
+        """Tell the difficulty of all metrics, or those that choose samples, at a step, from 1."""
         return {
             name: m.scheduler.get_difficulty(step)
             for name, m in self.metrics.items()
@@ -214,9 +210,7 @@ class DeepSpeedDataSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go to a position; one of another global batch, with which steps would get other samples,
-        is refused.
-        """
+        """Go to a position; refuse one of another global batch, whose steps get other samples."""
         saved = state_dict["global_batch_size"]
         if saved != self.global_batch_size:
             raise ValueError(

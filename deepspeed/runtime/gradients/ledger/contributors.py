@@ -65,9 +65,7 @@ def _part_of(piece: GradientPiece, start: int, end: int) -> Callable[[], torch.T
 
 
 class ContributorSum:
-    """Adds up rows of pieces over everybody who contributes to them. `holders` and `sharers` are as
-    in `RankReport`.
-    """
+    """Adds up rows of pieces over all contributors; `holders`, `sharers` are as in `RankReport`."""
 
     def __init__(self, pieces: Sequence[GradientPiece], scope: GradientScope) -> None:
         self._sums: list[tuple[Any, list[int]]] = []

@@ -37,9 +37,7 @@ class RankReport:
 
 
 class _Place(NamedTuple):
-    """Where a piece's contributors are: one tuple of ranks for each part of the model that has
-    it.
-    """
+    """Where a piece's contributors are: a tuple of ranks for each part of the model that has it."""
 
     parts: tuple[tuple[int, ...], ...]
 

@@ -197,9 +197,7 @@ class _Holder:
                 yield Hypothesis("lost", text, self.right - self.parts[rank, first:].sum(0))
 
     def _shared(self) -> Iterator[Hypothesis]:
-        """Errors of parameters that several parts of the model share, or other ranks have others
-        of.
-        """
+        """Errors of parameters shared by parts of the model, or of which ranks have others."""
         own = list(self.family.parts[self.rank])
         if len(own) < self.num_ranks:
             of_part = self.parts[own].sum((0, 1))

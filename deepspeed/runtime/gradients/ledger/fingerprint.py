@@ -36,9 +36,7 @@ FP32_ROUNDOFF = 2.0**-24
 
 
 def fingerprint_roundoff(numel: int) -> float:
-    """Relative error of a fingerprint of `numel` elements: fp32 sums, with errors that look
-    random.
-    """
+    """Relative error of a fingerprint of `numel` elements: fp32 sums, errors that look random."""
     return FP32_ROUNDOFF * 2.0 * (math.sqrt(numel / WIDTH) + math.sqrt(WIDTH / DIMS) + 2.0)
 
 
@@ -66,9 +64,7 @@ class Fingerprint:
 
     @torch.no_grad()
     def of(self, flat: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """The fingerprint (fp32, `[DIMS]`) of consecutive elements of a parameter, from
-        `start` on.
-        """
+        """The fingerprint (fp32, `[DIMS]`) of consecutive elements of a parameter from `start`."""
         device_type = flat.device.type
         if torch.is_autocast_enabled(device_type):
             # A backward inside an autocast block would multiply in half precision.

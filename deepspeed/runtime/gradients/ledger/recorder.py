@@ -225,9 +225,7 @@ class ContributionRecorder(GradientObserver):
         return absent
 
     def _weighted_contributions(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fingerprints `[A, pieces, DIMS]` and norms `[A, pieces]` with their weight in the
-        definition.
-        """
+        """Fingerprints `[A, pieces, DIMS]` and norms `[A, pieces]`, weighted as defined."""
         num_pieces = len(self._pieces)
         passes = self._scope.passes
         num_micro = (

@@ -85,9 +85,7 @@ class PendingSends:
             self._hand_over()
 
     def finish(self) -> None:
-        """Return when all transfers are complete: on a device, when the current stream waits for
-        them.
-        """
+        """Return when all transfers are complete: on a device, when its stream waits for them."""
         waiter, self._waiter = self._waiter, None
         if waiter is not None:
             waiter.finish()
@@ -273,9 +271,7 @@ class Channel:
         self._send_tensors(spec.tensors, tensors)
 
     def send_like(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Send tensors to a receiver that knows what they look like; returns at once, raises as
-        `send`.
-        """
+        """Send tensors to a receiver that knows their forms; returns at once, raises as `send`."""
         self._check_alive()
         specs = specs_of(tensors)
         self._remember(MessageSpec("known", specs))
@@ -335,9 +331,7 @@ class Channel:
         self._post_ahead()
 
     def recv(self) -> Any:
-        """Return the next value, when it is there. Tensors are new, on the channel's device, and
-        leaves.
-        """
+        """Return the next value, when it is there: new tensors, on the channel's device, leaves."""
         self._check_alive()
         self.messages += 1
         if self.src == self.dst:

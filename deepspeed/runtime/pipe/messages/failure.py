@@ -72,9 +72,7 @@ def _explain(lost: str, error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Name the operation that raised, by its traceback: the collective and its ranks, or the line
-    that waited for one.
-    """
+    """Name the operation that raised, by its traceback: the collective and ranks, or the line."""
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
@@ -179,9 +177,7 @@ class FailureWatch:
         return failure
 
     def _stay(self) -> None:
-        """Wait, for a moment at most, until all have seen the failure: this process may end now,
-        and may host the store.
-        """
+        """Wait a moment until all know of the failure: this process, or its store, may end."""
         end = time.monotonic() + _STAY_S
         while self._store is not None and time.monotonic() < end:
             with self._reaching():

@@ -35,18 +35,14 @@ from deepspeed.runtime.pipe.schedule import (
 
 
 class ChannelKey(NamedTuple):
-    """The channel over the border before part `border` of the model; `backwards` ones carry
-    gradients.
-    """
+    """The channel over the border before part `border`; `backwards` ones carry gradients."""
 
     border: int
     backwards: bool
 
 
 class Arrival(NamedTuple):
-    """A message that a stage will receive through a channel, posted when the stage has issued
-    `needs` instructions.
-    """
+    """A message to receive through a channel, posted when the stage has issued `needs` steps."""
 
     channel: ChannelKey
     needs: int
@@ -140,9 +136,7 @@ class Plan(NamedTuple):
 
 
 def plan_of(stages: Sequence[PipeSchedule], stage: StageId) -> Plan:
-    """Make the plan of one of these stages, with its instructions written out: every batch runs the
-    same.
-    """
+    """Make the plan of one of these stages, in instructions: every batch runs the same."""
     own = stages[stage]
     listed = ListedSchedule(
         own.micro_batches, own.stages, stage, own.steps(), own.num_pipe_buffers(), own.num_chunks

@@ -131,9 +131,7 @@ class StageChannels:
         ]
 
     def _pairs(self, pipeline: list[int], border: int) -> list[tuple[int, int]]:
-        """(source, destination) of the activations into part `border`, and of the gradients that
-        come back.
-        """
+        """(source, destination) of activations into part `border`, and of gradients that return."""
         before, behind = (pipeline[part % self._module.num_stages] for part in (border - 1, border))
         return [(before, behind), (behind, before)]
 
@@ -170,9 +168,7 @@ class StageChannels:
         return iter(self._made.values())
 
     def expect(self, micro_batches: int, arrivals: dict[Lane, list[Arrival]]) -> None:
-        """Begin a batch: so many messages come through each channel of activations, these through
-        lanes.
-        """
+        """Begin a batch: so many messages per channel of activations, these through lanes."""
         for key, lane in self._lanes.items():
             lane.expect([(self._made[channel], needs) for channel, needs in arrivals.get(key, [])])
         for chunk in self.chunks:

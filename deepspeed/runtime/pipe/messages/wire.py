@@ -190,9 +190,7 @@ class Layout:
             self._shared_bytes += -(-specs[index].num_bytes // _ALIGNMENT) * _ALIGNMENT
 
     def pieces(self, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        """What to send: bytes on `device`. A contiguous tensor there that travels alone is not
-        copied.
-        """
+        """What to send: bytes on `device`. A lone contiguous tensor there is not copied."""
         pieces = [_as_bytes(tensors[index].detach().to(device)) for index in self._alone]
         if self._shared:
             piece = torch.empty(self._shared_bytes, dtype=torch.uint8, device=device)

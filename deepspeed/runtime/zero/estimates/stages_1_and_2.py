@@ -155,9 +155,7 @@ def plan_model_states(
 
 
 def _buffers_numel(plans: Sequence[BucketPlan], settings: _Settings) -> int:
-    """Count elements of all bucket buffers: made in the first backward, each fits the largest
-    bucket.
-    """
+    """Count elements of all bucket buffers, each made to fit the largest bucket."""
     # The last bucket of a micro-batch is on its way when the next one sends its first.
     sent = len(plans) * (2 if settings.stage == 2 and settings.accumulates else 1)
     return min(MAX_IN_FLIGHT if settings.overlap_comm else 1, sent) * max(
@@ -306,9 +304,7 @@ def estimate_zero2_model_states_mem_needs(
 def print_needs(
     model: str, num_gpus_per_node: int, num_nodes: int, rows: Iterable[tuple[int, int, str]]
 ) -> None:
-    """Print upstream's table on rank 0: bytes on the host of a node and on each device, and
-    options.
-    """
+    """Print upstream's table on rank 0: bytes on a node's host and on each device, and options."""
 
     def plural(count: int, what: str) -> str:
         return f"{count} {what}" if count == 1 else f"{count} {what}s"

@@ -46,9 +46,7 @@ _next_node = torch.autograd._get_sequence_nr
 
 
 class Use:
-    """A forward of one module: the `units` that it used, and those that backward reads
-    (`gathered`).
-    """
+    """A forward of one module: the `units` it used, and those that backward reads (`gathered`)."""
 
     __slots__ = ("begin", "gathered", "has_graph", "is_open", "units")
 

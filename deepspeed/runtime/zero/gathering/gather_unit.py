@@ -241,9 +241,7 @@ class GatherUnit:
         return pending, shared.last_gather
 
     def _source(self) -> tuple[dist.Group, slice, torch.Tensor, int]:
-        """Say over which ranks to gather, what of the rows this one has, where it lies, and its
-        update.
-        """
+        """Say over which ranks to gather, what of the rows is here and where, and its update."""
         near, num_updates = self._secondary, self.resources.num_updates
         if near is not None and near.shard is not None:
             return near.group, near.own, near.shard, near.update

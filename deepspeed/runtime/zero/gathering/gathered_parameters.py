@@ -321,9 +321,7 @@ class GatheredParameters:
         return [param for param, group in sharers.items() if has[group]]
 
     def _refuse_foreign_modifier(self) -> None:
-        """Refuse a rank that has other slices of a layer: copies of what ranks have alike would
-        part.
-        """
+        """Refuse a rank with other slices of a layer: copies of what is alike would part."""
         if self.src_rank is None:
             return
         shared = [param for param in self.params if expert_group_of(param) is None]

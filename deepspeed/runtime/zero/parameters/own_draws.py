@@ -20,9 +20,7 @@ _MASK = (1 << 62) - 1
 
 
 def fingerprint(params: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Make one number, 0-dim int64, of the bits of all elements in their order; 0 on the meta
-    device.
-    """
+    """Make one number, 0-dim int64, of the bits of all elements in order; 0 on meta."""
     total: torch.Tensor | None = None
     factors: torch.Tensor | None = None
     for param in params:

@@ -207,9 +207,7 @@ class ZeroParameter(nn.Parameter):
 
     @torch.no_grad()
     def _set_shard(self, values: torch.Tensor) -> None:
-        """Write values; the padding stays zero. Other ranks need not do the same: the next
-        outermost forward gathers it.
-        """
+        """Write values here; the padding stays zero. The next outermost forward gathers it."""
         record = self._zero3
         told = f"{record.label}.ds_tensor.data = ...:"
         if values.shape != record.shard.shape:

@@ -167,9 +167,7 @@ class CutMasters(ZeroMasters):
 
     @torch.no_grad()
     def update(self, scaling: GradientScaling) -> None:
-        """Step, unless somebody would keep the old values. An optimizer on the host writes to
-        shards there by itself.
-        """
+        """Step, unless old values are kept. Optimizers on the host write to shards there."""
         self.parameter_offload.refuse_holders()
         resources = self.parameter_offload.resources
         # Masters may be what gathers read.

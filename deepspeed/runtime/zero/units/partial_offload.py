@@ -45,9 +45,7 @@ def num_kept(numels: Sequence[Sequence[int]], ratio: float) -> list[int]:
 
 
 def has_device_optimizer(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether some device optimizer does what this one does on the host, with the same
-    state.
-    """
+    """Return whether a device optimizer does what this one does on the host, with its state."""
     return not isinstance(optimizer, HostOptimizer) or isinstance(
         optimizer, DeepSpeedCPUAdam | DeepSpeedCPULion
     )
@@ -106,9 +104,7 @@ class DevicePart:
     # State in files: that of an optimizer of both parts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the host's state, and behind its tensors those of the device, as `own_tensors`
-        numbers them.
-        """
+        """Return the host's state, behind it the device's tensors as `own_tensors` numbers them."""
         host, device = self._host.state_dict(), self.optimizer.state_dict()
         states = {len(self._groups) + number: state for number, state in device["state"].items()}
         return {**host, "state": {**host["state"], **states}}
@@ -116,9 +112,7 @@ class DevicePart:
     def joined(
         self, base: State, masters: Sequence[torch.Tensor]
     ) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """Make state (`state_dict`'s) and masters of the groups, the host's first, those of whole
-        groups, on the host.
-        """
+        """Make state (`state_dict`'s) and masters of the groups, the host's first, on the host."""
         count = len(self._groups)
         states = {
             number: _join(base["state"].get(count + number, {}), base["state"].get(number, {}))
