@@ -77,9 +77,7 @@ DOORS: dict[str, dict[str, str]] = {
 """Module -> name -> the module that has it."""
 
 _COMPRESSION = "this project is for training; compression is out of scope"
-_RANDOM_LTD = (
-    "random layer-token drop is not in this release; curriculum_learning lets sequences grow"
-)
+_RANDOM_LTD = "random layer-token drop is not in this release; curriculum_learning grows sequences"
 _SPARSE = "sparse attention is out of scope; use torch's scaled_dot_product_attention with a mask"
 _SPARSITY = (
     "SparsityConfig DenseSparsityConfig FixedSparsityConfig VariableSparsityConfig "

@@ -31,9 +31,7 @@ class HostEvent:
     def elapsed_time(self, end_event: "HostEvent") -> float:
         """Milliseconds from this event's record to that of ``end_event``."""
         if self._recorded_at is None or end_event._recorded_at is None:
-            raise RuntimeError(
-                "elapsed_time needs two recorded events; call record() on both first"
-            )
+            raise RuntimeError("elapsed_time needs two recorded events; call record() on both")
         return (end_event._recorded_at - self._recorded_at) * 1e3
 
 

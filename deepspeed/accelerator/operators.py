@@ -123,8 +123,7 @@ def _element_intervals(
         stride, size = outer.pop(0)
         run += stride * (size - 1)
     starts = sorted(
-        sum(steps)
-        for steps in product(*(range(0, stride * size, stride) for stride, size in outer))
+        sum(at) for at in product(*(range(0, stride * size, stride) for stride, size in outer))
     )
     merged: list[tuple[int, int]] = []
     for start in starts:

@@ -211,8 +211,7 @@ def simulated_device(needed_by: str) -> Sim_Accelerator:
     accelerator = get_accelerator()
     if not isinstance(accelerator, Sim_Accelerator):
         raise RuntimeError(
-            f"{needed_by}: {accelerator.device_name()} is no simulated device; set "
-            "DS_ACCELERATOR=sim"
+            f"{needed_by}: {accelerator.device_name()} is not simulated; set DS_ACCELERATOR=sim"
         )
     return accelerator
 

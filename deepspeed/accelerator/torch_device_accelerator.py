@@ -30,8 +30,7 @@ class TorchDeviceAccelerator(DeepSpeedAccelerator):
         module = getattr(torch, self._name, None)
         if module is None:
             raise RuntimeError(
-                f"this torch has no torch.{self._name}; install a torch build for {self._name} "
-                "devices"
+                f"this torch has no torch.{self._name}; install a torch for {self._name} devices"
             )
         return module
 

@@ -18,9 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0 if all is well, 1 if a checkpoint is not as it was written. Wrong arguments exit with 2.
     """
-    parser = argparse.ArgumentParser(
-        prog="ds_checkpoint", description="Look after checkpoint folders."
-    )
+    parser = argparse.ArgumentParser(prog="ds_checkpoint", description="Look after checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     verify = commands.add_parser(
         "verify", help="hold a checkpoint against its manifest and list what is wrong"
@@ -28,10 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verify.add_argument("load_dir", help="folder of all checkpoints of a run, or of one")
     verify.add_argument("--tag", help="which checkpoint; the one that 'latest' names if not given")
     verify.add_argument(
-        "--level",
-        choices=(FULL, SIZES),
-        default=FULL,
-        help="'sizes' does not read the files' content",
+        "--level", choices=(FULL, SIZES), default=FULL, help="'sizes' does not read the content"
     )
     options = parser.parse_args(arguments)
     problems = verify_checkpoint(options.load_dir, options.tag, options.level)

@@ -62,9 +62,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     parser.add_argument("--input_folder", required=True, help="folder of one checkpoint (a tag)")
     parser.add_argument(
-        "--output_folder",
-        required=True,
-        help="folder to make; latest_universal beside it will name it",
+        "--output_folder", required=True, help="folder to make; latest_universal beside it names it"
     )
     parser.add_argument(
         "--num_extract_workers",
@@ -79,9 +77,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="threads that put slices together and write them",
     )
     parser.add_argument(
-        "--keep_temp_folder",
-        action="store_true",
-        help="also write the slices, to <output_folder>/tmp",
+        "--keep_temp_folder", action="store_true", help="also write slices to <output_folder>/tmp"
     )
     parser.add_argument(
         "--no_strict",

@@ -63,9 +63,7 @@ def expert_rank(rank: int, ranks: int, group_size: int, data_first: bool) -> int
 
 def without_experts(state: dict[str, Any]) -> dict[str, Any]:
     """The entries of a state dict that every rank has alike, in a dictionary of the same type."""
-    return type(state)(
-        (name, value) for name, value in state.items() if expert_prefix(name) is None
-    )
+    return type(state)((name, kept) for name, kept in state.items() if expert_prefix(name) is None)
 
 
 def of_expert(state: Mapping[str, Any], prefix: str, number: int) -> dict[str, Any]:

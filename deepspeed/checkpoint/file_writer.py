@@ -187,9 +187,7 @@ class FileWriter:
         # A thread each, not a pool: the checksum of one piece must not overtake that of the one
         # before.
         self._threads = self._threads or [ThreadPoolExecutor(1, "checkpoint-file") for _ in actions]
-        return [
-            thread.submit(action) for thread, action in zip(self._threads, actions, strict=True)
-        ]
+        return [thread.submit(act) for thread, act in zip(self._threads, actions, strict=True)]
 
     def _wait(self, index: int) -> None:
         pending, self._pending[index] = self._pending[index], []

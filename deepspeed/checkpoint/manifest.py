@@ -63,9 +63,7 @@ def write_part(
     """Leave what a rank knows of its files. Not flushed: it is merged, or nobody reads it."""
     # A writer may make a folder of a file.
     written = {name.split("/")[0] for name in files}
-    own = {
-        name: content for name, content in description.get("files", {}).items() if name in written
-    }
+    own = {name: facts for name, facts in description.get("files", {}).items() if name in written}
     content = {
         "files": {name: list(record) for name, record in files.items()},
         "description": {**description, "files": own},

@@ -116,9 +116,7 @@ def _check_file(path: str, size: int, checksum: str, checksums: bool) -> Iterato
         if found != size:
             yield f"{path} has {found} bytes, {size} were written: it is truncated or another's"
         elif checksums and (actual := file_checksum(path)) != checksum:
-            yield (
-                f"{path} has checksum {actual}, {checksum} was written: it is damaged or another's"
-            )
+            yield f"{path} has checksum {actual}, {checksum} was written: damaged, or another's"
     except FileNotFoundError:
         yield f"{path} is missing"
     except OSError as error:

@@ -147,9 +147,7 @@ def first_slurm_host(node_list: str) -> str:
     # first host.
     matched = re.match(r"(?:\[[^\]]*\]|[^,\[])+", node_list.strip())
     if matched is None:
-        raise ValueError(
-            f"SLURM_JOB_NODELIST={node_list!r} names no host; set MASTER_ADDR yourself"
-        )
+        raise ValueError(f"SLURM_JOB_NODELIST={node_list!r} names no host; set MASTER_ADDR")
     return re.sub(r"\[([^,\]\-]+)[^\]]*\]", r"\1", matched.group(0))
 
 

@@ -117,9 +117,7 @@ def init_distributed(
             "leave dist_init_required unset"
         )
     if not torch_dist.is_available():
-        raise RuntimeError(
-            "this torch was built without torch.distributed; install one that has it"
-        )
+        raise RuntimeError("this torch was built without torch.distributed; install one with it")
     backend = dist_backend or get_accelerator().communication_backend_name()
     given = (rank, world_size)
     if given == (-1, -1) and not _ranks_in_environment() and auto_mpi_discovery:

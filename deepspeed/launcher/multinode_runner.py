@@ -273,10 +273,7 @@ class SlurmRunner(MultiNodeRunner):
         return ["srun", *tasks, *layout, *self.launcher_args(), *self.launcher_command(None)]
 
 
-_KINDS = (
-    *(PDSHRunner, SSHRunner, OpenMPIRunner, MPICHRunner, IMPIRunner, MVAPICHRunner),
-    SlurmRunner,
-)
+_KINDS = (PDSHRunner, SSHRunner, OpenMPIRunner, MPICHRunner, IMPIRunner, MVAPICHRunner, SlurmRunner)
 RUNNERS: dict[str, type[MultiNodeRunner]] = {kind.name: kind for kind in _KINDS}
 
 

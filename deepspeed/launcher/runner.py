@@ -304,9 +304,7 @@ def read_elastic(args: argparse.Namespace) -> Elastic | None:
         return None
     fewest, most = parse_num_nodes(args.num_nodes, True)
     args.num_nodes = "-1"
-    chosen = [
-        flag if flag != -1 else other for flag, other in zip(limits, (fewest, most), strict=True)
-    ]
+    chosen = [flag if flag != -1 else end for flag, end in zip(limits, (fewest, most), strict=True)]
     return elastic_of(chosen[0], chosen[1], 1)
 
 

@@ -139,11 +139,7 @@ def own_rows_only() -> Iterator[None]:
 
 def named_spread_experts(model: nn.Module) -> list[tuple[str, SpreadExperts]]:
     """The modules whose experts are spread, in the order of `named_modules`."""
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, SpreadExperts)
-    ]
+    return [(name, part) for name, part in model.named_modules() if isinstance(part, SpreadExperts)]
 
 
 def gathered_experts(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
@@ -190,9 +186,7 @@ def check_spread(model: nn.Module, ep_size: int, parallel_map: ParallelMap) -> N
             "deepspeed.moe.layer.MoE there, or 1"
         )
     found = {
-        name: int(module.num_experts)
-        for name, module in model.named_modules()
-        if can_spread(module)
+        name: int(part.num_experts) for name, part in model.named_modules() if can_spread(part)
     }
     adapted = next((name for name in found if name.rpartition(".")[2] == "base_layer"), None)
     if adapted is not None:

@@ -81,9 +81,7 @@ def multiplicative_jitter(
     """Multiply by uniform noise in [1 - epsilon, 1 + epsilon] of ``device``'s default generator."""
     if epsilon == 0:
         return x
-    return x * torch.empty(x.shape, dtype=x.dtype, device=device).uniform_(
-        1.0 - epsilon, 1.0 + epsilon
-    )
+    return x * torch.empty(x.shape, dtype=x.dtype, device=device).uniform_(1 - epsilon, 1 + epsilon)
 
 
 def gumbel_rsample(shape: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -164,9 +164,7 @@ def checked(event: Event) -> tuple[str, float, int]:
         name, value, step = event
         return str(name), float(value), int(step)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"write_events: an event is (name, number, step), got {event!r}"
-        ) from error
+        raise ValueError(f"write_events: an event is (name, value, step), got {event!r}") from error
 
 
 def _is_rank_0() -> bool:

@@ -283,9 +283,7 @@ class HostOptimizer(torch.optim.Optimizer):
         elif tensor.dtype not in DTYPE_CODES:
             problem = f"is {tensor.dtype}; use torch.float32, torch.bfloat16 or torch.float16"
         elif not tensor.is_contiguous():
-            problem = (
-                f"is not contiguous (strides {tuple(tensor.stride())}); call .contiguous() first"
-            )
+            problem = f"is not contiguous (strides {tuple(tensor.stride())}); call .contiguous()"
         elif tensor.numel() != param.numel():
             problem = (
                 f"has {tensor.numel()} elements, the parameter {param.numel()}; give one element "

@@ -293,9 +293,7 @@ class WarmupLR(_Schedule):
 def _warmup_steps(given: float) -> float:
     """Return the warmup steps that are reckoned with; log(1) is 0, so one counts as two."""
     if given < 0:
-        raise ValueError(
-            f"{WARMUP_NUM_STEPS} must not be negative, got {given}; use 0 for no warmup"
-        )
+        raise ValueError(f"{WARMUP_NUM_STEPS} must not be negative, got {given}; 0 is no warmup")
     # Iteration -1, before the first step, must count as warmed up when there is no warmup.
     return max(2, given) if given else -1
 

@@ -73,9 +73,7 @@ class Pending:
             sizes = [math.prod(shapes[source]) for shapes in self._shapes]
             for index, part in enumerate(message.split(sizes)):
                 pieces[index].append(part.view(self._shapes[index][source]))
-        return [
-            torch.cat(parts, dim=cut.gather) for parts, cut in zip(pieces, self._cuts, strict=True)
-        ]
+        return [torch.cat(own, dim=cut.gather) for own, cut in zip(pieces, self._cuts, strict=True)]
 
 
 def _pack(

@@ -42,9 +42,7 @@ class _StdoutHandler(logging.StreamHandler):
 
     @stream.setter
     def stream(self, value: object) -> None:
-        raise AttributeError(
-            f"this handler follows sys.stdout; {value!r} cannot be set as its stream"
-        )
+        raise AttributeError(f"this handler follows sys.stdout; {value!r} cannot be its stream")
 
 
 class LoggerFactory:
@@ -207,9 +205,7 @@ def print_json_dist(
         ValueError: no path was given.
     """
     if path is None:
-        raise ValueError(
-            "print_json_dist needs a path: got None; pass the file to write the JSON to"
-        )
+        raise ValueError("print_json_dist needs a path: got None; pass the file to write to")
     rank = _rank()
     if not _selected(ranks, rank):
         return

@@ -348,9 +348,7 @@ def _set_local(param: nn.Parameter, shards: list[torch.Tensor], value: torch.Ten
     owned = _owned(param, shards)
     held = 0 if owned is None else owned.numel()
     if value.numel() != held:
-        raise ValueError(
-            f"value has {value.numel()} elements, this rank owns {held} of the parameter"
-        )
+        raise ValueError(f"value has {value.numel()} elements, this rank owns {held}")
     if owned is not None:
         with torch.no_grad():
             owned.copy_(value.reshape(-1))

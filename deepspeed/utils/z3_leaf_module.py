@@ -91,9 +91,7 @@ def _mark_classes(
 ) -> list[nn.Module]:
     classes = _listed(classes)
     missing = f"is of {classes}" if raise_if_not_found else None
-    return _mark(
-        model, lambda _, module: any(_is_of(module, cls) for cls in classes), flag, missing
-    )
+    return _mark(model, lambda _, one: any(_is_of(one, cls) for cls in classes), flag, missing)
 
 
 def set_z3_leaf_modules_by_name(

@@ -416,9 +416,7 @@ def _tied_module(
     trained = [name for name in saved.fragments if name.startswith("tied_modules.")]
     for prefix in dict.fromkeys(".".join(name.split(".")[:2]) for name in trained):
         own = {
-            name.removeprefix(f"{prefix}."): name
-            for name in trained
-            if name.startswith(f"{prefix}.")
+            one.removeprefix(f"{prefix}."): one for one in trained if one.startswith(f"{prefix}.")
         }
         if all(
             name in content
@@ -774,9 +772,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="zero_to_fp32.py", description="Write the fp32 weights of a checkpoint."
     )
-    parser.add_argument(
-        "checkpoint_dir", help="folder with the tags' folders and the `latest` file"
-    )
+    parser.add_argument("checkpoint_dir", help="folder of the tags' folders and the `latest` file")
     parser.add_argument("output_dir", help="folder for pytorch_model*.bin or model*.safetensors")
     parser.add_argument(
         "--max_shard_size", default="5GB", help="largest size of one file, like 500MB or 5GiB"

@@ -195,9 +195,7 @@ class Allocator:
             if self._scheduler.tracer is not None:
                 self._scheduler.tracer.freed(life.serial)
             if life.recorded:
-                self._held_back.append(
-                    (life, [(stream, stream.issued) for stream in life.recorded])
-                )
+                self._held_back.append((life, [(user, user.issued) for user in life.recorded]))
             else:
                 self._return(life)
 

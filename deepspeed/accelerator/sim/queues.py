@@ -157,9 +157,7 @@ class Event:
     def elapsed_time(self, end_event: Event) -> float:
         """Milliseconds of host time from this event's record to that of `end_event`."""
         if self.stream is None or end_event.stream is None:
-            raise RuntimeError(
-                "elapsed_time needs two recorded events; call record() on both first"
-            )
+            raise RuntimeError("elapsed_time needs two recorded events; call record() on both")
         return (end_event._recorded_at - self._recorded_at) * 1e3
 
 

@@ -173,8 +173,7 @@ class SavedOptimizer:
         missing = sorted(set(range(count)) - set(files))
         if missing:
             raise CheckpointError(
-                f"{self.folder} lacks the optimizer states of data-parallel ranks {missing} of "
-                f"{count}"
+                f"{self.folder} lacks optimizer states of data-parallel ranks {missing} of {count}"
             )
         data_first = comes_data_first(model)
         groups = parameter_shapes(model)

@@ -90,9 +90,7 @@ class SlicePatterns:
                 f"{keys.UNIVERSAL_CHECKPOINT_INFO} has version {version}, known is "
                 f"{keys.UNIVERSAL_CHECKPOINT_VERSION_VALUE}"
             )
-        self._lists = {
-            key: [re.compile(pattern) for pattern in info.get(key) or ()] for key in _LISTS
-        }
+        self._lists = {key: [re.compile(text) for text in info.get(key) or ()] for key in _LISTS}
         self._vocabulary = info.get(keys.ORIGINAL_VOCAB_SIZE)
         if self._lists[keys.VOCABULARY_PARAMETER_PATTERNS] and self._vocabulary is None:
             raise CheckpointError(
@@ -112,18 +110,12 @@ class SlicePatterns:
         patterns = [pattern for listed in self._lists.values() for pattern in listed]
         patterns += [re.compile(pattern) for shape in self._stacked for pattern in shape.patterns]
         patterns += [pattern for listed, _ in self._dealt for pattern in listed]
-        return [
-            pattern.pattern
-            for pattern in patterns
-            if not any(pattern.match(name) for name in names)
-        ]
+        return [regex.pattern for regex in patterns if not any(regex.match(name) for name in names)]
 
     def merged(self, name: str, slices: Sequence[torch.Tensor]) -> dict[str, Any]:
         """The content of a universal checkpoint's file."""
         if self._is(keys.TP_REPLICATED_PARAMETER_PATTERNS, name):
-            differing = [
-                rank for rank, part in enumerate(slices) if not torch.equal(part, slices[0])
-            ]
+            differing = [rank for rank, own in enumerate(slices) if not torch.equal(own, slices[0])]
             if differing:
                 raise CheckpointError(
                     f"{name} is in {keys.TP_REPLICATED_PARAMETER_PATTERNS}, but tensor-parallel "

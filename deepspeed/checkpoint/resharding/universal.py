@@ -62,9 +62,7 @@ class UniversalCheckpoint:
 
     def shared(self, name: str) -> Mapping[str, Any]:
         return {
-            slot: content
-            for slot, content in self._contents(name)
-            if not isinstance(content, Mapping)
+            slot: value for slot, value in self._contents(name) if not isinstance(value, Mapping)
         }
 
     def entry(self, name: str, slot: str) -> Mapping[str, Any]:

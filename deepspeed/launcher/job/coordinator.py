@@ -68,9 +68,7 @@ class CoordinatorAddress:
             return cls(**json.loads(base64.urlsafe_b64decode(text)))
         except (ValueError, TypeError) as error:
             remedy = "start this through the `deepspeed` command"
-            raise ValueError(
-                f"--coordinator={text}: not the address of a launch; {remedy}"
-            ) from error
+            raise ValueError(f"--coordinator={text}: not a launch's address; {remedy}") from error
 
 
 @dataclass(frozen=True)

@@ -170,9 +170,7 @@ class WatchedRendezvous(RendezvousHandler):
         place = info.bootstrap_store_info
         if place is None:
             remedy = "use torch's own agent (torchrun)"
-            raise RuntimeError(
-                f"torch's rendezvous names no place where the processes meet; {remedy}"
-            )
+            raise RuntimeError(f"torch's rendezvous names no place where processes meet; {remedy}")
         word = f"{place.master_addr}:{place.master_port}"
         self._watch.round = Round(word, info.rank, info.world_size)
         return info

@@ -258,11 +258,7 @@ class CheckpointFunction(torch.autograd.Function):
         ]
         if pairs:
             torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
-        return (
-            None,
-            None,
-            *(item.grad if isinstance(item, torch.Tensor) else None for item in inputs),
-        )
+        return (None, None, *(x.grad if isinstance(x, torch.Tensor) else None for x in inputs))
 
 
 def _without_gradient(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -322,9 +318,7 @@ def checkpoint(function: Callable[..., Any], *args: object, **kwargs: object) ->
     with saved_inputs.store().hooks():
         attached = iter(CheckpointFunction.apply(flat, outputs, *leaves))
     return _as_upstream(
-        flat.nested(
-            [next(attached) if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs]
-        )
+        flat.nested([next(attached) if isinstance(one, torch.Tensor) else one for one in outputs])
     )
 
 

@@ -53,9 +53,7 @@ def detach_variable(
             "detach_variable: expected a tuple of tensors and other objects, got "
             f"{type(inputs).__name__}"
         )
-    return tuple(
-        _detached(item, device) if isinstance(item, torch.Tensor) else item for item in inputs
-    )
+    return tuple(_detached(x, device) if isinstance(x, torch.Tensor) else x for x in inputs)
 
 
 def _detached(tensor: torch.Tensor, device: torch.device | str | None) -> torch.Tensor:
@@ -146,9 +144,7 @@ def get_cpu_activations_for_backward(args: Sequence[Any], inputs: Sequence[Any])
 
 def get_offloaded_activations_for_backward(args: Sequence[Any], engine: Any) -> list[Any]:
     """Replace each activation by what `engine.offload_input(activation)` returns."""
-    return [
-        engine.offload_input(item) if is_activation_to_checkpoint(item) else item for item in args
-    ]
+    return [engine.offload_input(x) if is_activation_to_checkpoint(x) else x for x in args]
 
 
 def restore_offloaded_activations(tensors: Sequence[Any], engine: Any) -> tuple[Any, ...]:

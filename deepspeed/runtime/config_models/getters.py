@@ -196,11 +196,7 @@ GETTERS: dict[str, Callable[..., Any]] = {
     for get in (
         *(_getter(key) for key in _keys() if nested_model(key.field) is None),
         get_communication_data_type,
-        *(
-            _of_named(block, key)
-            for block in ("optimizer", "scheduler")
-            for key in ("type", "params")
-        ),
+        *(_of_named(one, key) for one in ("optimizer", "scheduler") for key in ("type", "params")),
         get_torch_autocast_dtype,
         get_zero_config,
     )

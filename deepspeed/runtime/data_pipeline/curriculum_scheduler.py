@@ -142,9 +142,7 @@ class _Checks:
 
     def given(self, config: Mapping[str, Any], key: str, block: str = "") -> Any:
         if config.get(key) is None:
-            raise DeepSpeedConfigError(
-                f"{self._block}.{block}{key} is missing; the schedule needs it"
-            )
+            raise DeepSpeedConfigError(f"{self._block}.{block}{key} is missing; it is needed")
         return config[key]
 
     def whole(self, value: object, key: str, least: int) -> int:

@@ -89,9 +89,7 @@ class PlainBackward:
     def tell_foreign(self, foreign: Foreign) -> None:
         """See [Note: another engine's backward]."""
         own = _name_of(self._engine)
-        names = [
-            name for name, param in self._engine.module.named_parameters() if param.requires_grad
-        ]
+        names = [name for name, one in self._engine.module.named_parameters() if one.requires_grad]
         warn_once(
             f"{own}: a step adds gradients that the backward of {foreign.whose} has left in it "
             f"({', '.join(names[:2])}{', ...' if len(names) > 2 else ''}) to those of its own "

@@ -109,9 +109,7 @@ class UnitReadiness(ReadinessTracker):
 
     def release(self, bucket: BucketIndex) -> bool:
         """Backward is done with the unit of `bucket`; returns whether to launch it now."""
-        held = bucket in self._wait_for_all or any(
-            self.bucket_of[slot] == bucket for slot in self.held
-        )
+        held = bucket in self._wait_for_all or any(self.bucket_of[at] == bucket for at in self.held)
         if held or bucket in self._sent:
             return False
         self._sent.add(bucket)

@@ -56,9 +56,7 @@ def muon_groups(
     """
     names = {param: name for name, param in module.named_parameters()}
     embeddings = {
-        layer.weight
-        for layer in module.modules()
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag)
+        one.weight for one in module.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)
     }
 
     def uses_muon(param: torch.Tensor) -> bool:

@@ -107,12 +107,10 @@ class OwnerSteps(WholeParameterOptimizer):
         shards = [group["params"][0] for group in self.param_groups]
         parameters = self._parameters()
         masters = [
-            of.to_owners(shard.data, shard.device)
-            for of, shard in zip(parameters, shards, strict=True)
+            of.to_owners(own.data, own.device) for of, own in zip(parameters, shards, strict=True)
         ]
         grads = [
-            of.to_owners(shard.grad, shard.device)
-            for of, shard in zip(parameters, shards, strict=True)
+            of.to_owners(own.grad, own.device) for of, own in zip(parameters, shards, strict=True)
         ]
         for own, of, master, grad in zip(self._owned(), parameters, masters, grads, strict=True):
             wholes = zip(own, of.wholes(master), of.wholes(grad), strict=True)

@@ -175,9 +175,7 @@ class BatchOutputs:
         """Mean of the results over micro-batches and data-parallel ranks, fp32; last stage only."""
         if not self._is_last_stage:
             return None
-        mean: torch.Tensor = torch.stack([result.detach().float() for result in self.results]).mean(
-            0
-        )
+        mean: torch.Tensor = torch.stack([each.detach().float() for each in self.results]).mean(0)
         dist.all_reduce(mean, group=self._data.group)
         return mean / self._data.size
 

@@ -164,9 +164,7 @@ class LayerFiles:
 
     def _existing_path(self, load_dir: str, index: int) -> str:
         """The layer's file, or another layer's with its weights; its own if there is none."""
-        paths = [
-            self._layer_path(load_dir, candidate) for candidate in self._indices_of_weights(index)
-        ]
+        paths = [self._layer_path(load_dir, one) for one in self._indices_of_weights(index)]
         return next((path for path in paths if os.path.isfile(path)), paths[0])
 
 

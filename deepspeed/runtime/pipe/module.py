@@ -121,9 +121,7 @@ class PipelineModule(LayerFiles, nn.Module):
         self.num_stages = self.grid.pipe_parallel_size
         self.stage_id = self.grid.stage_id
         if num_model_chunks < 1:
-            raise PipelineError(
-                f"num_model_chunks={num_model_chunks}: a stage has at least one chunk"
-            )
+            raise PipelineError(f"num_model_chunks={num_model_chunks}: a stage has one at least")
         self.num_model_chunks = num_model_chunks
         self.parts = partition_layers(
             self._layer_specs,
@@ -141,8 +139,7 @@ class PipelineModule(LayerFiles, nn.Module):
         self.to(get_accelerator().current_device_name())
         self.tied_comms: dict[str, dict[str, Any]] = self._tie_stages()
         named = {
-            index: (self._layer_name(index), module)
-            for index, module in self._layer_modules().items()
+            index: (self._layer_name(index), own) for index, own in self._layer_modules().items()
         }
         self._expert_layers = ExpertLayers(named, self.grid.pp_proc_group)
         # By chunk; saved, since with `seed_layers` the random numbers of a forward follow from it.
@@ -156,9 +153,7 @@ class PipelineModule(LayerFiles, nn.Module):
     def chunk_range(self, chunk: int) -> range:
         """Return the indices of the layers of one chunk of this stage."""
         if not 0 <= chunk < self.num_model_chunks:
-            raise PipelineError(
-                f"chunk {chunk}: this stage has chunks 0..{self.num_model_chunks - 1}"
-            )
+            raise PipelineError(f"chunk {chunk}: this stage has 0..{self.num_model_chunks - 1}")
         part = chunk * self.num_stages + self.stage_id
         return range(self.parts[part], self.parts[part + 1])
 
@@ -314,9 +309,7 @@ class PipelineModule(LayerFiles, nn.Module):
                 # The norm counts the first owner's replica only.
                 setattr(weight, PIPE_REPLICATED, True)
         tied = {id(weight) for weight in weights}
-        untied = [
-            name for name, param in comm["module"].named_parameters() if id(param) not in tied
-        ]
+        untied = [name for name, own in comm["module"].named_parameters() if id(own) not in tied]
         if untied and self.stage_id == owner and self.grid.data_parallel_id == 0:
             logger.warning(
                 f"tied layer {key!r}: {', '.join(untied)} are not in "

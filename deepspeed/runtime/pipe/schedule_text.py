@@ -88,9 +88,7 @@ def format_schedule(schedule: PipeSchedule) -> str:
 
 def parse_schedule(text: str) -> ListedSchedule:
     """Read what `format_schedule` has printed; a ValueError names the line that is not that."""
-    lines = [
-        (number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()
-    ]
+    lines = [(at, line.strip()) for at, line in enumerate(text.splitlines(), 1) if line.strip()]
     header = lines[0][1] if lines else ""
     pattern = "schedule " + " ".join(rf"{name}=(\d+)" for name in _HEADER)
     match = re.fullmatch(pattern, header)
@@ -294,9 +292,7 @@ def parser() -> argparse.ArgumentParser:
         told = what if default is None else f"{what} (default: {default:g})"
         made.add_argument(option, type=kind, default=default, help=told)
     made.add_argument(
-        "--read",
-        metavar="FILE",
-        help="check the schedules of a file that --list has printed, instead",
+        "--read", metavar="FILE", help="check schedules of a file that --list has printed, instead"
     )
     made.add_argument(
         "--list",

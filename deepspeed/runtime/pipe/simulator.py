@@ -499,9 +499,7 @@ class _Simulator:
                 for part, direction in self._receivers
             }
             ended = [
-                each.place
-                for each in self._stages
-                if each in owners and each.place.instruction is None
+                one.place for one in self._stages if one in owners and one.place.instruction is None
             ]
             reason = f"deadlock: {len(waiting)} of {self._num_stages} stages wait forever{extra}"
             raise ScheduleDeadlockError([*waiting, *ended], reason)

@@ -103,9 +103,7 @@ class ProcessTopology:
         """Return the ranks, ascending, whose coordinates have the given values."""
         unknown = sorted(set(filter_kwargs) - set(self.axes))
         if unknown:
-            raise ValueError(
-                f"filter_match: no axis {', '.join(unknown)}; the axes are {self.axes}"
-            )
+            raise ValueError(f"filter_match: no axis {', '.join(unknown)}; axes are {self.axes}")
         # Only the positions that match are made: a grid has as many lines as a world has ranks, so
         # looking at all ranks for each line takes ten seconds on 4,096 of them.
         values = [

@@ -191,10 +191,7 @@ class ShardedGroup:
         """Slice a buffer like `flat` where this rank's shard is, in its order."""
         if self._is_cut:
             return [flat]
-        starts = [
-            (section.part_start(self.shard_rank), section.part_numel)
-            for section in self.table.sections
-        ]
+        starts = [(one.part_start(self.shard_rank), one.part_numel) for one in self.table.sections]
         return [flat[start : start + numel] for start, numel in starts]
 
     def only_part(self, flat: torch.Tensor) -> torch.Tensor:
@@ -228,8 +225,7 @@ class ShardedGroup:
         if buffer is self.flat and not self._is_cut:
             return zip(range(len(self.params)), self.table.offsets, self.table.numels, strict=True)
         return [
-            (part.param, part.shard_start, part.numel)
-            for part in self.table.of_shard(self.shard_rank)
+            (one.param, one.shard_start, one.numel) for one in self.table.of_shard(self.shard_rank)
         ]
 
     @torch.no_grad()

@@ -127,8 +127,7 @@ def _draws(model: nn.Module) -> bool:
         if isinstance(name, str) and any(word in name for word in _RANDOM)
     )
     return by_name or any(
-        isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-        for module in model.modules()
+        isinstance(one, nn.modules.dropout._DropoutNd) and one.p > 0 for one in model.modules()
     )
 
 

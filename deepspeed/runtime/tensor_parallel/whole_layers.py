@@ -28,9 +28,7 @@ class GatherReplacedLayerParams:
         self._own: dict[str, torch.Tensor] = {}
         wanted = {param for param in given if enabled and is_model_parallel_parameter(param)}
         if self._slices is not None:
-            self._params = {
-                name: param for name, param in module.named_parameters() if param in wanted
-            }
+            self._params = {name: one for name, one in module.named_parameters() if one in wanted}
         if len(self._params) != len(wanted):
             raise ValueError(
                 f"GatherReplacedLayerParams: {len(wanted) - len(self._params)} of the parameters "

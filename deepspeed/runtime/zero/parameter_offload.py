@@ -165,13 +165,9 @@ class DeepSpeedZeRoOffload:
             if not self._uses[plan.module] and any(param.requires_grad for param in plan.params)
         }
         while around:
-            inside = {
-                name: [plan for plan in hooked if is_below(plan.name, name)] for name in around
-            }
+            inside = {name: [one for one in hooked if is_below(one.name, name)] for name in around}
             yield from chain.from_iterable(inside.values())
-            around = {
-                name.rpartition(".")[0] for name, found in inside.items() if name and not found
-            }
+            around = {name.rpartition(".")[0] for name, own in inside.items() if name and not own}
 
     def _has(self, param: nn.Parameter) -> bool:
         unit = record_of(param).unit if is_zero_param(param) else None

@@ -189,9 +189,7 @@ class Refiling:
             if problem is not None:
                 raise problem
             return
-        described = [
-            sorted((key, str(value.dtype)) for key, value in own.items()) for own in moments
-        ]
+        described = [sorted((key, str(one.dtype)) for key, one in own.items()) for own in moments]
         digest = hashlib.sha256(repr(described).encode()).digest()
         number = int.from_bytes(digest[:7], "big")
         longest = [0 if one is None else one.longest for one in self._exchanges]
@@ -211,10 +209,7 @@ class Refiling:
 
     def move_all(self, moments: Moments, device: torch.device | None = None) -> Moments:
         return [
-            {
-                key: self.move(index, value, device or group.master.device)
-                for key, value in own.items()
-            }
+            {key: self.move(index, one, device or group.master.device) for key, one in own.items()}
             for index, (group, own) in enumerate(zip(self._masters.groups, moments, strict=True))
         ]
 

@@ -344,9 +344,7 @@ class Bucketed(GradientReduction):
 
     @staticmethod
     def _fill(views: list[torch.Tensor], grads: list[torch.Tensor | None]) -> None:
-        present = [
-            (view, grad) for view, grad in zip(views, grads, strict=True) if grad is not None
-        ]
+        present = [(view, own) for view, own in zip(views, grads, strict=True) if own is not None]
         if present:
             torch._foreach_copy_([view for view, _ in present], [grad for _, grad in present])
         absent = [view for view, grad in zip(views, grads, strict=True) if grad is None]

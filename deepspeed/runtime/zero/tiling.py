@@ -92,9 +92,7 @@ class TiledLinear(nn.Module):
         if not self.input_is_already_split:
             return split_tensor_along_last_dim(input_, self._in_sizes)
         if len(input_) != self.in_splits:
-            raise RuntimeError(
-                f"TiledLinear: got {len(input_)} inputs, in_splits is {self.in_splits}"
-            )
+            raise RuntimeError(f"TiledLinear: got {len(input_)} inputs, in_splits={self.in_splits}")
         return tuple(input_)
 
     def _row(self, row: Sequence[nn.Module], parts: Sequence[torch.Tensor]) -> Any:

@@ -49,8 +49,7 @@ def enable(timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     global _check, _num_checks
     if not timeout_s > 0:
         raise ValueError(
-            f"verify.collectives_timeout (timeout_s) is {timeout_s}; give a number of seconds "
-            "above 0"
+            f"verify.collectives_timeout (timeout_s) is {timeout_s}; give seconds above 0"
         )
     if _check is not None:
         _check.set_timeout(timeout_s)

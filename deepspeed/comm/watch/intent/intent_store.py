@@ -229,9 +229,7 @@ class IntentStore:
         later = all(number[1] > before[rank][1] for rank, number in found.items())
         return [rank for rank in path if rank != self.rank] if later else []
 
-    def _path_back(
-        self, start: int, notes: dict[int, dict[str, Any]], visited: set[int]
-    ) -> list[int]:
+    def _path_back(self, start: int, notes: dict[int, dict[str, Any]], seen: set[int]) -> list[int]:
         """Ranks from ``start`` along what they wait for back to this rank, or none."""
         (text,) = self.read(f"waits/{start}")
         if not text:
@@ -241,9 +239,9 @@ class IntentStore:
         if self.rank in targets:
             return [start]
         for target in targets:
-            if target not in visited:
-                visited.add(target)
-                rest = self._path_back(target, notes, visited)
+            if target not in seen:
+                seen.add(target)
+                rest = self._path_back(target, notes, seen)
                 if rest:
                     return [start, *rest]
         return []

@@ -186,9 +186,7 @@ def _same_for(ranks: Sequence[int], tensor: torch.Tensor) -> dict[str, str]:
 
 def _each(ranks: Sequence[int], tensors: Sequence[torch.Tensor] | None) -> dict[str, str]:
     # A list of the wrong length is torch's to refuse; what is there is compared.
-    return {
-        str(rank): tensor_text(tensor) for rank, tensor in zip(ranks, tensors or (), strict=False)
-    }
+    return {str(rank): tensor_text(one) for rank, one in zip(ranks, tensors or (), strict=False)}
 
 
 def _splits(

@@ -24,12 +24,7 @@ def with_common_cuts(
     cuts: dict[nn.Parameter, list[int]] = {}
     for param, group in scope.shared:
         own = sorted(
-            {
-                piece.start + end
-                for piece in pieces
-                if piece.param is param
-                for end in (0, piece.numel)
-            }
+            {one.start + end for one in pieces if one.param is param for end in (0, one.numel)}
         )
         everywhere: list[Any] = [None] * dist.get_world_size(group=group)
         dist.all_gather_object(everywhere, own, group=group)

@@ -84,9 +84,7 @@ def _explain_family(
     num_replicas: int,
 ) -> list[LedgerFinding]:
     ranks = place.ranks
-    records = [
-        _restricted(reports[rank].record, [index[rank][key] for key in keys]) for rank in ranks
-    ]
+    records = [_restricted(reports[one].record, [index[one][key] for key in keys]) for one in ranks]
     parts = tuple(
         tuple(ranks.index(other) for other in part)
         for rank in ranks
@@ -99,8 +97,7 @@ def _explain_family(
     everybody = None
     if strangers:
         rows = [
-            _restricted(reports[rank].record, [index[rank][key] for key in keys])
-            for rank in strangers
+            _restricted(reports[one].record, [index[one][key] for key in keys]) for one in strangers
         ]
         everybody = torch.stack([record.contributions.sum(0) for record in (*records, *rows)]).sum(
             0

@@ -320,9 +320,7 @@ def explain(
     family = family or Family.of_replicas(len(records))
     num_micro = max(1, max(record.contributions.shape[0] for record in records))
     holders = [
-        _Holder(records, rank, num_micro, family)
-        for rank, record in enumerate(records)
-        if record.wrong
+        _Holder(records, rank, num_micro, family) for rank, own in enumerate(records) if own.wrong
     ]
     open_pieces = {(holder.rank, piece) for holder in holders for piece in holder.pieces}
     # One error reads the same on every rank, whatever it does to the pieces there.
@@ -360,9 +358,7 @@ def _best(
     """The hypothesis that explains most, then that with the smallest error, then the simplest."""
     best, best_score = None, (0, 0.0)
     for key, by_rank in fits.items():
-        count = sum(
-            (rank, piece) in open_pieces for rank, fit in by_rank for piece in fit.explained
-        )
+        count = sum((rank, one) in open_pieces for rank, fit in by_rank for one in fit.explained)
         # Errors within rounding of each other are no preference; the simpler hypothesis came first.
         score = (count, -round(sum(fit.error for _, fit in by_rank), 1))
         if count and (best is None or score > best_score):

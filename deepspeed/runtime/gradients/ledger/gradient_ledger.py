@@ -175,9 +175,7 @@ class GradientLedger(ContributionRecorder):
             narrowest = piece.sums_in
             if max(firings, default=0) > 1 or any(m.is_unnoticed for m in self._micro_batches):
                 # Autograd itself added to `param.grad` before any accumulator came.
-                narrowest = max(
-                    narrowest, piece.param.dtype, key=lambda dtype: torch.finfo(dtype).eps
-                )
+                narrowest = max(narrowest, piece.param.dtype, key=lambda one: torch.finfo(one).eps)
             roundings = sum(firings) + self._scope.num_replicas + num_parts
             relative.append(
                 roundings * torch.finfo(narrowest).eps / 2 + fingerprint_roundoff(piece.numel)

@@ -264,9 +264,7 @@ class ContributionRecorder(GradientObserver):
     def _late_contributions(self) -> torch.Tensor:
         """What came after its bucket was sealed and was not sent again; `[pieces, DIMS]`."""
         late = torch.zeros(len(self._pieces), DIMS, device=self._device)
-        for micro_batch, piece, entry in (
-            place for places in self._late.values() for place in places
-        ):
+        for micro_batch, piece, entry in (one for places in self._late.values() for one in places):
             late[piece] += micro_batch.entries[piece][entry][0] * self._weight(micro_batch)
         return late
 

@@ -71,8 +71,7 @@ class _Run:
 
     def __init__(self, schedules: Sequence[PipeSchedule], receiver: StageId) -> None:
         self._programs = [
-            [instruction for step in schedule.steps() for instruction in step]
-            for schedule in schedules
+            [one for step in schedule.steps() for one in step] for schedule in schedules
         ]
         self._receiver = receiver
         self._at = [0] * len(schedules)

@@ -104,9 +104,7 @@ class MemoryPool:
         sizes.setdefault(buffer.tensor.numel(), {})[buffer] = None
 
     def drop(self, buffer: PoolBuffer) -> None:
-        self.by_pointer = {
-            at: other for at, other in self.by_pointer.items() if other is not buffer
-        }
+        self.by_pointer = {at: one for at, one in self.by_pointer.items() if one is not buffer}
         self._last_of = {who: other for who, other in self._last_of.items() if other is not buffer}
 
     @property

@@ -147,9 +147,7 @@ class DevicePart:
             key: value[:kept] if _is_per_element(value) else copy.deepcopy(value)
             for key, value in state.items()
         }
-        host = {
-            key: value[kept:] if _is_per_element(value) else value for key, value in state.items()
-        }
+        host = {key: one[kept:] if _is_per_element(one) else one for key, one in state.items()}
         return (device if self._groups[number].params else {}), host
 
 
