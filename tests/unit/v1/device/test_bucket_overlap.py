@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
 
 import deepspeed
 import deepspeed.comm as dist
@@ -15,11 +14,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
+from unit.models import config_of, drawn, linears, sgd
+from unit.one_process import mean_square, placed
 
-WIDTH = 8
-LAYERS = 6
-ROWS = 2
-MICRO_BATCHES = 2
+WIDTH, LAYERS, ROWS, MICRO_BATCHES = 8, 6, 2, 2
 
 
 class Launched(NamedTuple):
@@ -60,27 +58,15 @@ class Order:
 
 
 def engine_of(stage: int, overlap: bool, **zero: Any) -> Any:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {
-            "stage": stage,
-            "overlap_comm": overlap,
-            "reduce_bucket_size": WIDTH * WIDTH,
-            **zero,
-        },
-    }
-    return deepspeed.initialize(model=model, config=config)[0]
+    zero = {"overlap_comm": overlap, "reduce_bucket_size": WIDTH * WIDTH, **zero}
+    config = config_of(stage, ROWS, MICRO_BATCHES, optimizer=sgd(0.1), zero_optimization=zero)
+    return deepspeed.initialize(model=linears(LAYERS, WIDTH, bias=False), config=config)[0]
 
 
 def step(engine: Any, number: int) -> None:
     for micro in range(MICRO_BATCHES):
-        seed = 100 * number + 10 * micro + dist.get_rank()
-        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
-        engine.backward(engine(x.to(engine.device)).square().mean())
+        x = drawn(100 * number + 10 * micro + dist.get_rank(), ROWS, WIDTH)
+        engine.backward(mean_square(engine, placed(engine, x)))
         engine.step()
 
 
@@ -90,6 +76,11 @@ def on_stream(launches: list[Launched], name: str, operator: str) -> list[Launch
         for launch in launches
         if repr(launch.stream).startswith(f"<{name}") and operator in launch.operator
     ]
+
+
+def waits(launches: list[Launched], others: list[Launched]) -> list[bool]:
+    """Whether each waits for the other of its place."""
+    return [launch.waits_for(other) for launch, other in zip(launches, others, strict=False)]
 
 
 class TestOverlap(DistributedTest):
@@ -112,14 +103,10 @@ class TestOverlap(DistributedTest):
             copies = on_stream(order.launches, "reduction stream", "_foreach_copy_")
             sums = on_stream(order.launches, "nccl stream", "reduce")[: len(copies)]
             assert len(copies) == len(sums) == LAYERS * (MICRO_BATCHES if stage == 2 else 1)
-            beside = [
-                not copy.waits_for(last) for copy, last in zip(copies[1:], sums[:-1], strict=True)
-            ]
-            behind = [
-                copy.waits_for(taken) for copy, taken in zip(copies[2:], sums[:-2], strict=True)
-            ]
+            behind = waits(copies[2:], sums)
+            beside = waits(copies[1:], sums)
             assert all(behind)
-            assert all(beside) if overlap else not any(beside), beside
+            assert not any(beside) if overlap else all(beside), beside
             assert buffers == (2 if overlap else 1)
 
     @pytest.mark.parametrize("zero", [{}, {"reduce_scatter": False}])
@@ -136,6 +123,5 @@ class TestOverlap(DistributedTest):
                     found.append([param.clone() for param in engine.module.parameters()])
                 get_accelerator().synchronize()
                 engine.destroy()
-        for first, second in ((0, 1), (2, 3)):
-            pairs = zip(found[first], found[second], strict=True)
-            assert all(torch.equal(one, other) for one, other in pairs)
+        for apart, beside in (found[:2], found[2:]):
+            assert all(map(torch.equal, apart, beside))

@@ -1,7 +1,7 @@
 """Engines with the default configuration on the simulated device, until periodic work begins."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,12 +15,13 @@ from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
 from deepspeed.verify import Budget, check_budgets, check_streams
 from unit.common import DistributedTest
+from unit.models import config_of, drawn, seeded
+from unit.one_process import own_loss
 from unit.v1.looping import each
 from unit.v1.moe import runner as experts
 from unit.v1.sequence import model as sequences
 
-BATCHES = 3
-ACCUMULATION = 2
+BATCHES, ACCUMULATION = 3, 2
 # Sums in another order, grown by three updates; a lost contribution is a thousand times as much.
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.05}
 
@@ -42,17 +43,14 @@ class Checkpointed(nn.Module):
 
 def _dense() -> tuple[nn.Module, Forward]:
     def forward(engine: Any, dtype: torch.dtype, turn: int) -> torch.Tensor:
-        draw = torch.Generator().manual_seed(10 * turn + dist.get_rank())
-        loss: torch.Tensor = engine(torch.randn(3, 6, generator=draw).to(dtype))
-        return loss
+        return own_loss(engine, drawn(10 * turn + dist.get_rank(), 3, 6).to(dtype))
 
     return Checkpointed(), forward
 
 
 def _experts() -> tuple[nn.Module, Forward]:
     def forward(engine: Any, dtype: torch.dtype, turn: int) -> torch.Tensor:
-        loss: torch.Tensor = engine(*experts.micro_batch(turn, dist.get_rank(), 0, dtype))
-        return loss
+        return own_loss(engine, experts.micro_batch(turn, dist.get_rank(), 0, dtype))
 
     return experts.Net(experts.Case(2, 2, True, 1, "fp32")), forward
 
@@ -74,13 +72,11 @@ def _sequence() -> tuple[nn.Module, Forward]:
 
 
 _CPU = {"device": "cpu", "pin_memory": True}
+_PART = {**_CPU, "ratio": 0.5}
 ENGINES: dict[str, tuple[Callable[[], tuple[nn.Module, Forward]], dict[str, Any]]] = {
     "plain": (_dense, {}),
     "offload": (_dense, {"zero_optimization": {"offload_optimizer": _CPU}}),
-    "partial offload": (
-        _dense,
-        {"zero_optimization": {"offload_optimizer": {**_CPU, "ratio": 0.5}}},
-    ),
+    "partial offload": (_dense, {"zero_optimization": {"offload_optimizer": _PART}}),
     "host checkpoints": (_dense, {"activation_checkpointing": {"cpu_checkpointing": True}}),
     "experts": (_experts, {}),
     "sequence parallelism": (_sequence, {"sequence_parallel_size": 2}),
@@ -95,28 +91,19 @@ STAGES = {
 }
 
 
-def config_of(stage: int, precision: str, more: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-        **({"bf16": {"enabled": True}} if precision == "bf16" else {}),
-        **more,
-        "zero_optimization": {"stage": stage, **more.get("zero_optimization", {})},
-    }
-
-
 def train(name: str, stage: int, precision: str, on_device: bool) -> list[torch.Tensor]:
     make, more = ENGINES[name]
     groups.reset()
-    with (
-        simulate() if on_device else nullcontext(),
-        check_streams() if on_device else nullcontext(),
-        check_budgets(Budget(), Budget(queues=1, processors=1)) if on_device else nullcontext(),
-    ):
-        torch.manual_seed(4)
-        model, forward = make()
-        engine = deepspeed.initialize(model=model, config=config_of(stage, precision, more))[0]
+    with ExitStack() as device:
+        if on_device:
+            few = Budget(queues=1, processors=1)
+            for checked in (simulate(), check_streams(), check_budgets(Budget(), few)):
+                device.enter_context(checked)
+        model, forward = seeded(make, seed=4)
+        adam = {"type": "Adam", "params": {"lr": 1e-3}}
+        config = config_of(stage, 3, ACCUMULATION, precision, optimizer=adam, **more)
+        del config["gradient_clipping"]
+        engine = deepspeed.initialize(model=model, config=config)[0]
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         if "activation_checkpointing" in more:
             deepspeed.checkpointing.configure(None, deepspeed_config=engine._config)

@@ -18,11 +18,11 @@ from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.pipe import PipelineModule
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
+from unit.models import config_of, drawn, linears
+from unit.one_process import mean_square, placed
 from unit.v1.looping import each
 
-WIDTH = 16
-ROWS = 4
-ACCUMULATION = 2
+WIDTH, ROWS, ACCUMULATION = 16, 4, 2
 # Buckets are agreed on in the first backward, and buffers made in the first step.
 WARM_UP = 2
 STEPS = 4
@@ -49,18 +49,17 @@ class Case:
         return ("check_grad_overflow", False) not in self.settings
 
     def config(self) -> dict[str, Any]:
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": ROWS,
-            "gradient_accumulation_steps": ACCUMULATION,
-            "gradient_clipping": self.clip,
-            "optimizer": {"type": self.optimizer, "params": {"lr": 1e-2}},
-            "zero_optimization": {"stage": self.stage, "reduce_bucket_size": 2 * WIDTH * WIDTH},
-        }
+        more: dict[str, Any] = {"gradient_clipping": self.clip}
         if self.precision is not None:
-            config[self.precision] = {"enabled": True, **dict(self.settings)}
+            more[self.precision] = {"enabled": True, **dict(self.settings)}
         if self.scheduled:
-            config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}
-        return config
+            more["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}
+        more["optimizer"] = {"type": self.optimizer, "params": {"lr": 1e-2}}
+        zero = {"reduce_bucket_size": 2 * WIDTH * WIDTH}
+        return config_of(self.stage, ROWS, ACCUMULATION, zero_optimization=zero, **more)
+
+    def engine(self) -> Any:
+        return deepspeed.initialize(model=linears(4, WIDTH, seed=5), config=self.config())[0]
 
 
 UNCHECKED = (("check_grad_overflow", False),)
@@ -81,14 +80,8 @@ CASES = [
 ]
 
 
-def make_model() -> nn.Sequential:
-    torch.manual_seed(5)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-
-
 def batch(number: int) -> torch.Tensor:
-    seed = 100 * number + dist.get_rank()
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return drawn(100 * number + dist.get_rank(), ROWS, WIDTH)
 
 
 def batches(steps: int) -> Iterator[list[torch.Tensor]]:
@@ -109,13 +102,13 @@ class Queued:
 
 def train(case: Case, bad_step: int | None = None) -> dict[str, Any]:
     """Numbers of a run on whatever device there is; on rank 1, one step's input is infinite."""
-    engine, *_ = deepspeed.initialize(model=make_model(), config=case.config())
+    engine = case.engine()
     seen: dict[str, Any] = {"norms": [], "scales": [], "applied": [], "rates": []}
     for step, micro_batches in enumerate(batches(STEPS)):
         for x in micro_batches:
             if step == bad_step and dist.get_rank() == 1:
                 x = x * float("inf")
-            engine.backward(engine(x.to(engine.device, engine.model_dtype)).float().square().mean())
+            engine.backward(mean_square(engine, placed(engine, x)))
             engine.step()
         seen["applied"].append(engine.was_step_applied())
         seen["norms"].append(float(engine.get_global_grad_norm()))
@@ -134,23 +127,22 @@ class TestWaits(DistributedTest):
     def test_of_a_step(self, case: Case) -> None:
         # Kills: reading the norm before the update, and reading what nobody asks for.
         with simulate():
-            engine, *_ = deepspeed.initialize(model=make_model(), config=case.config())
+            engine = case.engine()
             with get_accelerator().count_host_waits() as waits:
                 queued = Queued(engine.basic_optimizer, waits)
                 for step, micro_batches in enumerate(batches(STEPS)):
-                    inputs = [x.to(engine.device, engine.model_dtype) for x in micro_batches]
+                    inputs = [placed(engine, x) for x in micro_batches]
                     before, copies = waited(waits), waits.pageable_copies.total()
                     for x in inputs:
-                        engine.backward(engine(x).float().square().mean())
+                        engine.backward(mean_square(engine, x))
                         if step >= WARM_UP:
                             assert waited(waits) == before, waits.by_place
                         engine.step()
                     found = dict(waits.by_place)
                     if step >= WARM_UP:
                         assert waited(waits) - before == case.waits, found
-                        assert (queued.before[-1] == before) is (case.ahead or not case.waits), (
-                            found
-                        )
+                        ahead = queued.before[-1] == before
+                        assert ahead is (case.ahead or not case.waits), found
                         assert waits.pageable_copies.total() == copies, waits.pageable_copies
             engine.destroy()
 
@@ -173,13 +165,12 @@ class TestWaits(DistributedTest):
 
     def test_a_skip_is_counted_although_nobody_asked_meanwhile(self) -> None:
         # Kills: the norm of the next step, read for that of the one which was skipped.
-        case = Case(1)
         with simulate():
-            engine, *_ = deepspeed.initialize(model=make_model(), config=case.config())
+            engine = Case(1).engine()
             for step, micro_batches in enumerate(batches(STEPS)):
                 for x in micro_batches:
                     bad = step == STEPS - 1 and dist.get_rank() == 0
-                    engine.backward(engine(x * float("inf") if bad else x).square().mean())
+                    engine.backward(mean_square(engine, x * float("inf") if bad else x))
                     engine.step()
             assert engine.skipped_steps == 1 and not engine.was_step_applied()
             engine.destroy()
@@ -190,9 +181,9 @@ class TestWaits(DistributedTest):
         # Of several buckets ranks would exchange their shards, and wait for each other.
         config["zero_optimization"]["reduce_bucket_size"] = 1 << 20
         with simulate():
-            engine, *_ = deepspeed.initialize(model=make_model(), config=config)
+            engine = deepspeed.initialize(model=linears(4, WIDTH), config=config)[0]
             for x in next(batches(1)):
-                engine.backward(engine(x * float("inf")).square().mean())
+                engine.backward(mean_square(engine, x * float("inf")))
                 engine.step()
             with get_accelerator().count_host_waits() as waits:
                 assert engine.optimizer.state_dict()["overflow"]
@@ -209,11 +200,10 @@ class TestPipelineWaits(DistributedTest):
     def test_of_a_batch(self, zero_stage: int, unchecked: bool) -> None:
         # Kills: a copy of the inputs, a loss or a norm that a stage waits for.
         case = Case(zero_stage, "bf16", UNCHECKED if unchecked else CHECKED)
-        torch.manual_seed(5)
         with simulate():
-            layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+            layers = list(linears(4, WIDTH, seed=5))
             model = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss)
-            engine, *_ = deepspeed.initialize(model=model, config=case.config())
+            engine = deepspeed.initialize(model=model, config=case.config())[0]
             data = iter([(batch(i).bfloat16(), batch(i).bfloat16()) for i in range(20)])
             with get_accelerator().count_host_waits() as waits:
                 queued = Queued(engine.basic_optimizer, waits)

@@ -1,6 +1,6 @@
 """Training on a device equals plain torch there: what only a device has, streams and copies."""
 
-import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -12,12 +12,11 @@ import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_params
 from unit.common import DistributedTest
+from unit.models import config_of, drawn, seeded, sgd
+from unit.one_process import OneProcess, mean_square, of_all_ranks, placed, train
 
-WIDTH = 64
-LAYERS = 6
-LR = 0.1
-STEPS = 3
-ACCUMULATION = 2
+WIDTH, LAYERS, ROWS, LR = 64, 6, 5, 0.1
+STEPS, ACCUMULATION = 3, 2
 
 
 class Streamed(nn.Module):
@@ -42,98 +41,55 @@ class Streamed(nn.Module):
         return x
 
 
-def make_model() -> Streamed:
-    torch.manual_seed(3)
-    return Streamed()
+def batch(number: int, rank: int) -> torch.Tensor:
+    return drawn(10 * number + rank, ROWS, WIDTH)
 
 
-def batch(step: int, micro: int, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
-    return torch.randn(5, WIDTH, generator=generator)
-
-
-def config(stage: int, precision: str, overlap: bool, offload: bool) -> dict[str, Any]:
-    zero: dict[str, Any] = {
-        "stage": stage,
-        "overlap_comm": overlap,
-        "reduce_bucket_size": 2 * WIDTH * (WIDTH + 1),
-    }
-    if offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    return {
-        "train_micro_batch_size_per_gpu": 5,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_optimization": zero,
-        **({precision: {"enabled": True}} if precision != "fp32" else {}),
-    }
-
-
-def reference_step(
-    masters: list[torch.Tensor], model: Streamed, step: int, dtype: torch.dtype, device: Any
-) -> None:
-    """One step of a single process with the whole batch: gradients in `dtype`, masters in fp32."""
-    world = dist.get_world_size()
-    totals = [torch.zeros_like(master) for master in masters]
+def reference_step(masters: list[torch.Tensor], one: OneProcess, batches: list[Any]) -> None:
+    """A step on the whole batch: gradients in the dtype of the model, masters in fp32."""
     with torch.no_grad():
-        for param, master in zip(model.parameters(), masters, strict=True):
+        for param, master in zip(one.model.parameters(), masters, strict=True):
             param.copy_(master)
-    for micro in range(ACCUMULATION):
-        for rank in range(world):
-            model.zero_grad(set_to_none=True)
-            model(batch(step, micro, rank).to(device, dtype)).float().square().mean().backward()
-            for total, param in zip(totals, model.parameters(), strict=True):
-                total += param.grad.float() / (ACCUMULATION * world)
-    with torch.no_grad():
-        for master, total in zip(masters, totals, strict=True):
-            master -= LR * total
+    totals = [torch.zeros_like(master) for master in masters]
+    for one_batch in batches:
+        one.backward([one_batch])
+        for total, grad in zip(totals, one.grads().values(), strict=True):
+            total += grad.float() / len(batches)
+    for master, total in zip(masters, totals, strict=True):
+        master -= LR * total
 
 
 def train_and_compare(stage: int, precision: str, overlap: bool, offload: bool) -> None:
-    model = make_model()
-    plain = copy.deepcopy(model)
-    engine, *_ = deepspeed.initialize(
-        model=model, config=config(stage, precision, overlap, offload)
+    zero: dict[str, Any] = {"overlap_comm": overlap, "reduce_bucket_size": 2 * WIDTH * (WIDTH + 1)}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    config = config_of(
+        stage, ROWS, ACCUMULATION, precision, optimizer=sgd(LR), zero_optimization=zero
     )
-    device, dtype = engine.device, engine.model_dtype
-    model.side = get_accelerator().Stream() if device.type != "cpu" else None
-    masters = [param.detach().clone().to(device) for param in plain.parameters()]
-    if dtype != torch.float32:
-        # Masters start from the rounded weights.
-        masters = [master.to(dtype).float() for master in masters]
-    plain = plain.to(device, dtype)
+    model = seeded(Streamed, seed=3)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    model.side = get_accelerator().Stream() if engine.device.type != "cpu" else None
+    plain = seeded(Streamed, seed=3).to(engine.device, engine.model_dtype)
+    # Masters start from the rounded weights.
+    masters = [param.detach().float().clone() for param in plain.parameters()]
+    one = OneProcess(plain, LR, mean_square)
+    numbers = range(STEPS * ACCUMULATION)
+    train(engine, (placed(engine, batch(n, dist.get_rank())) for n in numbers), mean_square)
     for step in range(STEPS):
-        for micro in range(ACCUMULATION):
-            engine.backward(
-                engine(batch(step, micro, dist.get_rank()).to(device, dtype))
-                .float()
-                .square()
-                .mean()
-            )
-            engine.step()
-        reference_step(masters, plain, step, dtype, device)
+        batches = of_all_ranks(batch, step, ACCUMULATION)
+        reference_step(masters, one, [placed(engine, x) for x in batches])
     found = safe_get_full_fp32_params(list(model.parameters()))
     # fp32: another order of the same sums. bf16: micro-batch gradients are rounded to 8 bits, on
     # other sums at stage 1.
     bound = 1e-5 if precision == "fp32" else 2e-3
     for value, master in zip(found, masters, strict=True):
-        assert (value.to(device) - master).norm() <= bound * master.norm()
+        assert (value.to(engine.device) - master).norm() <= bound * master.norm()
     engine.destroy()
 
 
 MATRIX = [
-    pytest.param(
-        stage,
-        precision,
-        overlap,
-        offload,
-        id=f"zero{stage}-{precision}-overlap{overlap:d}-offload{offload:d}",
-    )
-    for stage in (1, 2)
-    for precision in ("fp32", "bf16")
-    for overlap in (False, True)
-    for offload in (False, True)
+    pytest.param(*case, id="zero{}-{}-overlap{:d}-offload{:d}".format(*case))
+    for case in itertools.product((1, 2), ("fp32", "bf16"), (False, True), (False, True))
 ]
 
 
@@ -149,15 +105,9 @@ class TestOneDevice(DistributedTest):
         train_and_compare(stage, precision, overlap, offload)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("stage, precision, overlap, offload", MATRIX)
-class TestTwoDevices(DistributedTest):
+class TestTwoDevices(TestOneDevice):
     # Kills the same with collectives on their own stream.
     world_size = 2
-    requires_cuda_env = True
-
-    def test(self, stage: int, precision: str, overlap: bool, offload: bool) -> None:
-        train_and_compare(stage, precision, overlap, offload)
 
 
 @pytest.mark.parametrize("stage, precision, overlap, offload", [MATRIX[0], MATRIX[-1]])

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
@@ -16,6 +15,8 @@ from deepspeed.runtime.zero.estimates.replicated import plan_whole_gradients
 from deepspeed.runtime.zero.estimates.stages_1_and_2 import plan_model_states
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
+from unit.models import config_of, linears, sgd
+from unit.one_process import mean_square, placed
 from unit.simple_model import Wide
 from unit.v1.looping import each
 
@@ -33,20 +34,15 @@ def peak_of(
     optimizer: str,
     accumulate_in: str | None = None,
     micro_batches: int = 4,
+    stage: int = 0,
     **zero: Any,
 ) -> int:
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": optimizer, "params": {"lr": 1e-6}},
-        "zero_optimization": zero,
-    }
-    if precision != "fp32":
-        config[precision] = {"enabled": True}
+    more: dict[str, Any] = {"optimizer": {"type": optimizer, "params": {"lr": 1e-6}}}
     if precision == "fp16":
-        config[precision]["loss_scale"] = 1
+        more["fp16"] = {"enabled": True, "loss_scale": 1}
     if accumulate_in is not None:
-        config["data_types"] = {"grad_accum_dtype": accumulate_in}
+        more["data_types"] = {"grad_accum_dtype": accumulate_in}
+    config = config_of(stage, 1, 2, precision, zero_optimization=zero, **more)
     gc.collect()
     with simulate() as device:
         before = device.memory_allocated()
@@ -82,6 +78,25 @@ SHARDED = [
 ]
 
 
+def check_sharded(case: Case, ranks: int) -> None:
+    zero: dict[str, Any] = {"overlap_comm": case.overlap, "reduce_bucket_size": case.bucket}
+    plan = plan_model_states(
+        NUMELS,
+        ranks,
+        stage=case.stage,
+        model_bytes=4 if case.precision == "fp32" else 2,
+        gradient_accumulation_steps=2,
+        offload=case.offload,
+        **zero,
+    )
+    if case.offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    # In a bf16 model stage 1 would otherwise sum micro-batches in fp32.
+    accumulate_in = case.precision if case.stage == 1 else None
+    peak = peak_of(case.precision, "AdamW", accumulate_in, stage=case.stage, **zero)
+    assert peak == pytest.approx(plan.device if ranks == 1 else plan.step, rel=TOLERANCE)
+
+
 class TestSharded(DistributedTest):
     world_size = 2
     backend = "gloo"
@@ -89,21 +104,7 @@ class TestSharded(DistributedTest):
     @each(case=SHARDED)
     def test_zero(self, case: Case) -> None:
         # Kills: state that every rank has whole, and pieces on their way to the host that pile up.
-        zero: dict[str, Any] = {"overlap_comm": case.overlap, "reduce_bucket_size": case.bucket}
-        plan = plan_model_states(
-            NUMELS,
-            self.world_size,
-            stage=case.stage,
-            model_bytes=4 if case.precision == "fp32" else 2,
-            gradient_accumulation_steps=2,
-            offload=case.offload,
-            **zero,
-        )
-        if case.offload:
-            zero["offload_optimizer"] = {"device": "cpu"}
-        accumulate_in = case.precision if case.stage == 1 else None
-        peak = peak_of(case.precision, "AdamW", accumulate_in, stage=case.stage, **zero)
-        assert peak == pytest.approx(plan.step, rel=TOLERANCE)
+        check_sharded(case, self.world_size)
 
     def test_bf16_optimizer(self) -> None:
         # Kills: masters or moments that every rank has whole.
@@ -138,79 +139,39 @@ class TestPeaks(DistributedTest):
     @each(stage=(1, 2), precision=("fp32", "bf16"), overlap=(False, True), bucket=BUCKETS)
     def test_zero(self, stage: int, precision: str, overlap: bool, bucket: int) -> None:
         # Kills: gradients that outlive their bucket, a buffer per bucket.
-        plan = plan_model_states(
-            NUMELS,
-            1,
-            stage=stage,
-            model_bytes=4 if precision == "fp32" else 2,
-            reduce_bucket_size=bucket,
-            overlap_comm=overlap,
-            gradient_accumulation_steps=2,
-        )
-        # In a bf16 model stage 1 would otherwise sum micro-batches in fp32.
-        accumulate_in = precision if stage == 1 else None
-        peak = peak_of(
-            precision,
-            "AdamW",
-            accumulate_in,
-            stage=stage,
-            overlap_comm=overlap,
-            reduce_bucket_size=bucket,
-        )
-        assert peak == pytest.approx(plan.device, rel=TOLERANCE)
+        check_sharded(Case(stage, precision, overlap, bucket), 1)
 
 
-WIDTH_OF_SUMS = 128
-LAYERS_OF_SUMS = 8
-ROWS = 2
-MICRO_BATCHES = 4
-BUCKET = 4 * WIDTH_OF_SUMS * WIDTH_OF_SUMS  # bytes; one layer each
+WIDTH_OF_SUMS, LAYERS_OF_SUMS, ROWS, MICRO_BATCHES = 128, 8, 2, 4
+NUMEL = WIDTH_OF_SUMS * WIDTH_OF_SUMS
+BUCKET = 4 * NUMEL  # bytes; one layer each
 GRADIENTS = LAYERS_OF_SUMS * BUCKET
-
-
-def engine_of(stage: int, overlap: bool, **more: Any) -> Any:
-    model = nn.Sequential(
-        *(nn.Linear(WIDTH_OF_SUMS, WIDTH_OF_SUMS, bias=False) for _ in range(LAYERS_OF_SUMS))
-    )
-    zero = {
-        "stage": stage,
-        "overlap_comm": overlap,
-        "reduce_bucket_size": WIDTH_OF_SUMS * WIDTH_OF_SUMS,
-    }
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": zero,
-        **more,
-    }
-    return deepspeed.initialize(model=model, config=config)[0]
-
-
-def micro_batch(engine: Any) -> None:
-    x = torch.randn(ROWS, WIDTH_OF_SUMS).to(engine.device)
-    engine.backward(engine(x).square().mean())
-    engine.step()
 
 
 def peaks(engine: Any) -> list[int]:
     """How far each micro-batch of a step rises above what the step began with."""
-    for _ in range(MICRO_BATCHES):
-        micro_batch(engine)  # buffers are made
     accelerator = get_accelerator()
-    before = accelerator.memory_allocated()
     found = []
-    for _ in range(MICRO_BATCHES):
+    for index in range(2 * MICRO_BATCHES):  # buffers are made in the first step
+        if index == MICRO_BATCHES:
+            before = accelerator.memory_allocated()
         accelerator.reset_peak_memory_stats()
-        micro_batch(engine)
-        found.append(accelerator.max_memory_allocated() - before)
-    return found
+        x = torch.randn(ROWS, WIDTH_OF_SUMS)
+        engine.backward(mean_square(engine, placed(engine, x)))
+        engine.step()
+        found.append(accelerator.max_memory_allocated())
+    return [peak - before for peak in found[MICRO_BATCHES:]]
 
 
 def in_all_configurations(stage: int) -> Iterator[list[int]]:
     for overlap, streams in itertools.product((False, True), (0, 3)):
         with simulate(backward_streams=streams), check_streams():
-            engine = engine_of(stage, overlap)
+            zero = {"overlap_comm": overlap, "reduce_bucket_size": NUMEL}
+            config = config_of(
+                stage, ROWS, MICRO_BATCHES, optimizer=sgd(0.1), zero_optimization=zero
+            )
+            model = linears(LAYERS_OF_SUMS, WIDTH_OF_SUMS, bias=False)
+            engine = deepspeed.initialize(model=model, config=config)[0]
             yield peaks(engine)
             engine.destroy()
 

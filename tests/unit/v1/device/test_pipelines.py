@@ -1,5 +1,7 @@
 """Pipelines on the simulated device: as one process, and no wait that hangs a device."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -8,31 +10,28 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.accelerator.sim_accelerator import simulate
+from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.messages import stage_channels
 from deepspeed.runtime.pipe.messages.channel import QUEUES_ENV
 from deepspeed.verify import Budget, BudgetError, check_budgets
 from unit.common import DistributedTest
+from unit.models import config_of, drawn, linears, sgd
 from unit.one_process import OneProcess
 from unit.v1.looping import each
 
-WIDTH = 5
-ROWS = 3
-MICRO_BATCHES = 4
+WIDTH, ROWS, MICRO_BATCHES, LAYERS, LR = 5, 3, 4, 8, 0.1
 # Timers count from the third step on.
 BATCHES = 4
-LAYERS = 8
-LR = 0.1
 # A device, and one on which three messages fill all processors and streams share two queues.
 BUDGETS = (Budget(), Budget(queues=2, processors=12))
+AT_BOUNDARIES = {"synchronize_checkpoint_boundary": True}
 CHUNKS = {"1f1b": 1, "interleaved": 2, "zero_bubble": 1}
 
 
 def make_layers() -> list[nn.Module]:
-    torch.manual_seed(3)
-    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]
+    return [nn.Sequential(layer, nn.Tanh()) for layer in linears(LAYERS, WIDTH, seed=3)]
 
 
 def loss_of(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -40,9 +39,7 @@ def loss_of(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def batch(step: int) -> list[tuple[torch.Tensor, ...]]:
-    generator = torch.Generator().manual_seed(step)
-    shape = (MICRO_BATCHES, 2, ROWS, WIDTH)
-    return [pair.unbind(0) for pair in torch.randn(*shape, generator=generator)]
+    return [pair.unbind(0) for pair in drawn(step, MICRO_BATCHES, 2, ROWS, WIDTH)]
 
 
 def expected() -> list[float]:
@@ -51,40 +48,44 @@ def expected() -> list[float]:
     return [one.step(batch(step)) for step in range(BATCHES)]
 
 
-def make_engine(schedule: str, **keys: Any) -> PipelineEngine:
-    module = PipelineModule(
-        make_layers(),
-        num_stages=dist.get_world_size(),
-        loss_fn=loss_of,
-        partition_method="uniform",
-        num_model_chunks=CHUNKS[schedule],
-        activation_checkpoint_interval=keys.pop("checkpoint", 0),
-    )
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "pipeline": {"schedule": schedule},
-        **keys,
-    }
-    engine: PipelineEngine = deepspeed.initialize(model=module, config=config)[0]
-    return engine
-
-
-def train(schedule: str, **keys: Any) -> tuple[list[float], dict[str, int]]:
+@contextmanager
+def simulated(schedule: str, **keys: Any) -> Iterator[tuple[PipelineEngine, Sim_Accelerator]]:
+    """A device, and an engine on it."""
     with simulate() as accelerator:
-        engine = make_engine(schedule, **keys)
+        module = PipelineModule(
+            make_layers(),
+            num_stages=dist.get_world_size(),
+            loss_fn=loss_of,
+            partition_method="uniform",
+            num_model_chunks=CHUNKS[schedule],
+            activation_checkpoint_interval=keys.pop("checkpoint", 0),
+        )
+        keys |= {"gradient_clipping": 1.0, "pipeline": {"schedule": schedule}}
+        config = config_of(0, ROWS, MICRO_BATCHES, optimizer=sgd(LR), **keys)
+        engine: PipelineEngine = deepspeed.initialize(model=module, config=config)[0]
+        try:
+            yield engine, accelerator
+        finally:
+            engine.destroy()
+
+
+def losses_of(engine: PipelineEngine) -> list[float]:
+    losses = [engine.train_batch(iter(batch(step))) for step in range(BATCHES)]
+    return [loss.item() for loss in losses]
+
+
+def check_unwaited(schedule: str, **keys: Any) -> None:
+    """Train as one process does, on a device that the host never waits for as a whole."""
+    with simulated(schedule, **keys) as (engine, accelerator):
         with accelerator.count_host_waits() as waits, check_budgets(*BUDGETS):
-            losses = [engine.train_batch(iter(batch(step))) for step in range(BATCHES)]
-        found = [loss.item() for loss in losses]
-        engine.destroy()
-    return found, waits.inside("device synchronize")
+            losses = losses_of(engine)
+    assert losses == pytest.approx(expected(), rel=1e-5)
+    assert not waits.inside("device synchronize")
 
 
 def train_waiting(schedule: str, stage: int) -> list[float]:
     """Train; a stage waits for what it has posted after each instruction, as an allocator does."""
-    with simulate():
-        engine = make_engine(schedule)
+    with simulated(schedule) as (engine, _):
         issued = engine.channels.issued
 
         def and_wait(count: int) -> None:
@@ -96,10 +97,7 @@ def train_waiting(schedule: str, stage: int) -> list[float]:
 
         if engine.stage_id == stage:
             engine.channels.issued = and_wait  # type: ignore[method-assign]  # of this engine alone
-        losses = [engine.train_batch(iter(batch(step))) for step in range(BATCHES)]
-        found = [loss.item() for loss in losses]
-        engine.destroy()
-    return found
+        return losses_of(engine)
 
 
 class TestSchedules(DistributedTest):
@@ -109,9 +107,7 @@ class TestSchedules(DistributedTest):
     @each(schedule=CHUNKS)
     def test(self, schedule: str) -> None:
         # Kills: a host that waits for the whole device while a receive is posted.
-        losses, waits = train(schedule)
-        assert losses == pytest.approx(expected(), rel=1e-5)
-        assert not waits
+        check_unwaited(schedule)
 
 
 def post_at_once(lane: stage_channels._Lane, count: int) -> None:
@@ -122,14 +118,9 @@ def post_at_once(lane: stage_channels._Lane, count: int) -> None:
 
 def run_two(schedule: str, budget: Budget) -> None:
     """Two batches, of which a device of this budget must not hang in one."""
-    with simulate():
-        engine = make_engine(schedule)
-        try:
-            with check_budgets(budget):
-                for step in range(2):
-                    engine.train_batch(iter(batch(step)))
-        finally:
-            engine.destroy()
+    with simulated(schedule) as (engine, _), check_budgets(budget):
+        for step in range(2):
+            engine.train_batch(iter(batch(step)))
 
 
 class TestFewQueues(DistributedTest):
@@ -163,11 +154,9 @@ class TestTwoStages(DistributedTest):
     def test_what_measures(self, keys: dict[str, Any]) -> None:
         # Kills: an option that times or debugs by waiting for the whole device.
         try:
-            losses, waits = train("1f1b", **keys)
+            check_unwaited("1f1b", **keys)
         finally:
             dist.configure(enabled=False)
-        assert losses == pytest.approx(expected(), rel=1e-5)
-        assert not waits
 
     def test_receives_that_are_posted_at_once_hang(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # Kills: a check of budgets that sees no pipeline; receives posted whatever they depend on.
@@ -184,8 +173,6 @@ class TestTwoStages(DistributedTest):
 
     def test_chunks_share_communicators(self) -> None:
         # Kills: a communicator, and with it a stream, for each channel of each chunk.
-        with simulate():
-            engine = make_engine("interleaved")
+        with simulated("interleaved") as (engine, _):
             channels = [channel for channel in engine.channels if channel.src != channel.dst]
             assert len(channels) == 6 and len({channel._group for channel in channels}) == 4
-            engine.destroy()

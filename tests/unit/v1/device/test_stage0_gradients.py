@@ -6,6 +6,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,19 +17,17 @@ import deepspeed
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim.static_memory import StaticGradients
-from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
+from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.runtime.streams import SideStream
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
-from unit.models import config_of, drawn, seeded
-from unit.one_process import OneProcess, mean_square
+from unit.models import config_of, drawn, linears, seeded, sgd
+from unit.one_process import OneProcess, mean_square, placed
 from unit.simple_model import Wide
 from unit.v1.looping import each
 
-LR = 0.125
-LAYERS = 32
-WIDTH = 128
+LR, LAYERS, WIDTH = 0.125, 32, 128
 
 
 class Net(nn.Module):
@@ -46,21 +45,13 @@ class Net(nn.Module):
 
 
 def settings(precision: str, accumulation: int = 2, **more: Any) -> dict[str, Any]:
-    block: dict[str, Any] = {"enabled": True}
     if precision == "fp16":
-        block["loss_scale"] = 8
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "gradient_accumulation_steps": accumulation,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        **({} if precision == "fp32" else {precision: block}),
-        **more,
-    }
+        more["fp16"] = {"enabled": True, "loss_scale": 8}
+    return config_of(0, 1, accumulation, precision, **more)
 
 
 def batch(seed: int) -> torch.Tensor:
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+    return drawn(seed, 3, 4)
 
 
 class TestMemory(DistributedTest):
@@ -73,15 +64,15 @@ class TestMemory(DistributedTest):
         # Kills: gradients that pile up beside the buffer until backward ends (20 and 22 bytes), a
         # second copy of them in the masters' dtype (20).
         gc.collect()
+        config = settings(precision, optimizer={"type": "AdamW", "params": {"lr": 1e-3}})
         with simulate() as device:
-            engine, *_ = deepspeed.initialize(model=Wide(LAYERS, WIDTH), config=settings(precision))
+            engine, *_ = deepspeed.initialize(model=Wide(LAYERS, WIDTH), config=config)
             numel = sum(param.numel() for param in engine.module.parameters())
             device.reset_peak_memory_stats()
             before = device.memory_allocated()
-            for _ in range(3):
-                for _ in range(2):
-                    engine.backward(engine(torch.ones(1, WIDTH, dtype=engine.model_dtype)))
-                    engine.step()
+            for _ in range(6):
+                engine.backward(engine(torch.ones(1, WIDTH, dtype=engine.model_dtype)))
+                engine.step()
             assert device.memory_allocated() > before  # the moments
             peak = device.max_memory_allocated() / numel
             engine.destroy()
@@ -91,18 +82,16 @@ class TestMemory(DistributedTest):
 
 @contextmanager
 def trained(
-    config: dict[str, Any],
-) -> Iterator[tuple[Any, nn.Module, torch.optim.Optimizer, Sim_Accelerator]]:
+    accumulation: int = 2, precision: str = "fp32"
+) -> Iterator[tuple[Any, nn.Module, torch.optim.Optimizer]]:
     """Make an engine whose gradients come on two more streams, and plain SGD."""
-    torch.manual_seed(0)
-    model = Net()
-    reference = copy.deepcopy(model)
-    plain = torch.optim.SGD(reference.parameters(), lr=LR)
+    reference = seeded(Net)
     with simulate(backward_streams=2) as device, check_streams():
-        model = copy.deepcopy(model)
+        model = copy.deepcopy(reference)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        config = settings(precision, accumulation)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        yield engine, reference, plain, device
+        yield engine, reference, torch.optim.SGD(reference.parameters(), lr=LR)
         device.synchronize()
         values = [param.detach().clone() for param in engine.module.parameters()]
         engine.destroy()
@@ -111,12 +100,6 @@ def trained(
         torch.testing.assert_close(value.float(), param.detach(), rtol=2e-2, atol=2e-3)
         if value.dtype == torch.float32:
             torch.testing.assert_close(value, param.detach(), rtol=1e-6, atol=1e-6)
-
-
-def fp32(accumulation: int = 2) -> dict[str, Any]:
-    config = settings("fp32", accumulation)
-    del config["optimizer"]
-    return config
 
 
 def plain_step(
@@ -133,7 +116,7 @@ class TestClients(DistributedTest):
     def test_a_view_from_the_first_micro_batch_on(self) -> None:
         # Kills: gradients in memory of their own; zeros shown for a parameter that has no
         # gradient yet, or none shown after the reduction.
-        with trained(fp32()) as (engine, reference, plain, _):
+        with trained() as (engine, reference, plain):
             flat = engine._sequence.reduction.gradients[0].flat.untyped_storage().data_ptr()
             for seed in (0, 1):
                 engine.backward(engine(batch(seed)))
@@ -148,7 +131,7 @@ class TestClients(DistributedTest):
 
     def test_absent_after_it_was_there(self) -> None:
         # Kills: the last step's values in the place of a parameter without a gradient.
-        with trained(fp32(1)) as (engine, reference, plain, _):
+        with trained(1) as (engine, reference, plain):
             for step, spare in enumerate((True, False, True)):
                 engine.backward(engine(batch(step), spare=spare))
                 engine.step()
@@ -157,7 +140,7 @@ class TestClients(DistributedTest):
     @pytest.mark.parametrize("to_none", [True, False])
     def test_forgotten_by_the_clients_optimizer(self, to_none: bool) -> None:
         # Kills: a contribution that the client has dropped, in a buffer that nobody cleared.
-        with trained(fp32()) as (engine, reference, plain, _):
+        with trained() as (engine, reference, plain):
             engine.backward(engine(batch(7), spare=True))
             engine.optimizer.zero_grad(set_to_none=to_none)
             engine.step()
@@ -167,7 +150,7 @@ class TestClients(DistributedTest):
 
     def test_replaced_by_the_client(self) -> None:
         # Kills: a hook or a reduction that reads the buffer and not `.grad`.
-        with trained(fp32()) as (engine, reference, plain, _):
+        with trained() as (engine, reference, plain):
             engine.backward(engine(batch(0)))
             engine.step()
             for param in engine.module.parameters():
@@ -181,7 +164,7 @@ class TestClients(DistributedTest):
 
     def test_a_graph_of_the_gradient(self) -> None:
         # Kills: a copy into the buffer that autograd records or refuses.
-        with trained(fp32(1)) as (engine, reference, plain, _):
+        with trained(1) as (engine, reference, plain):
             loss = engine(batch(0))
             with pytest.warns(UserWarning, match="create_graph"):
                 loss.backward(create_graph=True)
@@ -191,7 +174,7 @@ class TestClients(DistributedTest):
 
     def test_without_synchronization(self) -> None:
         # Kills: hooks that stop at `no_sync()`, or a sum that begins anew after it.
-        with trained(fp32(1)) as (engine, reference, plain, _):
+        with trained(1) as (engine, reference, plain):
             with engine.no_sync():
                 engine.backward(engine(batch(0)))
             engine.backward(engine(batch(1)))
@@ -210,9 +193,7 @@ class TestSharedMemory(DistributedTest):
     def test_more_after_they_were_read(self, precision: str, read: bool) -> None:
         # Kills: another backward that adds to memory that has been widened already, or whose sum
         # the step does not see.
-        config = settings(precision, 1)
-        del config["optimizer"]
-        with trained(config) as (engine, reference, plain, _):
+        with trained(1, precision) as (engine, reference, plain):
             dtype = engine.model_dtype
             engine.backward(engine(batch(0).to(dtype)))
             if read:
@@ -226,9 +207,7 @@ class TestSharedMemory(DistributedTest):
 
     def test_set_by_the_client(self) -> None:
         # Kills: a step that widens again over what was set.
-        config = settings("bf16", 1)
-        del config["optimizer"]
-        with trained(config) as (engine, reference, plain, _):
+        with trained(1, "bf16") as (engine, reference, plain):
             engine.backward(engine(batch(0).bfloat16()))
             safe_set_full_grad(engine.module.first.weight, torch.ones(6, 4))
             engine.step()
@@ -237,18 +216,11 @@ class TestSharedMemory(DistributedTest):
             plain.step()
 
 
-STATIC_WIDTH = 8
-STATIC_LAYERS = 4
-ROWS = 3
-STATIC_LR = 0.1
-STEPS = 2
+STATIC_WIDTH, ROWS, STATIC_LR, STEPS = 8, 3, 0.1, 2
 
 
 def make_model(static: bool) -> nn.Sequential:
-    layers = seeded(
-        lambda: [nn.Linear(STATIC_WIDTH, STATIC_WIDTH) for _ in range(STATIC_LAYERS)],
-        seed=1,
-    )
+    layers = linears(4, STATIC_WIDTH, seed=1)
     return nn.Sequential(*(StaticGradients(layer) if static else layer for layer in layers))
 
 
@@ -257,18 +229,13 @@ def static_batch(number: int, rank: int) -> torch.Tensor:
 
 
 def train(stage: int, micro_batches: int, overlap: bool, **more: Any) -> list[torch.Tensor]:
-    sgd = {"type": "SGD", "params": {"lr": STATIC_LR}}
-    zero = {
-        "overlap_comm": overlap,
-        "reduce_bucket_size": 2 * STATIC_WIDTH * (STATIC_WIDTH + 1),
-    }
-    more = {"optimizer": sgd, "zero_optimization": zero, **more}
-    config = config_of(stage, ROWS, micro_batches, **more)
+    buckets = 2 * STATIC_WIDTH * (STATIC_WIDTH + 1)
+    more["zero_optimization"] = {"overlap_comm": overlap, "reduce_bucket_size": buckets}
+    config = config_of(stage, ROWS, micro_batches, optimizer=sgd(STATIC_LR), **more)
     engine = deepspeed.initialize(model=make_model(static=True), config=config)[0]
     for number in range(STEPS * micro_batches):
-        engine.backward(
-            mean_square(engine, static_batch(number, dist.get_rank()).to(engine.model_dtype))
-        )
+        x = static_batch(number, dist.get_rank())
+        engine.backward(mean_square(engine, placed(engine, x)))
         engine.step()
     get_accelerator().synchronize()
     found = [param.detach().clone() for param in engine.module.parameters()]
@@ -277,23 +244,11 @@ def train(stage: int, micro_batches: int, overlap: bool, **more: Any) -> list[to
     return found
 
 
-def reference(micro_batches: int) -> list[torch.Tensor]:
-    one = OneProcess(make_model(static=False), STATIC_LR, mean_square)
-    return list(one.train(static_batch, STEPS, micro_batches).values())
-
-
 def deviates(found: list[torch.Tensor], micro_batches: int, within: float = 1e-5) -> bool:
-    pairs = zip(found, reference(micro_batches), strict=True)
+    one = OneProcess(make_model(static=False), STATIC_LR, mean_square)
+    wanted = one.train(static_batch, STEPS, micro_batches).values()
+    pairs = zip(found, wanted, strict=True)
     return not all(torch.allclose(one, other, rtol=0.0, atol=within) for one, other in pairs)
-
-
-CASES = [(1, 1, False), (1, 1, True), (2, 3, False), (2, 3, True)]
-
-
-def runs() -> Iterator[tuple[int, list[torch.Tensor]]]:
-    for stage, micro_batches, overlap in CASES:
-        with simulate(), check_streams():
-            yield micro_batches, train(stage, micro_batches, overlap)
 
 
 class TestStaticGradients(DistributedTest):
@@ -302,7 +257,9 @@ class TestStaticGradients(DistributedTest):
 
     def test_equals_one_process(self) -> None:
         # Kills: a producer that writes its gradients again while they are copied.
-        for micro_batches, found in runs():
+        for (stage, micro_batches), overlap in product(((1, 1), (2, 3)), (False, True)):
+            with simulate(), check_streams():
+                found = train(stage, micro_batches, overlap)
             assert not deviates(found, micro_batches)
 
     def test_summed_in_an_accumulator(self) -> None:
@@ -323,16 +280,11 @@ class TestStaticGradients(DistributedTest):
     def test_the_guard_goes(self) -> None:
         # Kills: a hook on every parameter for as long as training lasts.
         with simulate():
-            config = {
-                "train_micro_batch_size_per_gpu": ROWS,
-                "gradient_accumulation_steps": 2,
-                "optimizer": {"type": "SGD", "params": {"lr": STATIC_LR}},
-                "zero_optimization": {"stage": 1},
-            }
+            config = config_of(1, ROWS, 2, optimizer=sgd(STATIC_LR))
             engine = deepspeed.initialize(model=make_model(static=False), config=config)[0]
             assert all(param._backward_hooks for param in engine.module.parameters())
             for micro in range(2):
-                engine.backward(engine(static_batch(micro, dist.get_rank())).square().mean())
+                engine.backward(mean_square(engine, static_batch(micro, dist.get_rank())))
                 engine.step()
             assert not any(param._backward_hooks for param in engine.module.parameters())
             engine.destroy()
@@ -360,7 +312,7 @@ def test_autograd_takes_the_memory_over() -> None:
 def test_gradients_are_the_modules(static: bool) -> None:
     model, plain = make_model(static), make_model(static=False)
     for net in (model, plain):
-        net(static_batch(0, 0)).square().mean().backward()
+        mean_square(net, static_batch(0, 0)).backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None
         assert torch.equal(one.grad, other.grad)

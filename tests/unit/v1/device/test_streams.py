@@ -17,41 +17,28 @@ from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.runtime.streams import SideStream
 from deepspeed.verify import StreamRaceError, check_streams
 from unit.common import DistributedTest
+from unit.models import config_of, drawn, linears, sgd
+from unit.one_process import OneProcess, mean_square, placed, train
 
-WIDTH = 64
-LAYERS = 6
-ROWS = 5
-LR = 0.1
+WIDTH, LAYERS, ROWS, LR = 64, 6, 5, 0.1
 SLEEP_CYCLES = 400_000_000  # about a quarter of a second, many times what a step takes
 
 no_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def make_model() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-
-
-def batch(rank: int) -> torch.Tensor:
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(rank))
+    return linears(LAYERS, WIDTH, seed=3)
 
 
 def config(stage: int, **zero: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_optimization": {
-            "stage": stage,
-            "overlap_comm": True,
-            "reduce_bucket_size": 2 * WIDTH * (WIDTH + 1),
-            **zero,
-        },
-    }
+    zero = {"overlap_comm": True, "reduce_bucket_size": 2 * WIDTH * (WIDTH + 1), **zero}
+    more = {"optimizer": sgd(LR), "gradient_clipping": 1.0}
+    return config_of(stage, ROWS, zero_optimization=zero, **more)
 
 
-def sleep() -> None:
-    if torch.cuda.is_available():
-        torch.cuda._sleep(SLEEP_CYCLES)
+def train_steps(engine: Any, steps: int) -> None:
+    x = drawn(dist.get_rank(), ROWS, WIDTH)
+    train(engine, (placed(engine, x) for _ in range(steps)), mean_square)
 
 
 def arrives_late(side: Any, kept: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -63,21 +50,13 @@ def arrives_late(side: Any, kept: list[torch.Tensor]) -> Callable[[torch.Tensor]
         with accelerator.stream(side):
             late = torch.full_like(grad, float("nan"))
             side.synchronize()
-            sleep()
+            if torch.cuda.is_available():
+                torch.cuda._sleep(SLEEP_CYCLES)
             late.copy_(grad)
         kept.append(grad)
         return late
 
     return hook
-
-
-def expected() -> list[torch.Tensor]:
-    model = make_model()
-    for rank in range(dist.get_world_size()):
-        (model(batch(rank)).square().mean() / dist.get_world_size()).backward()
-    return [
-        (param - LR * param.grad).detach() for param in model.parameters() if param.grad is not None
-    ]
 
 
 def one_step(
@@ -101,8 +80,7 @@ def one_step(
     for param in slow:
         param.register_hook(arrives_late(side, kept))
     accelerator.current_stream().wait_stream(side)
-    engine.backward(engine(batch(dist.get_rank()).to(engine.device)).square().mean())
-    engine.step()
+    train_steps(engine, 1)
     accelerator.synchronize()
     del nodes, kept
     result = [param.detach().cpu().clone() for param in model.parameters()]
@@ -111,10 +89,11 @@ def one_step(
 
 
 def deviates(found: list[torch.Tensor]) -> bool:
-    return any(
-        not torch.allclose(a, b, rtol=1e-4, atol=1e-6)
-        for a, b in zip(found, expected(), strict=True)
+    expected = OneProcess(make_model(), LR, mean_square).train(
+        lambda _, rank: drawn(rank, ROWS, WIDTH), steps=1
     )
+    pairs = zip(found, expected.values(), strict=True)
+    return not all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in pairs)
 
 
 def first_in_its_bucket(layer: int) -> bool:
@@ -147,20 +126,23 @@ UNDONE = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("undo, late, under_side", UNDONE)
-class TestSlowProducer(DistributedTest):
-    # Kills, on a device: a reduction that waits for one producer only, or for the default stream.
-    world_size = 1
+class Undone(DistributedTest):
     requires_cuda_env = True
+    zero: dict[str, Any] = {}
 
-    def test_right(self, stage: int, undo: Any, late: Any, under_side: bool) -> None:
-        assert not deviates(one_step(config(stage), late, under_side))
-
-    def test_wrong_without(
+    def test(
         self, stage: int, undo: Any, late: Any, under_side: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        settings = config(stage, **self.zero)
+        assert not deviates(one_step(settings, late, under_side))
         undo(monkeypatch)
-        assert deviates(one_step(config(stage), late, under_side))
+        assert deviates(one_step(settings, late, under_side))
+
+
+@pytest.mark.parametrize("undo, late, under_side", UNDONE)
+class TestSlowProducer(Undone):
+    # Kills, on a device: a reduction that waits for one producer only, or for the default stream.
+    world_size = 1
 
 
 class TestSlowProducerTwoDevices(TestSlowProducer):
@@ -168,52 +150,30 @@ class TestSlowProducerTwoDevices(TestSlowProducer):
     world_size = 2
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("stage", [1, 2])
-class TestTwoInstances(DistributedTest):
+@pytest.mark.parametrize("undo, late, under_side", UNDONE[1:])
+class TestTwoInstances(Undone):
     # Kills, on devices: the situation of Megatron-LM issue 3670 (wrapper built under a side stream,
     # overlap, two instances).
-    world_size = 2
-    requires_cuda_env = True
-
-    def test_right(self, stage: int) -> None:
-        assert not deviates(
-            one_step(config(stage, num_optimizer_instances=2), every_layer, under_side=True)
-        )
-
-    def test_wrong_without(self, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        undo_fix_2(monkeypatch)
-        assert deviates(
-            one_step(config(stage, num_optimizer_instances=2), every_layer, under_side=True)
-        )
+    zero = {"num_optimizer_instances": 2}
 
 
 @pytest.mark.gpu
 @no_device
-class TestHookAffinity:
-    """The facts that fix 2 stands on, as in the unit test of Megatron-LM issue 3670."""
-
-    def hook_streams(self, node_under_side: bool) -> tuple[Any, Any]:
-        side, seen = torch.cuda.Stream(), []
-        param = torch.randn(10, requires_grad=True, device="cuda")
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side) if node_under_side else nullcontext():
-            node = param.expand_as(param).grad_fn.next_functions[0][0]
-        with torch.cuda.stream(side):
-            node.register_hook(lambda *_: seen.append(torch.cuda.current_stream()))
-        (param * 2).sum().backward()
-        return seen[0], side
-
-    def test_where_a_hook_is_registered_does_not_matter(self) -> None:
-        # Kills: reading the stream at registration.
-        ran, side = self.hook_streams(node_under_side=False)
-        assert ran == torch.cuda.default_stream() != side
-
-    def test_where_its_node_was_made_does(self) -> None:
-        # Kills: waiting for the default stream. Fails where a torch has changed the rule, and fix 2
-        # with it.
-        ran, side = self.hook_streams(node_under_side=True)
-        assert ran == side
+@pytest.mark.parametrize("node_under_side", [False, True])
+def test_a_hook_runs_where_its_node_was_made(node_under_side: bool) -> None:
+    # The facts that fix 2 stands on, as in the unit test of Megatron-LM issue 3670.
+    # Kills: reading the stream at registration, waiting for the default stream. Fails where a torch
+    # has changed the rule, and fix 2 with it.
+    side, seen = torch.cuda.Stream(), []
+    param = torch.randn(10, requires_grad=True, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side) if node_under_side else nullcontext():
+        node = param.expand_as(param).grad_fn.next_functions[0][0]
+    with torch.cuda.stream(side):
+        node.register_hook(lambda *_: seen.append(torch.cuda.current_stream()))
+    (param * 2).sum().backward()
+    assert torch.cuda.default_stream() != side
+    assert seen[0] == (side if node_under_side else torch.cuda.default_stream())
 
 
 @pytest.mark.gpu
@@ -236,11 +196,8 @@ class TestCheckerOnRealStreams:
     @pytest.mark.parametrize("wait", ["stream", "event", "synchronize", "query", "item"])
     def test_every_way_to_wait(self, wait: str) -> None:
         with check_streams():
-            side, event, value = (
-                torch.cuda.Stream(),
-                torch.cuda.Event(),
-                torch.zeros(1000, device="cuda"),
-            )
+            side, event = torch.cuda.Stream(), torch.cuda.Event()
+            value = torch.zeros(1000, device="cuda")
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 value.mul_(2)
@@ -282,9 +239,7 @@ class TestCheckerOnRealStreams:
 def train_checked(settings: dict[str, Any]) -> None:
     with check_streams():
         engine, *_ = deepspeed.initialize(model=make_model(), config=settings)
-        for _ in range(3):
-            engine.backward(engine(batch(dist.get_rank()).to(engine.device)).square().mean())
-            engine.step()
+        train_steps(engine, 3)
         get_accelerator().synchronize()
     engine.destroy()
 
@@ -307,15 +262,9 @@ class TestCheckedTraining(DistributedTest):
         train_checked(settings)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("settings", SETTINGS)
-class TestCheckedTrainingTwoDevices(DistributedTest):
+class TestCheckedTrainingTwoDevices(TestCheckedTraining):
     # Kills: alarms about collectives, and an asynchronous one that is taken to be waited for.
     world_size = 2
-    requires_cuda_env = True
-
-    def test(self, settings: dict[str, Any]) -> None:
-        train_checked(settings)
 
     def test_an_asynchronous_collective_nobody_waits_for(self, settings: dict[str, Any]) -> None:
         with check_streams(raises=False) as checker:
@@ -337,8 +286,7 @@ class TestCompiled(DistributedTest):
     def test(self, stage: int) -> None:
         engine, *_ = deepspeed.initialize(model=make_model(), config=config(stage))
         engine.compile()
-        engine.backward(engine(batch(0).to(engine.device)).square().mean())
-        engine.step()
+        train_steps(engine, 1)
         assert not deviates([param.detach().cpu() for param in engine.module.parameters()])
 
 
