@@ -9,8 +9,10 @@ import torch
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.accelerator.sim_accelerator import Sim_Accelerator
+from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
 from deepspeed.utils import safe_get_full_fp32_params, safe_get_full_grads
+from deepspeed.verify import Budget, check_budgets, check_streams
+from unit import models
 from unit.v1.contract import reference
 from unit.v1.contract.matrix import Case
 from unit.v1.contract.model import BUCKETS, ROWS, make_model, micro_batch, parameter_groups
@@ -25,28 +27,20 @@ def steps_of(case: Case) -> int:
 def config_of(case: Case) -> dict[str, Any]:
     """The case as a configuration."""
     dtype, _, accumulation_dtype = case.precision.partition("+")
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": case.accumulation,
-        "gradient_clipping": reference.CLIP if case.clip else 0.0,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {
-            "stage": case.stage,
-            "num_optimizer_instances": case.instances,
-            "overlap_comm": case.overlap,
-            "reduce_scatter": case.reduce_scatter,
-            "reduce_bucket_size": BUCKETS[case.bucket],
-            "allgather_bucket_size": BUCKETS[case.bucket],
-            "offload_optimizer": {"device": "cpu" if case.offload else "none"},
-        },
-    }
-    if dtype == "bf16":
-        config["bf16"] = {"enabled": True}
+    more: dict[str, Any] = {"gradient_clipping": reference.CLIP if case.clip else 0.0}
     if dtype == "fp16":
-        config["fp16"] = {"enabled": True, "loss_scale": reference.LOSS_SCALE}
+        more["fp16"] = {"enabled": True, "loss_scale": reference.LOSS_SCALE}
     if accumulation_dtype:
-        config["data_types"] = {"grad_accum_dtype": accumulation_dtype}
-    return config
+        more["data_types"] = {"grad_accum_dtype": accumulation_dtype}
+    more["zero_optimization"] = {
+        "num_optimizer_instances": case.instances,
+        "overlap_comm": case.overlap,
+        "reduce_scatter": case.reduce_scatter,
+        "reduce_bucket_size": BUCKETS[case.bucket],
+        "allgather_bucket_size": BUCKETS[case.bucket],
+        "offload_optimizer": {"device": "cpu" if case.offload else "none"},
+    }
+    return models.config_of(case.stage, ROWS, case.accumulation, dtype, **more)
 
 
 def sums_dtype(case: Case) -> torch.dtype:
@@ -78,11 +72,8 @@ class Checks:
         self.rank = dist.get_rank()
         self.dtype = reference.DTYPES[case.precision.partition("+")[0]]
         self.model = model
-        self.frozen = {
-            n: p.detach().to(self.dtype).clone()
-            for n, p in model.named_parameters()
-            if not p.requires_grad
-        }
+        frozen = {n: p.detach() for n, p in model.named_parameters() if not p.requires_grad}
+        self.frozen = {name: value.to(self.dtype).clone() for name, value in frozen.items()}
         self.params = trainable(model)
 
     def run(self) -> list[str]:
@@ -108,26 +99,18 @@ class Checks:
     def gradients(self) -> Tensors:
         """What the coming step will use; nothing if the system says that there is none."""
         if self.is_plain:
-            return {
-                name: param.grad.clone()
-                for name, param in self.params.items()
-                if param.grad is not None
-            }
-        values = safe_get_full_grads(list(self.params.values()))
-        return (
-            {}
-            if values is None
-            else {name: value.clone() for name, value in zip(self.params, values, strict=True)}
-        )
+            values = [param.grad for param in self.params.values()]
+        else:
+            values = safe_get_full_grads(list(self.params.values())) or [None] * len(self.params)
+        named = zip(self.params, values, strict=True)
+        return {name: value.clone() for name, value in named if value is not None}
 
     def compare_gradients(self, step: int, grads: Tensors, expected: Expected) -> None:
         """Gradients and their norm."""
         self.compare_tensors(step, "gradient", grads, expected.grads, expected.grad_bounds)
-        norm = float(self.engine.get_global_grad_norm())
-        if not abs(norm - expected.norm) <= expected.norm_bound:
-            self.fail(
-                step, f"norm {norm!r} is not {expected.norm!r} within {expected.norm_bound:.2e}"
-            )
+        norm, bound = float(self.engine.get_global_grad_norm()), expected.norm_bound
+        if not abs(norm - expected.norm) <= bound:
+            self.fail(step, f"norm {norm!r} is not {expected.norm!r} within {bound:.2e}")
 
     def compare_tensors(
         self, step: int, what: str, found: Tensors, wanted: Tensors, bounds: dict[str, float]
@@ -139,12 +122,8 @@ class Checks:
                 continue
             error = (found[name].double() - value.double()).norm().item()
             if found[name].shape != value.shape or not error <= bounds[name]:
-                size = value.norm().item()
-                self.fail(
-                    step,
-                    f"{what} of {name} is off by {error:.3e} (allowed {bounds[name]:.3e}, its norm "
-                    f"{size:.3e})",
-                )
+                allowed = f"allowed {bounds[name]:.3e}, its norm {value.norm().item():.3e}"
+                self.fail(step, f"{what} of {name} is off by {error:.3e} ({allowed})")
 
 
 class CaseRun(Checks):
@@ -174,9 +153,7 @@ class CaseRun(Checks):
         """All steps; returns the failures."""
         try:
             masters = self.masters()
-            reference_adam = (
-                ReferenceAdam(self, masters) if self.case.optimizer == "adamw" else None
-            )
+            adam = ReferenceAdam(self, masters) if self.case.optimizer == "adamw" else None
             for step in range(steps_of(self.case)):
                 start = masters
                 self._backwards(step)
@@ -186,12 +163,12 @@ class CaseRun(Checks):
                 with on_host():
                     expected = self._expected(step, start)
                     self.compare_gradients(step, grads, expected)
-                    if reference_adam is None:
+                    if adam is None:
                         self.compare_tensors(
                             step, "parameter", masters, expected.params, expected.param_bounds
                         )
                     else:
-                        reference_adam.compare(step, grads, masters)
+                        adam.compare(step, grads, masters)
                 self._check_replicas(step, masters)
                 self._check_rest(step)
         finally:
@@ -208,20 +185,11 @@ class CaseRun(Checks):
     def _expected(self, step: int, start: Tensors) -> Expected:
         case = self.case
         if case.precision == "fp32" and case.optimizer == "sgd":
-            return reference.fp32_run(steps_of(case), case.accumulation, case.clip, case.world)[
-                step
-            ]
-        precision = case.precision.partition("+")[0]
-        return reference.half_step(
-            start,
-            self.weight_decay,
-            precision,
-            sums_dtype(case),
-            step,
-            case.accumulation,
-            case.clip,
-            case.world,
-        )
+            run = reference.fp32_run(steps_of(case), case.accumulation, case.clip, case.world)
+            return run[step]
+        precision, sums_in = case.precision.partition("+")[0], sums_dtype(case)
+        given = (start, self.weight_decay, precision, sums_in, step)
+        return reference.half_step(*given, case.accumulation, case.clip, case.world)
 
     def _check_replicas(self, step: int, masters: Tensors) -> None:
         """All ranks' parameters are equal bit for bit, and are the rounded masters."""
@@ -250,9 +218,8 @@ class CaseRun(Checks):
             tails |= {"masters": group.master[own], "gradients": group.grad[own]}
             for what, tail in tails.items():
                 if tail.count_nonzero():
-                    self.fail(
-                        step, f"padding of group {index}'s {what} is not zero: {tail.tolist()}"
-                    )
+                    found = f"padding of group {index}'s {what}"
+                    self.fail(step, f"{found} is not zero: {tail.tolist()}")
 
 
 class ReferenceAdam:
@@ -261,9 +228,8 @@ class ReferenceAdam:
     def __init__(self, run: CaseRun, masters: Tensors) -> None:
         self.run = run
         with on_host():
-            self.params = {
-                name: torch.nn.Parameter(value.clone()) for name, value in masters.items()
-            }
+            copies = {name: value.clone() for name, value in masters.items()}
+            self.params = {name: torch.nn.Parameter(value) for name, value in copies.items()}
         groups = [
             {"params": [param], "weight_decay": run.weight_decay[name]}
             for name, param in self.params.items()
@@ -278,10 +244,8 @@ class ReferenceAdam:
             param.grad = grads[name] * factor
         self.optimizer.step()
         wanted = {name: param.detach() for name, param in self.params.items()}
-        bounds = {
-            name: reference.FP32_TOLERANCE * max(1.0, value.norm().item())
-            for name, value in wanted.items()
-        }
+        sizes = {name: max(1.0, value.norm().item()) for name, value in wanted.items()}
+        bounds = {name: reference.FP32_TOLERANCE * size for name, size in sizes.items()}
         self.run.compare_tensors(step, "parameter", masters, wanted, bounds)
 
 
@@ -298,10 +262,17 @@ def run_cases(cases: Sequence[Case], run: Callable[[Any], Checks] = CaseRun) -> 
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, failures)
     found = [failure for rank_failures in everywhere for failure in rank_failures]
-    broken = {failure.split(":")[0] for failure in found}
     if found:
-        shown = "\n".join(found[:40])
-        raise AssertionError(
-            f"{len(broken)} of {len(cases)} configurations deviate ({len(found)} "
-            f"findings):\n{shown}"
-        )
+        broken, shown = {failure.split(":")[0] for failure in found}, "\n".join(found[:40])
+        share = f"{len(broken)} of {len(cases)} configurations deviate"
+        raise AssertionError(f"{share} ({len(found)} findings):\n{shown}")
+
+
+def run_simulated(cases: Sequence[Case], run: Callable[[Any], Checks] = CaseRun) -> None:
+    """The same where all work is late, gradients are accumulated on two side streams, and the
+    checker listens.
+    """
+    torch.set_num_threads(1)
+    few = Budget(queues=1, processors=1)
+    with simulate(backward_streams=2), check_streams(), check_budgets(Budget(), few):
+        run_cases(cases, run)

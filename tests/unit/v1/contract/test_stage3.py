@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from deepspeed import comm as dist
+from deepspeed.runtime.zero.gathering.units import plan_units
+from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
 from unit.common import DistributedTest
 from unit.v1.contract.matrix import CHUNKS_PER_WORLD, FACTORS, Case, chunk, of_world, pairwise
 from unit.v1.contract.model import ContractModel, ModelOfBlocks, make_model
 from unit.v1.contract.reference import Tensors
-from unit.v1.contract.runner import CaseRun, run_cases
+from unit.v1.contract.runner import CaseRun, run_cases, run_simulated
 
 BLOCK_NUMEL = 7 * 31 + 31 + 31 * 9 + 7  # of the largest block
 
@@ -57,9 +60,7 @@ OWN_FACTORS: dict[str, tuple[Any, ...]] = {
     "host": ("none", "optimizer", "both"),
 }
 # Of stages 0 to 2; what is on the host is a factor of its own here.
-SHARED_FACTORS = {
-    name: values for name, values in FACTORS.items() if name not in ("stage", "offload")
-}
+SHARED_FACTORS = {name: FACTORS[name] for name in FACTORS if name not in ("stage", "offload")}
 # The whole product leaves out what pairs show.
 PRODUCT_FACTORS: dict[str, tuple[Any, ...]] = {
     **SHARED_FACTORS,
@@ -163,15 +164,11 @@ class Stage3Run(CaseRun):
 
     def _check_replicas(self, step: int, masters: Tensors) -> None:
         """What is gathered is the rounded masters."""
-        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-
         with GatheredParameters(self.params.values()):
             super()._check_replicas(step, masters)
 
     def _check_rest(self, step: int) -> None:
         """Frozen parameters are untouched, padding is zero, and only what persists is whole."""
-        from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
-
         live = self.engine.parameter_offload.param_coordinator.live_numel
         if live:
             self.fail(step, f"{live} elements are still gathered")
@@ -197,8 +194,6 @@ class TestPairs(DistributedTest):
     def test(self) -> None:
         # Kills: a bucket that misses a parameter or takes padding for one, masters that do not
         # reach the shards, memory that is kept.
-        from deepspeed import comm as dist
-
         run_cases(of_world(stage3_cases(), dist.get_world_size()), Stage3Run)
 
 
@@ -223,14 +218,7 @@ class TestSimulated(DistributedTest):
     def test(self) -> None:
         # Kills: a unit read before it is gathered or after its memory was given away, a shard
         # gathered before it is updated.
-        from deepspeed.accelerator.sim_accelerator import simulate
-        from deepspeed.verify import Budget, check_budgets, check_streams
-
-        torch.set_num_threads(1)
-        cases = of_world(stage3_cases(), 2)
-        few = Budget(queues=1, processors=1)
-        with simulate(backward_streams=2), check_streams(), check_budgets(Budget(), few):
-            run_cases(cases, Stage3Run)
+        run_simulated(of_world(stage3_cases(), 2), Stage3Run)
 
 
 @pytest.mark.contract
@@ -243,15 +231,11 @@ class TestStage3Product(DistributedTest):
 
     def test(self, share: int) -> None:
         # Kills: what only three or more settings together bring out.
-        from deepspeed import comm as dist
-
         run_cases(chunk(of_world(product_cases(), dist.get_world_size()), share), Stage3Run)
 
 
 def test_what_is_covered() -> None:
     # Kills: factors that no case has, a kind of unit that the models do not have.
-    from deepspeed.runtime.zero.gathering.units import plan_units
-
     def names(kind: type[ContractModel]) -> set[str]:
         return {plan.name for plan in plan_units(make_model(kind=kind), lambda _: False)}
 
