@@ -7,10 +7,9 @@ FAULTS = faults_of(r"""
 runtime/gradients/test_sink.py
   the first write adds to what was left
     DeviceSink.add: bucket not in self.written -> False
-v1/fp16/test_dynamic_scaling.py -k test_the_mean_is_used
+v1/fp16/test_dynamic_scaling.py -k divided_first
   fp16 is summed before it is divided
     _split: travels_in == torch.float16 -> False
-v1/fp16/test_dynamic_scaling.py -k test_the_users_factor_is_used
   a given predivide factor is overruled
     _split: factor is None -> True
 runtime/gradients/test_readiness.py

@@ -14,9 +14,13 @@ from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.logging import logger
 from unit.common import DistributedTest
+from unit.models import config_of, sgd
+from unit.one_process import placed, train
 from unit.v1.looping import each
 
 LR = 0.25
+RATES: dict[str, dict[str, float]] = {"SGD": {"lr": LR}, "AdamW": {"lr": LR, "eps": 1e-3}}
+INF, NAN = float("inf"), float("nan")
 STAGES = (0, 1, 2)
 
 
@@ -33,43 +37,28 @@ class Net(nn.Module):
         return (x * self.weight).sum(1).mean() + self.other.sum() * 0.125
 
 
-def config_of(stage: int, optimizer: str = "SGD", **fp16: Any) -> dict[str, Any]:
-    params = {"lr": LR} if optimizer == "SGD" else {"lr": LR, "eps": 1e-3}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": optimizer, "params": params},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 5},
-        "fp16": {
-            "enabled": True,
-            "initial_scale_power": 4,
-            "loss_scale_window": 2,
-            "hysteresis": 1,
-            **fp16,
-        },
-    }
+def make_engine(stage: int, optimizer: str = "SGD", accumulation: int = 1, **fp16: Any) -> Any:
+    scaling = {"initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 1}
+    config = config_of(
+        stage,
+        1,
+        accumulation,
+        optimizer={"type": optimizer, "params": RATES[optimizer]},
+        zero_optimization={"reduce_bucket_size": 5},
+        fp16={"enabled": True, **scaling, **fp16},
+    )
+    return deepspeed.initialize(model=Net(), config=config)[0]
 
 
-def make_engine(stage: int, optimizer: str = "SGD", **fp16: Any) -> Any:
-    engine, _, _, _ = deepspeed.initialize(model=Net(), config=config_of(stage, optimizer, **fp16))
-    return engine
-
-
-def rows(step: int, bad_rank: int | None = None) -> torch.Tensor:
-    """One row per rank; rank r's is 1 + r, and inf on `bad_rank`."""
-    value = float("inf") if bad_rank == dist.get_rank() else 1.0 + dist.get_rank() + step % 2
-    return torch.full((1, 5), value, dtype=torch.float16)
-
-
-def one_step(engine: Any, step: int, bad_rank: int | None = None) -> None:
-    engine.backward(engine(rows(step, bad_rank)))
-    engine.step()
+def one_step(engine: Any, step: int, bad_rank: int | None = None, bad: float = INF) -> None:
+    """One row per rank; rank r's is 1 + r, in every second step 2 + r, and `bad` on `bad_rank`."""
+    value = bad if bad_rank == dist.get_rank() else 1.0 + dist.get_rank() + step % 2
+    train(engine, [placed(engine, torch.full((1, 5), value))])
 
 
 def expected_gradient(step: int) -> float:
-    """Mean over ranks of `rows`."""
-    world = dist.get_world_size()
-    return sum(1.0 + rank + step % 2 for rank in range(world)) / world
+    """Mean over ranks of their rows."""
+    return (1.0 + dist.get_world_size()) / 2 + step % 2
 
 
 def full_state(engine: Any) -> list[torch.Tensor]:
@@ -85,31 +74,7 @@ def full_state(engine: Any) -> list[torch.Tensor]:
 
 
 def bit_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return len(left) == len(right) and all(
-        torch.equal(a, b) for a, b in zip(left, right, strict=True)
-    )
-
-
-class Captured(logging.Handler):
-    """What the project's logger said."""
-
-    def __init__(self) -> None:
-        super().__init__(level=logging.DEBUG)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep the line."""
-        self.lines.append(record.getMessage())
-
-    def __enter__(self) -> Captured:
-        self.level_before = logger.level
-        logger.setLevel(logging.INFO)
-        logger.addHandler(self)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        logger.removeHandler(self)
-        logger.setLevel(self.level_before)
+    return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
 class TestDynamicScaling(DistributedTest):
@@ -129,27 +94,24 @@ class TestDynamicScaling(DistributedTest):
             one_step(engine, step)
             gradient = expected_gradient(step)
             weight -= LR * gradient
-            assert torch.equal(safe_get_full_fp32_param(engine.module.weight), weight), (
-                step,
-                scales,
-            )
-            assert engine.get_global_grad_norm() == pytest.approx(
-                (5 * gradient**2 + 4 * 0.125**2) ** 0.5, rel=1e-6
-            )
+            found = safe_get_full_fp32_param(engine.module.weight)
+            assert torch.equal(found, weight), (step, scales)
+            norm = (5 * gradient**2 + 4 * 0.125**2) ** 0.5
+            assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-6)
         grown = [after / before for before, after in zip(scales, scales[1:], strict=False)]
         assert 2.0 in grown, "no step in this test made the scale grow"
         assert engine.skipped_steps == 0
 
-    @each(stage=STAGES, bad_rank=(0, 1))
-    def test_overflow_on_one_rank_skips_on_both(self, stage: int, bad_rank: int) -> None:
+    @each(stage=STAGES, bad=((0, INF), (1, INF), (1, NAN)))
+    def test_overflow_on_one_rank_skips_on_both(self, stage: int, bad: tuple[int, float]) -> None:
         # Kills: a decision from the local gradient only (ranks part), an update before the
         # decision, a moment that is touched, a random number that is drawn, a skip that nobody
-        # counts.
+        # counts; a comparison with infinity, which nan passes.
         engine = make_engine(stage, "AdamW")
         one_step(engine, 0)
         before, random_before = full_state(engine), torch.get_rng_state()
         scale = engine.optimizer.loss_scale
-        one_step(engine, 1, bad_rank)
+        one_step(engine, 1, *bad)
         assert bit_equal(before, full_state(engine))
         assert torch.equal(random_before, torch.get_rng_state())
         assert engine.optimizer.overflow and not engine.was_step_applied()
@@ -162,37 +124,29 @@ class TestDynamicScaling(DistributedTest):
         assert all(torch.isfinite(value.float()).all() for value in full_state(engine))
 
     @each(stage=STAGES)
-    def test_nan_is_an_overflow_too(self, stage: int) -> None:
-        # Kills: a comparison with infinity, which nan passes.
-        engine = make_engine(stage, "AdamW")
-        one_step(engine, 0)
-        before = full_state(engine)
-        bad = torch.full((1, 5), float("nan") if dist.get_rank() == 1 else 1.0, dtype=torch.float16)
-        engine.backward(engine(bad))
-        engine.step()
-        assert bit_equal(before, full_state(engine)) and engine.skipped_steps == 1
-
-    @each(stage=STAGES)
     def test_overflow_in_an_early_micro_batch_skips(self, stage: int) -> None:
         # Kills: looking at the boundary micro-batch only.
-        config = {**config_of(stage, "AdamW"), "gradient_accumulation_steps": 3}
-        engine, _, _, _ = deepspeed.initialize(model=Net(), config=config)
+        engine = make_engine(stage, "AdamW", accumulation=3)
         for micro in range(3):
             one_step(engine, micro)
         before = full_state(engine)
-        for micro in range(3):
-            one_step(engine, micro, bad_rank=1 if micro == 0 else None)
+        for micro, bad_rank in enumerate((1, None, None)):
+            one_step(engine, micro, bad_rank)
         assert bit_equal(before, full_state(engine)) and engine.skipped_steps == 1
 
     @each(stage=STAGES)
-    def test_a_skip_is_logged_with_both_scales(self, stage: int) -> None:
+    def test_a_skip_is_logged_with_both_scales(
+        self, stage: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         # Kills: silence, and a line with the scale after the change only.
         engine = make_engine(stage)
-        with Captured() as log:
-            one_step(engine, 0, bad_rank=1)
+        said: list[str] = []
+        logger.setLevel(logging.INFO)
+        monkeypatch.setattr(logger, "handle", lambda record: said.append(record.getMessage()))
+        one_step(engine, 0, bad_rank=1)
         if dist.get_rank() == 0:
-            lines = [line for line in log.lines if "skipped" in line]
-            assert len(lines) == 1 and "loss scale 16 -> 8" in lines[0], log.lines
+            lines = [line for line in said if "skipped" in line]
+            assert len(lines) == 1 and "loss scale 16 -> 8" in lines[0], said
 
     @each(stage=STAGES)
     def test_the_schedule_waits_for_applied_steps(self, stage: int) -> None:
@@ -200,16 +154,13 @@ class TestDynamicScaling(DistributedTest):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-        config = {key: value for key, value in config_of(stage).items() if key != "optimizer"}
+        config = config_of(stage, 1, fp16={"enabled": True, "initial_scale_power": 4})
         engine, _, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=schedule, config=config
         )
-        one_step(engine, 0)
-        assert engine.get_lr() == [0.5]
-        one_step(engine, 1, bad_rank=0)
-        assert engine.get_lr() == [0.5]
-        one_step(engine, 2)
-        assert engine.get_lr() == [0.25]
+        for step, (bad_rank, rate) in enumerate(((None, 0.5), (0, 0.5), (None, 0.25))):
+            one_step(engine, step, bad_rank)
+            assert engine.get_lr() == [rate]
 
     @each(stage=STAGES, setting=[(False, [16, 16, 8, 4]), (True, [16, 16, 16, 8])])
     def test_hysteresis(self, stage: int, setting: tuple[bool, list[float]]) -> None:
@@ -219,13 +170,9 @@ class TestDynamicScaling(DistributedTest):
         engine = make_engine(
             stage, hysteresis=2, consecutive_hysteresis=consecutive, loss_scale_window=100
         )
-        bad = [0, 1, 0]  # ranks that overflow, with one clean step after the first
-        one_step(engine, 0, bad_rank=bad[0])
-        seen = [engine.optimizer.loss_scale]
-        one_step(engine, 1)
-        seen.append(engine.optimizer.loss_scale)
-        for step, rank in enumerate(bad[1:]):
-            one_step(engine, 2 + step, bad_rank=rank)
+        seen = []
+        for step, bad_rank in enumerate((0, None, 1, 0)):
+            one_step(engine, step, bad_rank)
             seen.append(engine.optimizer.loss_scale)
         assert seen == scales
         assert engine.skipped_steps == 3
@@ -258,17 +205,14 @@ class TestOtherPrecisions(DistributedTest):
     @each(stage=STAGES, precision=("fp32", "bf16", "bf16+fp32"))
     def test_a_bad_gradient_skips_on_both(self, stage: int, precision: str) -> None:
         # Kills: a check that only fp16 has.
-        config = {key: value for key, value in config_of(stage, "AdamW").items() if key != "fp16"}
-        if precision != "fp32":
-            config["bf16"] = {"enabled": True}
-        if precision == "bf16+fp32":
-            config["data_types"] = {"grad_accum_dtype": "fp32"}
-        engine, _, _, _ = deepspeed.initialize(model=Net(), config=config)
-        dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+        dtype, _, sums_in = precision.partition("+")
+        more: dict[str, Any] = {"data_types": {"grad_accum_dtype": sums_in}} if sums_in else {}
+        more["optimizer"] = {"type": "AdamW", "params": RATES["AdamW"]}
+        config = config_of(stage, 1, 1, dtype, zero_optimization={"reduce_bucket_size": 5}, **more)
+        engine = deepspeed.initialize(model=Net(), config=config)[0]
         for step, bad_rank in enumerate([None, 1, None]):
             before = [param.detach().clone() for param in engine.module.parameters()]
-            engine.backward(engine(rows(step, bad_rank).to(dtype)))
-            engine.step()
+            one_step(engine, step, bad_rank)
             unchanged = bit_equal(before, [param.detach() for param in engine.module.parameters()])
             assert unchanged == (bad_rank is not None), step
         assert engine.skipped_steps == 1
@@ -289,48 +233,25 @@ class Linear(nn.Module):
         return (self.weight * x).sum()
 
 
-def engine_of(stage: int, **more: Any) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": TINY_LR}},
-        # Summed by the collective; host backends sum slices in fp32 otherwise.
-        "zero_optimization": {"stage": stage, "reduce_scatter": False},
-        "fp16": {"enabled": True, "loss_scale": 1.0},
-        **more,
-    }
-    return deepspeed.initialize(model=Linear(), config=config)[0]
-
-
-def gradient() -> float:
-    """A power of two; all ranks' sum is 2^16 or more, and fp16 ends just below."""
-    return 2.0**16 / (dist.get_world_size() // 2 * 2)
-
-
-def step(engine: Any) -> None:
-    engine.backward(engine(torch.full((NUMEL,), gradient(), dtype=torch.float16)))
-    engine.step()
-
-
 class TestLargeSums(DistributedTest):
-    """On two to four ranks."""
+    """On two to four ranks, whose sum is 2^16 or more; fp16 ends just below."""
 
     world_size = [2, 3, 4]
 
-    @each(stage=(0, 1, 2))
-    def test_the_mean_is_used(self, stage: int) -> None:
-        # Kills: summing before any division: the sum is infinite, and every step is skipped.
-        engine = engine_of(stage)
-        step(engine)
-        assert engine.skipped_steps == 0
-        weight = next(engine.module.parameters())
-        assert torch.equal(weight.detach().float(), torch.full((NUMEL,), -TINY_LR * gradient()))
-        engine.destroy()
-
-    @each(stage=(0, 1, 2))
-    def test_the_users_factor_is_used(self, stage: int) -> None:
-        # Kills: a configured factor that is overruled; with 1 the sum overflows, as was asked for.
-        engine = engine_of(stage, gradient_predivide_factor=1.0)
-        step(engine)
-        assert engine.skipped_steps == 1
+    @each(stage=STAGES, factor=(None, 1.0))
+    def test_a_mean_that_is_divided_first(self, stage: int, factor: float | None) -> None:
+        # Kills: summing before any division: the sum is infinite, and every step is skipped; a
+        # configured factor that is overruled; with 1 the sum overflows, as was asked for.
+        more: dict[str, Any] = {} if factor is None else {"gradient_predivide_factor": factor}
+        # Summed by the collective; host backends sum slices in fp32 otherwise.
+        more["zero_optimization"] = {"reduce_scatter": False}
+        more["fp16"] = {"enabled": True, "loss_scale": 1.0}
+        config = config_of(stage, 1, optimizer=sgd(TINY_LR), **more)
+        engine = deepspeed.initialize(model=Linear(), config=config)[0]
+        gradient = 2.0**16 / (dist.get_world_size() // 2 * 2)
+        train(engine, [torch.full((NUMEL,), gradient, dtype=torch.float16)])
+        assert engine.skipped_steps == int(factor is not None)
+        if factor is None:
+            weight = next(engine.module.parameters()).detach().float()
+            assert torch.equal(weight, torch.full((NUMEL,), -TINY_LR * gradient))
         engine.destroy()
