@@ -7,8 +7,9 @@ norm.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,13 +17,13 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.comm.watch.observation import CollectiveCall, add_observer, remove_observer
+from deepspeed.comm.watch.observation import CollectiveCall
 from deepspeed.utils import safe_get_full_fp32_param
+from unit.models import config_of, drawn
+from unit.one_process import OneProcess, mean_square, placed
+from unit.v1.gathering import noted
 
-WIDTH = 5
-ROWS = 3
-LR = 0.1
-CLIP = 0.3
+WIDTH, ROWS, LR, CLIP = 5, 3, 0.1, 0.3
 SYSTEMS: dict[str, dict[str, Any]] = {
     "stage 0": {},
     "stage 0, fp16": {"fp16": {"enabled": True, "loss_scale": 16.0}},
@@ -40,71 +41,38 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 TOLERANCE = {name: 1e-5 if "16" not in name else 0.03 for name in SYSTEMS}
 
 
-class WorldCollectives:
-    """Operations over all ranks: name, elements and dtype of each."""
+def world_collectives() -> AbstractContextManager[list[tuple[str, int, torch.dtype]]]:
+    """Note name, elements and dtype of each operation over all ranks inside."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int, torch.dtype]] = []
-
-    def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
-        """Called for every operation."""
+    def of(call: CollectiveCall) -> Iterator[tuple[str, int, torch.dtype]]:
         group = call.group or dist.get_world_group()
         if dist.get_world_size(group=group) == dist.get_world_size():
             payload = call.reads or call.writes
-            self.calls.append(
-                (call.name, sum(tensor.numel() for tensor in payload), payload[0].dtype)
-            )
-        return proceed()
+            yield call.name, sum(tensor.numel() for tensor in payload), payload[0].dtype
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Within it, operations are seen."""
-        add_observer(self)
-        try:
-            yield
-        finally:
-            remove_observer(self)
+    return noted(of)
 
 
-class Stages:
+class Stages(SimpleNamespace):
     """An mpu of pipeline stages: rank = stage * data-parallel size + data rank."""
 
     def __init__(self, count: int) -> None:
-        world, rank = dist.get_world_size(), dist.get_rank()
-        self.count, self.data_size = count, world // count
-        self.stage, self.data_rank = divmod(rank, self.data_size)
-        data = [
-            dist.new_group(list(range(s * self.data_size, (s + 1) * self.data_size)))
-            for s in range(count)
-        ]
-        pipe = [
-            dist.new_group(list(range(d, world, self.data_size))) for d in range(self.data_size)
-        ]
-        self._data, self.pipe_group = data[self.stage], pipe[self.data_rank]
-
-    def get_data_parallel_group(self) -> Any:
-        return self._data
-
-    def get_data_parallel_rank(self) -> int:
-        return self.data_rank
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.data_size
-
-    def get_model_parallel_group(self) -> Any:
-        return self.pipe_group
-
-    def get_model_parallel_rank(self) -> int:
-        return self.stage
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.count
-
-    def get_slice_parallel_rank(self) -> int:
-        return 0
-
-    def get_slice_parallel_world_size(self) -> int:
-        return 1
+        ranks = torch.arange(dist.get_world_size()).view(count, -1)
+        data = [dist.new_group(row) for row in ranks.tolist()]
+        pipe = [dist.new_group(column) for column in ranks.t().tolist()]
+        self.data_size = ranks.shape[1]
+        self.stage, self.data_rank = divmod(dist.get_rank(), self.data_size)
+        self.pipe_group = pipe[self.data_rank]
+        super().__init__(
+            get_data_parallel_group=lambda: data[self.stage],
+            get_data_parallel_rank=lambda: self.data_rank,
+            get_data_parallel_world_size=lambda: self.data_size,
+            get_model_parallel_group=lambda: self.pipe_group,
+            get_model_parallel_rank=lambda: self.stage,
+            get_model_parallel_world_size=lambda: count,
+            get_slice_parallel_rank=lambda: 0,
+            get_slice_parallel_world_size=lambda: 1,
+        )
 
 
 def make_layers(stage: int) -> nn.Sequential:
@@ -114,12 +82,7 @@ def make_layers(stage: int) -> nn.Sequential:
 
 
 def batch(step: int, stage: int, data_rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10_000 * stage + 100 * step + data_rank)
-    return torch.randn(ROWS, WIDTH, generator=generator)
-
-
-def loss_of(model: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    return model(x).float().square().mean()
+    return drawn(10_000 * stage + 100 * step + data_rank, ROWS, WIDTH)
 
 
 Groups = list[dict[str, Any]]
@@ -166,34 +129,22 @@ CUTS = {
 }
 
 
-def start(
-    mpu: Stages,
-    system: str,
-    grouped: Callable[[nn.Sequential], Groups],
-    clip: float = CLIP,
-    **more: Any,
-) -> Any:
+def engine_of(model: nn.Module, groups: Any, mpu: Any = None, **config: Any) -> Any:
+    config = config_of(0, ROWS, **{"gradient_clipping": CLIP, **config})
+    optimizer = torch.optim.SGD(groups, lr=LR)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)[0]
+
+
+def start(mpu: Stages, system: str, grouped: Callable[[nn.Sequential], Groups]) -> Any:
     layers = make_layers(mpu.stage)
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_clipping": clip,
-        "zero_force_ds_cpu_optimizer": False,
-        **SYSTEMS[system],
-        **more,
-    }
-    optimizer = torch.optim.SGD(grouped(layers), lr=LR)
-    engine, _, _, _ = deepspeed.initialize(
-        model=layers, optimizer=optimizer, config=config, mpu=mpu
-    )
-    return engine
+    return engine_of(layers, grouped(layers), mpu, **SYSTEMS[system])
 
 
 def train_step(engine: Any, mpu: Stages, step: int) -> None:
     """A stage whose parameters are all frozen has no backward, as in a pipeline."""
     if any(param.requires_grad for param in engine.module.parameters()):
-        engine.backward(
-            loss_of(engine, batch(step, mpu.stage, mpu.data_rank).to(engine.model_dtype))
-        )
+        x = placed(engine, batch(step, mpu.stage, mpu.data_rank))
+        engine.backward(mean_square(engine, x))
     engine.step()
 
 
@@ -202,33 +153,33 @@ def master(param: nn.Parameter) -> torch.Tensor:
     return param.detach().float() if value is None else value
 
 
+def loss_of_all(stages: nn.ModuleList, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(list(map(mean_square, stages, inputs))).sum()
+
+
 class Reference:
     """All stages in one process, plain torch."""
 
-    def __init__(self, cut: str, dtype: torch.dtype, clip: float = CLIP) -> None:
-        self.stages = [make_layers(stage).to(dtype).float() for stage in range(2)]
+    def __init__(self, cut: str, dtype: torch.dtype) -> None:
+        self.stages = nn.ModuleList(make_layers(stage).to(dtype).float() for stage in range(2))
         groups = [grouped(layers) for grouped, layers in zip(CUTS[cut], self.stages, strict=True)]
         self.aligned = [
-            [p for g in groups if i < len(g) for p in g[i]["params"]]
+            [p for group in groups if i < len(group) for p in group[i]["params"]]
             for i in range(max(map(len, groups)))
         ]
-        self.optimizer = torch.optim.SGD(
-            [group for of_stage in groups for group in of_stage if group["params"]], lr=LR
-        )
-        self.clip = clip
+        trained = [group for of_stage in groups for group in of_stage if group["params"]]
+        optimizer = torch.optim.SGD(trained, lr=LR)
+        self.one = OneProcess(self.stages, optimizer, loss_of_all, CLIP)
 
     def step(self, step: int, data_size: int) -> tuple[float, list[float]]:
         """Train; returns the norm, and the norms over the stages' groups of the same position."""
-        self.optimizer.zero_grad()
-        for stage, layers in enumerate(self.stages):
-            x = torch.cat([batch(step, stage, rank) for rank in range(data_size)])
-            loss = loss_of(layers, x)
-            if loss.requires_grad:
-                loss.backward()
+        ranks = range(data_size)
+        self.one.backward(
+            [[torch.cat([batch(step, stage, rank) for rank in ranks]) for stage in range(2)]]
+        )
         squares = [
             sum(p.grad.double().square().sum().item() for p in ps if p.grad is not None)
             for ps in self.aligned
         ]
-        torch.nn.utils.clip_grad_norm_([p for ps in self.aligned for p in ps], self.clip)
-        self.optimizer.step()
+        self.one.update()
         return math.sqrt(sum(squares)), [math.sqrt(square) for square in squares]

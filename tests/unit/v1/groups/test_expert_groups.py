@@ -3,7 +3,6 @@
 import importlib
 import math
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,12 +12,13 @@ from torch import nn
 import deepspeed
 from deepspeed import DeepSpeedConfigError
 from deepspeed import comm as dist
-from deepspeed.comm.watch.observation import CollectiveCall, add_observer, remove_observer
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
 from deepspeed.utils.tensor_fragment import safe_get_full_grads
 from unit.common import DistributedTest
-from unit.v1.groups.stages import SYSTEMS, WorldCollectives
+from unit.models import config_of, sgd
+from unit.v1.gathering import collectives
+from unit.v1.groups.stages import SYSTEMS, world_collectives
 from unit.v1.looping import each
 from unit.v1.tensor.megatron import Mpu
 
@@ -45,26 +45,23 @@ class Model(nn.Module):
 def start(system: str, split: bool = True, schedule: bool = False, **more: Any) -> Any:
     groups._create_expert_and_data_parallel(EP)
     model = Model()
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "zero_force_ds_cpu_optimizer": False,
-        **SYSTEMS[system],
-        **more,
-    }
+    config = config_of(0, 1, **{**SYSTEMS[system], **more})
     given: Any = {"params": list(model.parameters())}
     optimizer = torch.optim.SGD(
         split_params_into_different_moe_groups_for_optimizer(given) if split else [given], lr=LR
     )
     if schedule:
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    return engine
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
 def value(param: nn.Parameter) -> torch.Tensor:
     master = safe_get_full_fp32_param(param)
     return param.detach().float() if master is None else master
+
+
+def filled(found: torch.Tensor, numel: int, wanted: float) -> bool:
+    return torch.equal(found, torch.full((numel,), wanted))
 
 
 class TestExperts(DistributedTest):
@@ -83,40 +80,31 @@ class TestExperts(DistributedTest):
         rank = dist.get_rank()
         engine = start(system, split)
         model = engine.module
-        assert torch.equal(value(model.dense), torch.full((DENSE,), 1.0))
-        assert torch.equal(value(model.expert), torch.full((EXPERT,), 10.0 + rank % 2))
+        assert filled(value(model.dense), DENSE, 1.0)
+        assert filled(value(model.expert), EXPERT, 10.0 + rank % 2)
         engine.backward(engine(2.0**rank, 4.0**rank))
         dense, experts = (1 + 2 + 4 + 8) / 4, [(1 + 16) / 4, (4 + 64) / 4]
         # Experts' gradients are sums over all tokens already: the two replicas are summed, and
         # divided by all four ranks.
-        assert torch.equal(safe_get_full_grad(model.dense).float(), torch.full((DENSE,), dense))
-        assert torch.equal(
-            safe_get_full_grad(model.expert).float(), torch.full((EXPERT,), experts[rank % 2])
-        )
+        assert filled(safe_get_full_grad(model.dense).float(), DENSE, dense)
+        assert filled(safe_get_full_grad(model.expert).float(), EXPERT, experts[rank % 2])
         if system != "stage 0":
             both = safe_get_full_grads([model.expert, model.dense])
             assert [grad[0].item() for grad in both] == [experts[rank % 2], dense]
-        observer = WorldCollectives()
-        with observer.watching():
+        with world_collectives() as calls:
             engine.step()
-        assert [call for call in observer.calls if call[0] == "all_reduce"] == [
-            ("all_reduce", groups_now, torch.float32)
-        ]
+        sums = [call for call in calls if call[0] == "all_reduce"]
+        assert sums == [("all_reduce", groups_now, torch.float32)]
         squares = [DENSE * dense**2, EXPERT * (experts[0] ** 2 + experts[1] ** 2)]
-        assert float(engine.get_global_grad_norm()) == pytest.approx(
-            math.sqrt(sum(squares)), rel=1e-6
-        )
+        norms = [math.sqrt(square) for square in squares]
+        norm = float(engine.get_global_grad_norm())
+        assert norm == pytest.approx(math.sqrt(sum(squares)), rel=1e-6)
         if groups_now == 2:
-            assert engine.get_group_grad_norms() == pytest.approx(
-                [math.sqrt(square) for square in squares], rel=1e-6
-            )
-        assert torch.equal(value(model.dense), torch.full((DENSE,), 1.0 - LR * dense))
-        assert torch.equal(
-            value(model.expert), torch.full((EXPERT,), 10.0 + rank % 2 - LR * experts[rank % 2])
-        )
-        assert model.expert.detach().float()[0] == pytest.approx(
-            value(model.expert)[0].item(), rel=2**-8
-        )
+            assert engine.get_group_grad_norms() == pytest.approx(norms, rel=1e-6)
+        assert filled(value(model.dense), DENSE, 1.0 - LR * dense)
+        assert filled(value(model.expert), EXPERT, 10.0 + rank % 2 - LR * experts[rank % 2])
+        first = value(model.expert)[0].item()
+        assert model.expert.detach().float()[0] == pytest.approx(first, rel=2**-8)
         engine.destroy()
 
     @each(system=["stage 0", "stage 1", "BF16_Optimizer"])
@@ -134,10 +122,8 @@ class TestExperts(DistributedTest):
         rank = dist.get_rank()
         optimizer = start("stage 1").optimizer
         dense, expert = optimizer.groups
-        assert (dense.num_shards, dense.shard_rank) == (4, rank) and (
-            expert.num_shards,
-            expert.shard_rank,
-        ) == (2, rank // 2)
+        assert (dense.num_shards, dense.shard_rank) == (4, rank)
+        assert (expert.num_shards, expert.shard_rank) == (2, rank // 2)
         assert optimizer.partition_count == [4, 2]
         assert dist.get_all_ranks_from_group(expert.process_group) == [rank % 2, rank % 2 + 2]
         optimizer.load_state_dict(optimizer.state_dict())
@@ -148,11 +134,7 @@ class TestExperts(DistributedTest):
         for parameters in (False, True):
             groups._create_expert_and_data_parallel(EP)
             model = Model()
-            config = {
-                "train_micro_batch_size_per_gpu": 1,
-                "optimizer": {"type": "SGD", "params": {"lr": LR}},
-                "zero_optimization": {"stage": stage},
-            }
+            config = config_of(stage, 1, optimizer=sgd(LR))
             given = model.parameters() if parameters else None
             engine, optimizer, _, _ = deepspeed.initialize(
                 model=model, model_parameters=given, config=config
@@ -164,13 +146,8 @@ class TestExperts(DistributedTest):
     def test_a_mixed_group_with_a_schedule_is_refused(self, system: str) -> None:
         # Kills: experts that are averaged over other experts' ranks without a word; a schedule that
         # sets the rate of the first of the new groups alone.
-        with pytest.raises(
-            ValueError,
-            match=(
-                r"dense parameters, experts of 'ep_size_2'.*"
-                "split_params_into_different_moe_groups"
-            ),
-        ):
+        split = "split_params_into_different_moe_groups"
+        with pytest.raises(ValueError, match=f"dense parameters, experts of 'ep_size_2'.*{split}"):
             start(system, split=False, schedule=True)
 
     def test_instances_are_refused(self) -> None:
@@ -192,9 +169,7 @@ class TestExperts(DistributedTest):
             engine = start("stage 1", **more)
             engine.backward(engine(2.0**rank, 4.0**rank))
             wanted = factor * [(1 + 16) / 4, (4 + 64) / 4][rank % 2]
-            assert torch.equal(
-                safe_get_full_grad(engine.module.expert), torch.full((EXPERT,), wanted)
-            )
+            assert filled(safe_get_full_grad(engine.module.expert), EXPERT, wanted)
             engine.destroy()
 
 
@@ -232,18 +207,6 @@ WIDTH = 8
 SHALLOW, DEEP = 2, 24
 
 
-class Counted:
-    """What is issued, by name."""
-
-    def __init__(self) -> None:
-        self.names: Counter[str] = Counter()
-
-    def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
-        """Called for every operation."""
-        self.names[call.name] += 1
-        return proceed()
-
-
 def issued(layers: int, stage: int, mpu: Mpu | None) -> Counter[str]:
     """By `initialize`, for a model of so many linear layers and layer norms."""
     model = nn.Sequential()
@@ -252,19 +215,13 @@ def issued(layers: int, stage: int, mpu: Mpu | None) -> Counter[str]:
         model.append(nn.LayerNorm(WIDTH))
         for param in model[-1].parameters():
             param.sequence_parallel = mpu is not None  # type: ignore[attr-defined]  # as Megatron marks it
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "Adam"},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-    }
-    counted = Counted()
-    add_observer(counted)
-    engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
-    remove_observer(counted)
+    more = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    config = config_of(stage, 1, 1, "bf16", optimizer={"type": "Adam"}, **more)
+    with collectives() as names:
+        engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
     assert engine.module is model and next(model.parameters()).dtype == torch.bfloat16
     engine.destroy()
-    return counted.names
+    return Counter(names)
 
 
 class TestStart(DistributedTest):

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import deepspeed
 from deepspeed import comm as dist
 from deepspeed.runtime.gradients.accumulation import BackwardState
 from deepspeed.utils import safe_get_full_grad
 from unit.common import DistributedTest
-from unit.v1.groups.stages import CLIP, LR, ROWS, SYSTEMS, TOLERANCE, WIDTH, Stages, batch, master
+from unit.models import drawn, seeded
+from unit.one_process import OneProcess, mean_square, placed
+from unit.v1.groups.stages import (
+    CLIP,
+    LR,
+    SYSTEMS,
+    TOLERANCE,
+    WIDTH,
+    Stages,
+    batch,
+    engine_of,
+    loss_of_all,
+    master,
+)
 from unit.v1.looping import each
 
 ACCUMULATION = 2
@@ -39,41 +50,28 @@ WITHOUT_STAGE_2 = [name for name in MORE if not name.startswith("stage 2")]
 class Stage(nn.Module):
     """The shared matrix first on stage 0 and last on stage 1, as an embedding's that is both."""
 
-    def __init__(self, stage: int) -> None:
+    def __init__(self, stage: int, uses_shared: bool = True) -> None:
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(70)
-            shared = nn.Parameter(torch.randn(WIDTH, WIDTH) / 2)
-            torch.manual_seed(71 + stage)
-            own = nn.Linear(WIDTH, WIDTH)
-        self.stage = stage
+        shared = nn.Parameter(drawn(70, WIDTH, WIDTH) / 2)
+        own = seeded(nn.Linear, WIDTH, WIDTH, seed=71 + stage)
+        self.stage, self.uses_shared = stage, uses_shared
         if stage == 0:
-            self.shared = shared
-        self.own = own
-        if stage == 1:
-            self.shared = shared
+            self.shared, self.own = shared, own
+        else:
+            self.own, self.shared = own, shared
             self.shared.ds_pipe_replicated = True
-        self.uses_shared = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.uses_shared:
             return self.own(x)
-        return (
-            self.own(x @ self.shared) if self.stage == 0 else self.own(x).tanh() @ self.shared.t()
-        )
+        if self.stage == 0:
+            return self.own(x @ self.shared)
+        return self.own(x).tanh() @ self.shared.t()
 
 
-def start(mpu: Stages, system: str, stage: Stage, **more: Any) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "gradient_clipping": CLIP,
-        "zero_force_ds_cpu_optimizer": False,
-        **MORE[system],
-        **more,
-    }
-    optimizer = torch.optim.SGD(stage.parameters(), lr=LR)
-    engine, _, _, _ = deepspeed.initialize(model=stage, optimizer=optimizer, config=config, mpu=mpu)
+def start(mpu: Stages, system: str, stage: Stage) -> Any:
+    config = {"gradient_accumulation_steps": ACCUMULATION, **MORE[system]}
+    engine = engine_of(stage, stage.parameters(), mpu, **config)
     engine._sequence.hold([stage.shared])
     return engine
 
@@ -82,8 +80,8 @@ def train_step(engine: Any, mpu: Stages, step: int) -> dict[str, torch.Tensor]:
     """As the pipeline engine does it; returns the gradients that the optimizer will see."""
     for micro in range(ACCUMULATION):
         sequence = engine._begin_managed_backward()
-        x = batch(2 * step + micro, mpu.stage, mpu.data_rank).to(engine.model_dtype)
-        loss = engine.module(x).float().square().mean() / ACCUMULATION
+        x = placed(engine, batch(2 * step + micro, mpu.stage, mpu.data_rank))
+        loss = mean_square(engine.module, x) / ACCUMULATION
         (loss * sequence.loss_scale).backward()
         sequence.backward_epilogue()
         if engine.is_gradient_accumulation_boundary():
@@ -94,9 +92,8 @@ def train_step(engine: Any, mpu: Stages, step: int) -> dict[str, torch.Tensor]:
         if not engine.is_gradient_accumulation_boundary():
             engine.step()
     # A copy: without masters this is `param.grad` itself, which the step clips.
-    grads = {
-        name: safe_get_full_grad(param).clone() for name, param in engine.module.named_parameters()
-    }
+    named = engine.module.named_parameters()
+    grads = {name: safe_get_full_grad(param).clone() for name, param in named}
     engine.step()
     return grads
 
@@ -104,46 +101,30 @@ def train_step(engine: Any, mpu: Stages, step: int) -> dict[str, torch.Tensor]:
 class Reference:
     """Both stages in one process, with one shared matrix."""
 
-    def __init__(self, dtype: torch.dtype, uses: tuple[bool, bool] = (True, True)) -> None:
-        self.stages = [Stage(stage).to(dtype).float() for stage in range(2)]
+    def __init__(self, dtype: torch.dtype, uses: tuple[bool, bool]) -> None:
+        self.stages = nn.ModuleList(Stage(n, used).to(dtype).float() for n, used in enumerate(uses))
         self.stages[1].shared = self.stages[0].shared
-        for stage, used in zip(self.stages, uses, strict=True):
-            stage.uses_shared = used
-        self.params = list(
-            dict.fromkeys(param for stage in self.stages for param in stage.parameters())
-        )
-        self.optimizer = torch.optim.SGD(self.params, lr=LR)
+        self.one = OneProcess(self.stages, LR, loss_of_all, CLIP)
 
     def step(self, step: int, data_size: int) -> tuple[float, list[dict[str, torch.Tensor]]]:
-        self.optimizer.zero_grad()
-        for stage, layers in enumerate(self.stages):
-            x = torch.cat(
-                [
-                    batch(2 * step + m, stage, r)
-                    for m in range(ACCUMULATION)
-                    for r in range(data_size)
-                ]
-            )
-            layers(x).square().mean().backward()
+        indices = [(2 * step + m, r) for m in range(ACCUMULATION) for r in range(data_size)]
+        self.one.backward(
+            [[torch.cat([batch(n, stage, r) for n, r in indices]) for stage in range(2)]]
+        )
         grads = [
             {
-                n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-                for n, p in s.named_parameters()
+                name: torch.zeros_like(param) if param.grad is None else param.grad.clone()
+                for name, param in stage.named_parameters()
             }
-            for s in self.stages
+            for stage in self.stages
         ]
-        norm = math.sqrt(
-            sum(p.grad.double().square().sum().item() for p in self.params if p.grad is not None)
-        )
-        torch.nn.utils.clip_grad_norm_(self.params, CLIP)
-        self.optimizer.step()
-        return norm, grads
+        self.one.update()
+        return self.one.norm.item(), grads
 
 
 def check_training(system: str, uses: tuple[bool, bool] = (True, True)) -> None:
     mpu = Stages(2)
-    stage = Stage(mpu.stage)
-    stage.uses_shared = uses[mpu.stage]
+    stage = Stage(mpu.stage, uses[mpu.stage])
     engine = start(mpu, system, stage)
     reference = Reference(engine.model_dtype, uses)
     tolerance = TOLERANCE.get(system, 1e-5 if "16" not in system and "BF" not in system else 0.03)
@@ -154,14 +135,12 @@ def check_training(system: str, uses: tuple[bool, bool] = (True, True)) -> None:
             wanted = right[mpu.stage][name]
             distance = (grad.float() - wanted).norm().item()
             assert distance <= tolerance * wanted.norm().item() + 1e-7, f"step {step}, {name}"
-        assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=tolerance), (
-            f"step {step}"
-        )
+        found = float(engine.get_global_grad_norm())
+        assert found == pytest.approx(norm, rel=tolerance), f"step {step}"
     for name, param in engine.module.named_parameters():
-        wanted = dict(reference.stages[mpu.stage].named_parameters())[name].detach()
-        assert (master(param) - wanted).norm().item() <= 4 * tolerance * (
-            LR + wanted.norm().item()
-        ), name
+        wanted = reference.stages[mpu.stage].get_parameter(name).detach()
+        distance = (master(param) - wanted).norm().item()
+        assert distance <= 4 * tolerance * (LR + wanted.norm().item()), name
     copies = [torch.empty_like(stage.shared) for _ in range(2)]
     dist.all_gather(copies, stage.shared.detach(), group=mpu.pipe_group)
     assert torch.equal(*copies), "the copies of the shared weight drifted apart"
@@ -203,17 +182,14 @@ class TestStagesOfTwo(DistributedTest):
         mpu = Stages(2)
         engine = start(mpu, "stage 1, overlap", Stage(mpu.stage))
         sequence, shared = engine._sequence, engine.module.shared
-        held = [
-            index
-            for index, bucket in enumerate(sequence.ipg_buckets)
-            if shared in set(bucket.params)
-        ]
+        buckets = enumerate(sequence.ipg_buckets)
+        held = [index for index, bucket in buckets if shared in set(bucket.params)]
         assert held == [len(sequence.plans) - 1] and len(sequence.plans) > 1
         for step in range(2):
             train_step(engine, mpu, step)
         sequence.tracker.advance()  # to the boundary
         engine._begin_managed_backward()
-        engine.module(batch(0, mpu.stage, mpu.data_rank)).square().mean().backward()
+        mean_square(engine.module, batch(0, mpu.stage, mpu.data_rank)).backward()
         assert list(sequence.reduction.hooks.readiness.remaining()) == held
 
     def test_hold_in_the_middle_of_a_window_is_refused(self) -> None:
@@ -221,10 +197,9 @@ class TestStagesOfTwo(DistributedTest):
         mpu = Stages(2)
         engine = start(mpu, "stage 1", Stage(mpu.stage))
         engine._begin_managed_backward()
-        engine.module(batch(0, mpu.stage, mpu.data_rank)).square().mean().backward()
-        with pytest.raises(
-            RuntimeError, match=r"hold\(params\) in the middle of an accumulation window"
-        ):
+        mean_square(engine.module, batch(0, mpu.stage, mpu.data_rank)).backward()
+        refused = r"hold\(params\) in the middle of an accumulation window"
+        with pytest.raises(RuntimeError, match=refused):
             engine._sequence.hold([engine.module.own.weight])
 
     def test_frozen_parameters_have_no_local_gradient(self) -> None:

@@ -14,20 +14,22 @@ from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.runtime.gradients.norm import local_squared_norm
 from deepspeed.runtime.zero.stage_1_and_2 import ZeroMasters
 from unit.common import DistributedTest
+from unit.models import config_of
+from unit.one_process import mean_square
 from unit.v1.groups.stages import (
     CUTS,
+    ROWS,
     SYSTEMS,
     TOLERANCE,
     Reference,
     Stages,
-    WorldCollectives,
     batch,
-    loss_of,
+    engine_of,
     make_layers,
     master,
-    one_group,
     start,
     train_step,
+    world_collectives,
 )
 from unit.v1.looping import each
 
@@ -40,25 +42,17 @@ def check_training(mpu: Stages, system: str, cut: str) -> None:
     num_groups = len(reference.aligned)
     tolerance = TOLERANCE[system]
     for step in range(STEPS):
-        observer = WorldCollectives()
-        with observer.watching():
+        with world_collectives() as calls:
             train_step(engine, mpu, step)
-        assert observer.calls == [("all_reduce", num_groups, torch.float32)], (
-            f"step {step}: {observer.calls}"
-        )
+        assert calls == [("all_reduce", num_groups, torch.float32)], f"step {step}: {calls}"
         norm, norms = reference.step(step, mpu.data_size)
-        assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=tolerance), (
-            f"step {step}"
-        )
-        assert engine.get_group_grad_norms() == pytest.approx(norms, rel=2 * tolerance), (
-            f"step {step}"
-        )
-    for param, right in zip(
-        engine.module.parameters(), reference.stages[mpu.stage].parameters(), strict=True
-    ):
-        assert (master(param) - right).norm().item() <= STEPS * tolerance * (
-            0.1 + right.norm().item()
-        )
+        found, of_groups = float(engine.get_global_grad_norm()), engine.get_group_grad_norms()
+        assert found == pytest.approx(norm, rel=tolerance), f"step {step}"
+        assert of_groups == pytest.approx(norms, rel=2 * tolerance), f"step {step}"
+    rights = reference.stages[mpu.stage].parameters()
+    for param, right in zip(engine.module.parameters(), rights, strict=True):
+        distance = (master(param) - right).norm().item()
+        assert distance <= STEPS * tolerance * (0.1 + right.norm().item())
     engine.optimizer.load_state_dict(engine.optimizer.state_dict())
     engine.destroy()
 
@@ -95,11 +89,7 @@ class TestTwoStages(DistributedTest):
         # Kills: torch's refusal to make an optimizer of nothing on a stage that trains nothing.
         mpu = Stages(2)
         layers = make_layers(mpu.stage).requires_grad_(mpu.stage == 0)
-        config = {
-            "train_micro_batch_size_per_gpu": 3,
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-            "zero_optimization": {"stage": 1},
-        }
+        config = config_of(1, ROWS, optimizer={"type": "AdamW", "params": {"lr": 0.01}})
         engine, optimizer, _, _ = deepspeed.initialize(model=layers, config=config, mpu=mpu)
         for step in range(3):
             train_step(engine, mpu, step)
@@ -112,28 +102,17 @@ class TestTwoStages(DistributedTest):
         trained = copy.deepcopy(layers) if mpu.stage == 1 else layers
         told = "another rank" if mpu.stage == 0 else "in group 0 of SGD are not parameters of"
         with pytest.raises(DeepSpeedConfigError, match=told):
-            deepspeed.initialize(
-                model=layers,
-                optimizer=torch.optim.SGD(trained.parameters(), lr=0.1),
-                config={"train_micro_batch_size_per_gpu": 3},
-                mpu=mpu,
-            )
+            engine_of(layers, trained.parameters(), mpu)
 
     def test_a_stage_without_optimizer_is_refused_on_all(self) -> None:
         # Kills: ranks with an optimizer that wait for the norm of one without.
         mpu = Stages(2)
         layers = make_layers(mpu.stage)
         optimizer = torch.optim.SGD(layers.parameters(), lr=0.1) if mpu.stage == 0 else None
-        with pytest.raises(
-            DeepSpeedConfigError,
-            match=f"rank {dist.get_rank()} has {'one' if mpu.stage == 0 else 'none'}",
-        ):
-            deepspeed.initialize(
-                model=layers,
-                optimizer=optimizer,
-                config={"train_micro_batch_size_per_gpu": 3},
-                mpu=mpu,
-            )
+        told = f"rank {dist.get_rank()} has {'one' if mpu.stage == 0 else 'none'}"
+        config = config_of(0, ROWS)
+        with pytest.raises(DeepSpeedConfigError, match=told):
+            deepspeed.initialize(model=layers, optimizer=optimizer, config=config, mpu=mpu)
 
     def test_a_collective_per_group_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # The mutant: what fix 3 replaced. Stages with 1 and 3 groups would wait for each other; the
@@ -183,22 +162,15 @@ class TestOneRankAlone(DistributedTest):
     def test_an_optimizer_without_trainable_parameters_is_refused(self, stage: int) -> None:
         # Kills: a forgotten requires_grad that trains nothing without a word.
         layers = make_layers(0).requires_grad_(False)
-        config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}}
         with pytest.raises(ValueError, match="no trainable parameter: check requires_grad"):
-            deepspeed.initialize(
-                model=layers, optimizer=torch.optim.SGD(layers.parameters(), lr=0.1), config=config
-            )
+            engine_of(layers, layers.parameters(), zero_optimization={"stage": stage})
 
     def test_no_collective_where_nothing_is_to_be_summed(self) -> None:
         # Kills: a reduction over one rank, which costs a launch and a wait on devices.
         for stage in (0, 1, 2):
             layers = make_layers(0)
-            config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}}
-            engine, _, _, _ = deepspeed.initialize(
-                model=layers, optimizer=torch.optim.SGD(one_group(layers), lr=0.1), config=config
-            )
-            engine.backward(loss_of(engine, batch(0, 0, 0)))
-            observer = WorldCollectives()
-            with observer.watching():
+            engine = engine_of(layers, layers.parameters(), zero_optimization={"stage": stage})
+            engine.backward(mean_square(engine, batch(0, 0, 0)))
+            with world_collectives() as calls:
                 engine.step()
-            assert observer.calls == [] and engine.get_global_grad_norm() > 0
+            assert calls == [] and engine.get_global_grad_norm() > 0
