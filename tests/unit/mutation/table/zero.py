@@ -130,7 +130,7 @@ v1/zero/stage3/test_fusion.py -k equals_one_process
 v1/zero/stage3/test_fusion.py -k between_steps
   a unit that several modules share goes when one of them is done
     _retire: unit in self._last_fused -> False
-v1/offload/test_stage3_partial_offload.py -k silent
+v1/offload/test_stage3_offload.py -k PartsOnStreams
   a bucket is filled anew while the part of it that goes to the host is on its way
     _take_in: event if event is not None else read -> event
 v1/offload/test_offload_states.py -k streams
@@ -138,7 +138,7 @@ v1/offload/test_offload_states.py -k streams
     have_back: offload.resources.mark_updated() -> pass
   a unit's own copy of shards that left is not the one that came back
     _weights: yield from pair -> yield pair[0]
-v1/offload/test_stage3_partial_offload.py -k half_precision
+v1/offload/test_stage3_offload.py -k half_precision_with
   the part of an optimizer that stays on the device is scaled and decayed as at first
     DevicePart.step: {key: theirs[key] for key in self._host.defaults if key in mine} -> {key:
       theirs[key] for key in ()}

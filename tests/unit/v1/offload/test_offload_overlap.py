@@ -12,13 +12,18 @@ import torch
 from torch import nn
 
 import deepspeed
+from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.host_optimizer import HostOptimizer
 from deepspeed.runtime.gradients import sink
+from deepspeed.runtime.optimizers import master_weights
 from deepspeed.runtime.optimizers.master_weights import MasterWeights
 from deepspeed.runtime.sharding import publisher
 from deepspeed.runtime.sharding.publisher import Publisher
+from deepspeed.verify import check_streams
 from unit.common import DistributedTest
+from unit.models import config_of, drawn
+from unit.one_process import mean_square, placed, train
 
 WIDTH = 24
 # A rank's shard of the model has 388 elements: 7 pieces.
@@ -30,44 +35,40 @@ WHOLE = 1 << 30
 def config(
     precision: str = "bf16", stage: int = 2, offload: dict[str, Any] | None = None, **zero: Any
 ) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0.05,
-        "zero_optimization": {
-            "stage": stage,
-            "offload_optimizer": {"device": "cpu", **(offload or {})},
-            **zero,
-        },
-        **({} if precision == "fp32" else {precision: {"enabled": True}}),
-        **({"fp16": {"enabled": True, "initial_scale_power": 8}} if precision == "fp16" else {}),
-    }
+    more: dict[str, Any] = {"gradient_clipping": 0.05}
+    if precision == "fp16":
+        more["fp16"] = {"enabled": True, "initial_scale_power": 8}
+    zero["offload_optimizer"] = {"device": "cpu", **(offload or {})}
+    return config_of(stage, 4, 2, precision, zero_optimization=zero, **more)
 
 
 def start(settings: dict[str, Any]) -> Any:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 7))
-    return deepspeed.initialize(
-        model=model, optimizer=DeepSpeedCPUAdam(model.parameters(), lr=0.01), config=settings
-    )[0]
+    optimizer = DeepSpeedCPUAdam(model.parameters(), lr=0.01, weight_decay=0.1)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
 
 
-def micro_batch(engine: Any, generator: torch.Generator, scale: float = 1.0) -> None:
-    inputs = torch.randn(4, WIDTH, generator=generator) * scale
-    engine.backward(
-        engine(inputs.to(next(engine.module.parameters()).dtype)).float().square().mean()
-    )
-    engine.step()
+def micro_batches(engine: Any, count: int) -> None:
+    rank = deepspeed.comm.get_rank()
+    for index in range(count):
+        x = placed(engine, drawn(10 * index + rank, 4, WIDTH))
+        engine.backward(mean_square(engine, x))
+        engine.step()
 
 
-def trained(settings: dict[str, Any], piece: int, staged: int) -> list[torch.Tensor]:
+def trained(
+    settings: dict[str, Any], piece: int = WHOLE, staged: int = WHOLE, fuses: bool = True
+) -> list[torch.Tensor]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(publisher, "UPDATE_NUMEL", piece)
         patch.setattr(sink, "STAGE_NUMEL", staged)
+        if not fuses:
+            # What the step sees is then no optimizer of the host's: it scales before and rounds
+            # after.
+            patch.setattr(master_weights, "HostOptimizer", int)
         engine = start(settings)
-        generator = torch.Generator().manual_seed(deepspeed.comm.get_rank())
-        for _ in range(4):
-            micro_batch(engine, generator)
+        micro_batches(engine, 6)
         kept = [*engine.module.parameters(), *(group.master for group in engine.optimizer.groups)]
         values = [tensor.detach().clone() for tensor in kept]
         engine.destroy()
@@ -85,34 +86,29 @@ class TestPieces(DistributedTest):
     def test_same_bits_as_the_whole(self, precision: str) -> None:
         # Kills: a piece that is left out, updated twice, counted as a step of its own or gathered
         # before it is updated; clipping or unscaling that misses a piece; pieces that are cut
-        # otherwise where gathers are bounded (100 elements) or broadcasts.
-        for stage, gathers in itertools.product(
-            (1, 2), ({}, {"allgather_bucket_size": 200}, {"allgather_partitions": False})
-        ):
+        # otherwise where gathers are bounded (100 elements) or broadcasts. In one pass: the factor
+        # left out or applied twice (clipping is on, fp16 is scaled), weights that stay behind their
+        # masters.
+        kinds = ({}, {"allgather_bucket_size": 200}, {"allgather_partitions": False})
+        for stage, gathers in itertools.product((1, 2), kinds):
             settings = config(precision, stage, **gathers)
-            assert same(trained(settings, PIECE, WHOLE), trained(settings, WHOLE, WHOLE)), (
-                stage,
-                gathers,
-            )
+            whole = trained(settings)
+            assert same(trained(settings, PIECE), whole), (stage, gathers)
+            if not gathers:
+                assert same(trained(settings, fuses=False), whole), stage
 
     def test_a_piece_is_on_its_way_before_the_next_is_updated_and_the_norm_known_before_the_first(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # Kills: an update before the norm is decided, and gathers that begin when all pieces are
-        # updated:
-        # nothing would overlap.
+        # updated: nothing would overlap.
         log: list[str] = []
-        for owner, name in (
-            (MasterWeights, "_norm_of"),
-            (HostOptimizer, "_run"),
-            (Publisher, "_gather"),
-        ):
+        noted = ((MasterWeights, "_norm_of"), (HostOptimizer, "_run"), (Publisher, "_gather"))
+        for owner, name in noted:
             monkeypatch.setattr(owner, name, _logging(log, name, getattr(owner, name)))
         monkeypatch.setattr(publisher, "UPDATE_NUMEL", PIECE)
         engine = start(config())
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(2):
-            micro_batch(engine, generator)
+        micro_batches(engine, 2)
         pieces = math.ceil(engine.optimizer.groups[0].table.shard_numel / PIECE)
         assert pieces == 7 and log == ["_norm_of", *["_run", "_gather"] * pieces]
 
@@ -122,13 +118,12 @@ class TestPieces(DistributedTest):
         # Kills: pieces that are updated while other ranks may still have an infinity to report.
         monkeypatch.setattr(publisher, "UPDATE_NUMEL", PIECE)
         engine = start(config())
-        generator = torch.Generator().manual_seed(0)
-        before = [group.master.clone() for group in engine.optimizer.groups]
-        micro_batch(engine, generator, math.inf if deepspeed.comm.get_rank() == 1 else 1.0)
-        micro_batch(engine, generator)
-        assert engine.optimizer.overflow and same(
-            before, [group.master for group in engine.optimizer.groups]
-        )
+        groups = engine.optimizer.groups
+        before = [group.master.clone() for group in groups]
+        value = math.inf if deepspeed.comm.get_rank() == 1 else 1.0
+        train(engine, [placed(engine, torch.full((4, WIDTH), value))], mean_square)
+        micro_batches(engine, 1)
+        assert engine.optimizer.overflow and same(before, [group.master for group in groups])
         assert not engine.optimizer.state
 
 
@@ -161,13 +156,10 @@ class TestOnStreams(DistributedTest):
         # Kills: a copy to the host that waits for no reduction, gradients read before their copy, a
         # bucket that is filled while its slice is still being copied, a staging buffer that is
         # written before its copy has left, weights gathered too early.
-        from deepspeed.accelerator.sim_accelerator import simulate
-        from deepspeed.verify import check_streams
-
         # Who owns what, and so the order in which the norm is summed, follows from the buckets.
         buckets = {"reduce_bucket_size": 200}
         with simulate():
-            plain = trained(config(precision, **buckets), WHOLE, WHOLE)
+            plain = trained(config(precision, **buckets))
         for schedule, buffers, overlap in runs:
             offload = {"pin_memory": pin, "buffer_count": buffers}
             zero = {"overlap_comm": overlap, "contiguous_gradients": not overlap, **buckets}
@@ -188,10 +180,8 @@ class Recorder:
         self.seen: list[torch.Tensor] = []
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        yield from (
-            (start, min(start + 3, self._param.numel()))
-            for start in range(0, self._param.numel(), 3)
-        )
+        numel = self._param.numel()
+        yield from ((start, min(start + 3, numel)) for start in range(0, numel, 3))
 
     def low_precision_out(self, start: int, end: int) -> torch.Tensor:
         return self.out[start:end]
@@ -213,52 +203,3 @@ def test_delivered_pieces_are_final_and_what_follows_is_untouched() -> None:
         pieced.step()
     assert torch.equal(torch.cat(recorder.seen), params[0]) and torch.equal(*params)
     assert pieced.state[params[1]]["step"] == 1
-
-
-def trained_in_one_pass(
-    fuses: bool, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> list[torch.Tensor]:
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 7))
-    with monkeypatch.context() as patched:
-        if not fuses:
-            # What the step sees is then no optimizer of the host's: it scales before and rounds
-            # after.
-            patched.setattr("deepspeed.runtime.optimizers.master_weights.HostOptimizer", int)
-        client = DeepSpeedCPUAdam(model.parameters(), lr=0.01, weight_decay=0.1)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=client, config=config)
-        dtype = next(model.parameters()).dtype
-        generator = torch.Generator().manual_seed(deepspeed.comm.get_rank())
-        for _ in range(6):
-            loss = (
-                engine(torch.randn(4, WIDTH, generator=generator).to(dtype)).float().square().mean()
-            )
-            engine.backward(loss)
-            engine.step()
-    weights = [param.detach().clone() for param in model.parameters()]
-    masters = [group.master.clone() for group in engine.optimizer.groups]
-    engine.destroy()
-    return weights + masters
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [1, 2])
-class TestOnePass(DistributedTest):
-    world_size = 2
-
-    def test_same_bits(self, stage: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        # Kills: the factor left out or applied twice (clipping is on, fp16 is scaled), weights that
-        # stay behind their masters.
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 4,
-            "gradient_clipping": 0.05,
-            "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}},
-        }
-        if precision != "fp32":
-            config[precision] = {
-                "enabled": True,
-                **({"initial_scale_power": 8} if precision == "fp16" else {}),
-            }
-        fused = trained_in_one_pass(True, config, monkeypatch)
-        apart = trained_in_one_pass(False, config, monkeypatch)
-        assert all(torch.equal(a, b) for a, b in zip(fused, apart, strict=True))

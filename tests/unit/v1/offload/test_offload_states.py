@@ -19,12 +19,13 @@ from deepspeed.verify import check_streams
 from unit.common import DistributedTest
 from unit.v1.zero.stage3.models import (
     SHARDED,
-    Net,
     Tensors,
     config_of,
     loss_of,
     make_net,
+    same,
     tokens_of,
+    train,
 )
 
 # What scripts for reinforcement learning send away while they generate.
@@ -32,19 +33,11 @@ FOR_GENERATION = (Kind.optim_states, Kind.contiguous_grad_buffer, Kind.hp_params
 
 
 def make_engine(stage: int, precision: str = "fp32", width: int = 5, **zero: Any) -> Any:
-    torch.manual_seed(0)
-    model = Net(width=width)
     config = config_of(stage, **{**(SHARDED if stage == 3 else {}), **zero})
     if precision != "fp32":
         config[precision] = {"enabled": True}
     config["optimizer"] = {"type": "Adam", "params": {"lr": 0.01}}
-    return deepspeed.initialize(model=model, config=config)[0]
-
-
-def micro_batches(engine: Any, first: int, last: int) -> None:
-    for index in range(first, last):
-        engine.backward(loss_of(engine, tokens_of(index, dist.get_rank())))
-        engine.step()
+    return deepspeed.initialize(model=make_net(width=width), config=config)[0]
 
 
 def masters(engine: Any) -> Tensors:
@@ -61,16 +54,16 @@ def run(
 ) -> tuple[Tensors, torch.Tensor]:
     """Masters, moments and outputs of six micro-batches; `between` is called after each."""
     for index in range(5):
-        micro_batches(engine, index, index + 1)
+        train(engine, 1, 1, index)
         between(index)
     with torch.no_grad():
         output = engine(tokens_of(9, 0)).clone()
-    micro_batches(engine, 5, 6)
+    train(engine, 1, 1, 5)
     return masters(engine), output
 
 
-def same(found: Tensors, wanted: Tensors) -> bool:
-    return found.keys() == wanted.keys() and all(map(torch.equal, found.values(), wanted.values()))
+def off_the_device(what: str) -> Any:
+    return pytest.raises(RuntimeError, match=what + r"off the device: call reload_states\(\) first")
 
 
 class TestMoves(DistributedTest):
@@ -113,7 +106,7 @@ class TestMoves(DistributedTest):
             with simulate() as device:
                 before = device.memory_allocated()
                 engine = make_engine(stage, precision, width=64, **zero)
-                micro_batches(engine, 0, 2)
+                train(engine, 1)
                 device.synchronize()
                 gc.collect()
                 full = device.memory_allocated() - before
@@ -135,28 +128,24 @@ class TestMoves(DistributedTest):
         # that asks for more than is needed.
         for stage in (1, 2, 3):
             engine = make_engine(stage, "bf16")
-            micro_batches(engine, 0, 2)
+            train(engine, 1)
             engine.offload_states(FOR_GENERATION[:1] + FOR_GENERATION[2:])
             loss = loss_of(engine, tokens_of(0, 0))
             engine.backward(loss)
-            micro_batches(engine, 1, 1)
-            missing = r"off the device: call reload_states\(\) first"
             engine.step()  # no boundary
             engine.backward(loss_of(engine, tokens_of(0, 0)))
-            with pytest.raises(
-                RuntimeError, match="step while .*hp_params, optim_states " + missing
-            ):
+            with off_the_device("step while .*hp_params, optim_states "):
                 engine.step()
-            with pytest.raises(RuntimeError, match="save_checkpoint while .*" + missing):
+            with off_the_device("save_checkpoint while .*"):
                 engine.save_checkpoint(str(tmp_path))
             engine.optimizer.offload_states(["lp_params", "lp_grads"])
-            with pytest.raises(RuntimeError, match="forward while .*lp_params " + missing):
+            with off_the_device("forward while .*lp_params "):
                 engine(tokens_of(0, 0))
-            with pytest.raises(RuntimeError, match="load_checkpoint while .*" + missing):
+            with off_the_device("load_checkpoint while .*"):
                 engine.load_checkpoint(str(tmp_path))
             if stage == 3:
                 params = list(engine.module.parameters())
-                with pytest.raises(RuntimeError, match="the gather of .*" + missing):
+                with off_the_device("the gather of .*"):
                     engine.module(tokens_of(0, 0))
                 with deepspeed.zero.GatheredParameters(params):  # reads what is on the host
                     assert params[0].abs().sum() > 0
@@ -175,15 +164,11 @@ class TestMoves(DistributedTest):
         # Kills: weights that stay, or are gathered while they are away; a gather before they are
         # back; plain parameters made of nothing.
         tokens = tokens_of(0, dist.get_rank())
-        missing = r"off the device: call reload_states\(\) first"
         for persistence in (0, 10**6):
-            torch.manual_seed(0)
-            plain = Net(width=64)
+            plain = make_net(width=64)
+            zero = {**SHARDED, "stage3_param_persistence_threshold": persistence}
             with simulate(backward_streams=2) as device, check_streams(), torch.no_grad():
-                config = config_of(
-                    3, **{**SHARDED, "stage3_param_persistence_threshold": persistence}
-                )
-                config.pop("optimizer", None)
+                config = config_of(3, **zero)
                 engine = deepspeed.initialize(model=copy.deepcopy(plain), config=config)[0]
                 before = device.memory_allocated()
                 wanted = engine(tokens).tolist()
@@ -192,9 +177,9 @@ class TestMoves(DistributedTest):
                     device.synchronize()
                     assert get_state_devices(engine, Kind.lp_params) == {torch.device("cpu")}
                     assert device.memory_allocated() < 0.2 * before
-                    with pytest.raises(RuntimeError, match="forward while .*lp_params " + missing):
+                    with off_the_device("forward while .*lp_params "):
                         engine(tokens)
-                    with pytest.raises(RuntimeError, match="save_checkpoint while .*" + missing):
+                    with off_the_device("save_checkpoint while .*"):
                         engine.save_checkpoint(str(tmp_path))
                     with pytest.raises(RuntimeError, match="without an optimizer.*reload_states"):
                         deepspeed.initialize(model=engine.module, config=config)
@@ -210,14 +195,12 @@ class TestMoves(DistributedTest):
 
     def test_where_nothing_can_move(self) -> None:
         # Kills: an engine that takes the call and keeps its memory.
-        config = {**config_of(0), "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
-        engine = deepspeed.initialize(model=make_net(), config=config)[0]
+        engine = make_engine(0)
         with pytest.raises(RuntimeError, match="offload_states.*use ZeRO stage 2 or 3"):
             engine.offload_states()
         engine.destroy()
-        if dist.get_world_size() == 2:
-            engine = make_engine(3)
-            with deepspeed.zero.GatheredParameters(engine.module.parameters()):
-                with pytest.raises(RuntimeError, match="before offload_states"):
-                    engine.offload_states()
-            engine.destroy()
+        engine = make_engine(3)
+        with deepspeed.zero.GatheredParameters(engine.module.parameters()):
+            with pytest.raises(RuntimeError, match="before offload_states"):
+                engine.offload_states()
+        engine.destroy()
