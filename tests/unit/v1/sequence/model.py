@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from unit import models
+from unit.models import seeded
+
 VOCABULARY, LENGTH, ROWS, HEAD = 11, 8, 2, 3
 LEARNING_RATE = 0.2
 IGNORED = -100
@@ -52,31 +55,27 @@ class Block(nn.Module):
     def forward(self, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Logits of tokens [b, s] at places [s]."""
         hidden = self.embed(tokens) + self.place(places)
-        normed = self.norm(hidden) if self.positions == 1 else self.norm(hidden).transpose(0, 1)
+        rows_first = self.positions == 1
+        normed = self.norm(hidden) if rows_first else self.norm(hidden).transpose(0, 1)
         query = self.query(normed).unflatten(-1, (self.heads, HEAD))
         key, value = self.key_value(normed).unflatten(-1, (2, self.key_heads, HEAD)).unbind(2)
-        extra = (
-            (0 if self.positions == 1 else 1,) if not isinstance(self.attention, CausalCore) else ()
-        )
-        context = self.out(self.attention(query, key, value, *extra))
-        hidden = hidden + (context if self.positions == 1 else context.transpose(0, 1))
+        batch = () if isinstance(self.attention, CausalCore) else (1 - self.positions,)
+        context = self.out(self.attention(query, key, value, *batch))
+        hidden = hidden + (context if rows_first else context.transpose(0, 1))
         return self.head(hidden.tanh())
 
 
 def make_model(heads: int = 4, key_heads: int = 4, positions: int = 1) -> Block:
     """The same weights each time."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        return Block(heads, key_heads, positions)
+    return seeded(Block, heads, key_heads, positions, seed=1)
 
 
 def samples(
     step: int, micro: int, data_rank: int, ignore: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and labels, [b, s]; with `ignore` another number of labels counts on every rank."""
-    generator = torch.Generator().manual_seed(1000 * step + 100 * data_rank + micro)
-    tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator)
-    labels = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator)
+    seed = 1000 * step + 100 * data_rank + micro
+    tokens, labels = models.tokens(seed, VOCABULARY, 2, ROWS, LENGTH)
     if ignore:
         labels[0, 3 + data_rank :] = IGNORED
         labels[1, 0] = IGNORED
@@ -87,11 +86,8 @@ def reference_step(
     model: Block, step: int, accumulation: int, data_ranks: int, ignore: bool = False
 ) -> tuple[float, Tensors]:
     """One SGD step on the whole batch; returns the loss and the gradients before it."""
-    batch = [
-        samples(step, micro, rank, ignore)
-        for rank in range(data_ranks)
-        for micro in range(accumulation)
-    ]
+    indices = [(micro, rank) for rank in range(data_ranks) for micro in range(accumulation)]
+    batch = [samples(step, *index, ignore) for index in indices]
     tokens, labels = (torch.cat(parts) for parts in zip(*batch, strict=True))
     logits = model(tokens, torch.arange(LENGTH))
     loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED)

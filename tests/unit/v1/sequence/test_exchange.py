@@ -18,8 +18,10 @@ from deepspeed.sequence.layer import (
     uneven_heads_all2all,
 )
 from unit.common import DistributedTest
+from unit.v1.looping import each
 
 S, B, D = 8, 2, 3
+LAYOUTS = ("sbhd", "bshd")
 
 
 def whole(heads: int, layout: str) -> torch.Tensor:
@@ -28,53 +30,40 @@ def whole(heads: int, layout: str) -> torch.Tensor:
     return sbhd if layout == "sbhd" else sbhd.transpose(0, 1).contiguous()
 
 
-def dims(layout: str) -> tuple[int, int]:
-    """Dimensions of positions and of the batch."""
-    return (0, 1) if layout == "sbhd" else (1, 0)
+def laid(heads: int, layout: str) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """All, and this rank's positions; the dimensions of positions and of the batch."""
+    positions, batch = (0, 1) if layout == "sbhd" else (1, 0)
+    full = whole(heads, layout)
+    own = full.chunk(dist.get_world_size(), positions)[dist.get_rank()]
+    return full, own, positions, batch
 
 
-@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
 class TestLayouts(DistributedTest):
     world_size = [2, 4]
 
-    def test_there_and_back(self, layout: str) -> None:
+    @each(layout=LAYOUTS, heads=(4, 5, 7))
+    def test_there_and_back(self, layout: str, heads: int) -> None:
         # Kills: pieces joined in another order than ranks', the two dimensions swapped, a batch
-        # mixed into positions.
-        world, rank = dist.get_world_size(), dist.get_rank()
-        positions, batch = dims(layout)
-        full = whole(4, layout)
-        own = full.chunk(world, positions)[rank]
-        by_heads = single_all_to_all(own, 2, positions, batch, dist.get_world_group())
-        assert torch.equal(by_heads, full.chunk(world, 2)[rank]) and by_heads.is_contiguous()
-        assert torch.equal(
-            single_all_to_all(by_heads, positions, 2, batch, dist.get_world_group()), own
-        )
-        merged = by_heads.flatten(2)  # as attention that returns [s, b, hidden]
-        assert torch.equal(
-            single_all_to_all(merged, positions, 2, batch, dist.get_world_group()), own.flatten(2)
-        )
-
-    @pytest.mark.parametrize("heads", [5, 7])
-    def test_uneven_heads(self, layout: str, heads: int) -> None:
-        # Kills: equal splits, which would lose heads or wait for bytes that nobody sends.
-        world, rank = dist.get_world_size(), dist.get_rank()
-        positions, batch = dims(layout)
-        full = whole(heads, layout)
-        own = full.chunk(world, positions)[rank]
-        by_heads = uneven_heads_all2all(own, 2, positions, batch, dist.get_world_group())
+        # mixed into positions; equal splits of uneven heads, which would lose heads or wait for
+        # bytes that nobody sends.
+        world, rank, group = dist.get_world_size(), dist.get_rank(), dist.get_world_group()
+        full, own, positions, batch = laid(heads, layout)
+        exchange = single_all_to_all if heads == 4 else uneven_heads_all2all
+        by_heads = exchange(own, 2, positions, batch, group)
         assert torch.equal(by_heads, full.tensor_split(world, 2)[rank])
-        assert torch.equal(
-            uneven_heads_all2all(by_heads, positions, 2, batch, dist.get_world_group()), own
-        )
+        assert torch.equal(exchange(by_heads, positions, 2, batch, group), own)
+        if heads == 4:
+            assert by_heads.is_contiguous()
+            merged = by_heads.flatten(2)  # as attention that returns [s, b, hidden]
+            assert torch.equal(exchange(merged, positions, 2, batch, group), own.flatten(2))
 
-    @pytest.mark.parametrize("heads", [4, 5])
+    @each(layout=LAYOUTS, heads=(4, 5))
     def test_gradient_is_the_exchange_back(self, layout: str, heads: int) -> None:
         # Kills: a backward that is the forward again, or nothing: every element's gradient must be
         # its own weight.
         world, rank = dist.get_world_size(), dist.get_rank()
-        positions, batch = dims(layout)
-        weights = whole(heads, layout) * 2 + 1
-        own = whole(heads, layout).chunk(world, positions)[rank].clone().requires_grad_()
+        full, own, positions, batch = laid(heads, layout)
+        own, weights = own.clone().requires_grad_(), full * 2 + 1
         by_heads = _SeqAllToAll.apply(dist.get_world_group(), own, 2, positions, batch)
         (by_heads * weights.tensor_split(world, 2)[rank]).sum().backward()
         assert torch.equal(own.grad, weights.chunk(world, positions)[rank])
@@ -95,22 +84,16 @@ class TestRest(DistributedTest):
     world_size = 2
 
     def test_started_now_complete_later(self) -> None:
-        rank = dist.get_rank()
-        full = whole(4, "sbhd")
+        full, own, *_ = laid(4, "sbhd")
         handle: dict[str, Any] = {}
-        own = full.chunk(2, 0)[rank]
-        assert (
-            single_all_to_all(
-                own, 2, 0, 1, dist.get_world_group(), async_op=True, handle=handle, type="q"
-            )
-            is None
-        )
+        given = (own, 2, 0, 1, dist.get_world_group())
+        assert single_all_to_all(*given, async_op=True, handle=handle, type="q") is None
         (by_heads,) = handle["q"].wait()
-        assert torch.equal(by_heads, full.chunk(2, 2)[rank])
+        assert torch.equal(by_heads, full.chunk(2, 2)[dist.get_rank()])
         with pytest.raises(ValueError, match="needs handle"):
-            single_all_to_all(own, 2, 0, 1, dist.get_world_group(), async_op=True)
+            single_all_to_all(*given, async_op=True)
 
-    @pytest.mark.parametrize("positions", [0, 1])
+    @each(positions=(0, 1))
     def test_rotary_angles_are_those_of_whole_sequences(self, positions: int) -> None:
         # Kills: angles of this rank's positions for all, or laid along the batch.
         rank = dist.get_rank()
@@ -122,38 +105,29 @@ class TestRest(DistributedTest):
             own = full.chunk(2, positions)[rank]
             attention(own, own, own, 1 - positions, (given.cos(), given.sin()), "more", scale=3)
             at = angles if positions == 0 else angles.transpose(0, 1)
-            assert torch.equal(
-                core.query, apply_rotary_pos_emb(full, at.cos(), at.sin()).chunk(2, 2)[rank]
-            )
-            assert torch.equal(core.value, full.chunk(2, 2)[rank]) and core.rest == (
-                ("more",),
-                {"scale": 3},
-            )
+            turned = apply_rotary_pos_emb(full, at.cos(), at.sin())
+            assert torch.equal(core.query, turned.chunk(2, 2)[rank])
+            assert torch.equal(core.value, full.chunk(2, 2)[rank])
+            assert core.rest == (("more",), {"scale": 3})
         with pytest.raises(ValueError, match="rotary_pos_emb: .* the 8 positions"):
             attention(own, own, own, 1 - positions, (angles[:4], angles[:4]))
 
     def test_mixed_dtypes(self) -> None:
         # Kills: keys cast to the queries' dtype in the shared buffer.
-        rank = dist.get_rank()
-        full = whole(4, "sbhd")
+        full, own, *_ = laid(4, "sbhd")
         core = KeepQuery()
-        own = full.chunk(2, 0)[rank]
         DistributedAttention(core, dist.get_world_group())(own, own, own.double(), 1)
-        assert core.value.dtype == torch.float64 and torch.equal(
-            core.value, full.double().chunk(2, 2)[rank]
-        )
+        assert core.value.dtype == torch.float64
+        assert torch.equal(core.value, full.double().chunk(2, 2)[dist.get_rank()])
 
     def test_local_attention_that_returns_something_else(self) -> None:
         class Half(torch.nn.Module):
-            def forward(
-                self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-            ) -> torch.Tensor:
+            def forward(self, query: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
                 return query[:, :, :1]
 
-        own = whole(4, "sbhd").chunk(2, 0)[dist.get_rank()]
-        with pytest.raises(
-            ValueError, match=r"local attention returned \(8, 2, 1, 3\); expected 2 heads"
-        ):
+        own = laid(4, "sbhd")[1]
+        told = r"local attention returned \(8, 2, 1, 3\); expected 2 heads"
+        with pytest.raises(ValueError, match=told):
             DistributedAttention(Half(), dist.get_world_group())(own, own, own, 1)
 
     def test_first_dimension(self) -> None:
@@ -169,12 +143,13 @@ class TestRest(DistributedTest):
     def test_errors_name_the_numbers(self) -> None:
         # All of them before anything is sent: no rank waits for another.
         group = dist.get_world_group()
-        with pytest.raises(ValueError, match=r"sequence of 7 positions .* over 2 .*pad"):
-            single_all_to_all(torch.zeros(7, 1, 4, 2), 0, 2, 1, group)
-        with pytest.raises(ValueError, match="1 attention heads .* over 2"):
-            single_all_to_all(torch.zeros(4, 1, 1, 2), 2, 0, 1, group)
-        with pytest.raises(ValueError, match="batch_dim_idx 0 must be three dimensions"):
-            single_all_to_all(torch.zeros(4, 1, 4, 2), 2, 0, 0, group)
+        for match, shape, dims in (
+            ("sequence of 7 positions .* over 2 .*pad", (7, 1, 4, 2), (0, 2, 1)),
+            ("1 attention heads .* over 2", (4, 1, 1, 2), (2, 0, 1)),
+            ("batch_dim_idx 0 must be three dimensions", (4, 1, 4, 2), (2, 0, 0)),
+        ):
+            with pytest.raises(ValueError, match=match):
+                single_all_to_all(torch.zeros(shape), *dims, group)
         with pytest.raises(ValueError, match="type='q'"):
             _SeqAllToAll.apply(group, torch.zeros(4, 1, 4, 2), 2, 0, 1, None, {}, "q")
 
@@ -219,16 +194,13 @@ def test_rotary_turns_pairs() -> None:
     t = torch.rand(5, 2, 3, 6, dtype=torch.float64)
     turned = apply_rotary_pos_emb(t, cos, sin)
     pairs = torch.complex(t[..., :2], t[..., 2:4]) * torch.polar(torch.ones_like(angles), angles)
-    assert torch.allclose(turned[..., :2], pairs.real) and torch.allclose(
-        turned[..., 2:4], pairs.imag
-    )
+    assert torch.allclose(turned[..., :2], pairs.real)
+    assert torch.allclose(turned[..., 2:4], pairs.imag)
     assert torch.equal(turned[..., 4:], t[..., 4:])
 
 
 def test_layout_helpers() -> None:
     t = torch.arange(24)
-    assert torch.equal(pre_all2all_fun((1, 0, 2), (2, 3, 4), t), t.view(2, 3, 4).transpose(0, 1))
-    assert torch.equal(
-        post_all2all((1, 0, 2), (6, 4))(t.view(2, 3, 4)),
-        t.view(2, 3, 4).transpose(0, 1).reshape(6, 4),
-    )
+    swapped = t.view(2, 3, 4).transpose(0, 1)
+    assert torch.equal(pre_all2all_fun((1, 0, 2), (2, 3, 4), t), swapped)
+    assert torch.equal(post_all2all((1, 0, 2), (6, 4))(t.view(2, 3, 4)), swapped.reshape(6, 4))

@@ -16,12 +16,17 @@ import torch.nn.functional as F
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.sequence.cross_entropy import vocab_sequence_parallel_cross_entropy
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups, safe_get_full_fp32_params, safe_get_full_grads
+from deepspeed.verify import check_streams
 from unit.common import DistributedTest
+from unit.models import config_of
+from unit.v1.gathering import from_all_ranks
 from unit.v1.looping import each, each_pair
 from unit.v1.sequence.model import (
     IGNORED,
@@ -86,10 +91,8 @@ STYLES: dict[str, Loss] = {
 def make_mpu(data: int, sequence: int) -> Any:
     """An mpu that knows sequence groups, as client libraries have it."""
     rank = dist.get_rank()
-    rows = [
-        dist.new_group(range(first, first + sequence))
-        for first in range(0, data * sequence, sequence)
-    ]
+    starts = range(0, data * sequence, sequence)
+    rows = [dist.new_group(range(first, first + sequence)) for first in starts]
     return SimpleNamespace(
         get_sequence_parallel_group=lambda: rows[rank // sequence],
         get_sequence_parallel_world_size=lambda: sequence,
@@ -97,25 +100,14 @@ def make_mpu(data: int, sequence: int) -> Any:
     )
 
 
-def config_of(stage: int, precision: str, accumulation: int, **more: Any) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 100},
-        "verify": {"collectives": True},
-        **more,
-    }
-    if precision == "bf16":
-        config["bf16"] = {"enabled": True}
-    return config
-
-
 def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float, floor: float) -> bool:
     """Equal within the tolerance of its norm, or of `floor` where it nearly vanishes."""
-    return (found.double() - wanted.double()).norm().item() <= tolerance * max(
-        wanted.double().norm().item(), floor
-    )
+    found, wanted = found.double(), wanted.double()
+    return (found - wanted).norm().item() <= tolerance * max(wanted.norm().item(), floor)
+
+
+def norm_of(tensors: Tensors) -> float:
+    return math.sqrt(sum(value.double().square().sum().item() for value in tensors.values()))
 
 
 class Run:
@@ -137,36 +129,35 @@ class Run:
         self.tolerance, self.is_plain = TOLERANCE[precision], stage == 0 and precision == "fp32"
         self.name = f"{sizes} {how} zero {stage} {precision} x{accumulation} {style}"
         self.reference = make_model(*heads, positions)
-        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        self.dtype = dtype
+        self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         model = make_model(*heads, positions)
         if dist.get_rank() % sizes[1]:
             # Only the first rank's weights count: the broadcast must cover ranks that share a
             # sequence.
             torch.nn.init.zeros_(model.head.weight)
-        more: dict[str, Any] = {"config": config_of(stage, precision, accumulation)}
+        keys: dict[str, Any] = {"verify": {"collectives": True}}
+        more: dict[str, Any] = {}
         if how == "mesh":
             more["mesh_param"] = sizes
         elif how == "mpu":
             more["mpu"] = make_mpu(*sizes)
         else:
-            more["config"]["sequence_parallel_size"] = sizes[1]
+            keys["sequence_parallel_size"] = sizes[1]
+        zero = {"reduce_bucket_size": 100}
+        config = config_of(stage, ROWS, accumulation, precision, zero_optimization=zero, **keys)
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, **more)
-        model.attention = DistributedAttention(
-            model.attention, groups._get_sequence_parallel_group(), 2, positions
-        )
+        self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config, **more)[
+            0
+        ]
+        group = groups._get_sequence_parallel_group()
+        model.attention = DistributedAttention(model.attention, group, 2, positions)
         self.params = dict(model.named_parameters())
 
     def micro_step(self, step: int, micro: int) -> float:
         """Forward and backward of one micro-batch; returns this rank's loss."""
-        rank, size = (
-            groups._get_sequence_parallel_rank(),
-            groups._get_sequence_parallel_world_size(),
-        )
-        tokens, labels = samples(
-            step, micro, groups._get_data_parallel_rank(), self.style == "weighted"
-        )
+        rank, size = groups._get_sequence_parallel_rank(), self.sizes[1]
+        data_rank = groups._get_data_parallel_rank()
+        tokens, labels = samples(step, micro, data_rank, self.style == "weighted")
         places = torch.arange(LENGTH).chunk(size)[rank]
         logits = self.engine(tokens[:, places], places)
         loss = STYLES[self.style](logits, labels[:, places])
@@ -183,19 +174,15 @@ class Run:
         """The fp32 parameters."""
         if self.is_plain:
             return {name: param.detach() for name, param in self.params.items()}
-        return dict(
-            zip(self.params, safe_get_full_fp32_params(list(self.params.values())), strict=True)
-        )
+        values = safe_get_full_fp32_params(list(self.params.values()))
+        return dict(zip(self.params, values, strict=True))
 
     def check(self, found: Tensors, wanted: Tensors, what: str) -> None:
         """Compare by name."""
-        floor = 0.05 * math.sqrt(
-            sum(value.double().square().sum().item() for value in wanted.values())
-        )
+        floor = 0.05 * norm_of(wanted)
         for name, value in wanted.items():
-            assert close(found[name], value, self.tolerance, floor), (
-                f"{self.name}: {what} of {name}: {found[name]} is not {value}"
-            )
+            told = f"{self.name}: {what} of {name}: {found[name]} is not {value}"
+            assert close(found[name], value, self.tolerance, floor), told
 
     def run(self) -> None:
         """Train and compare after every step."""
@@ -207,7 +194,7 @@ class Run:
                 if micro:
                     self.engine.step()
                 losses.append(self.micro_step(step, micro))
-            reference = self.reference
+            reference, within = self.reference, self.tolerance
             with torch.no_grad():
                 before = {name: param.clone() for name, param in reference.named_parameters()}
                 for param in reference.parameters():
@@ -220,22 +207,14 @@ class Run:
             self.engine.step()
             loss = torch.tensor(losses).mean()
             dist.all_reduce(loss)
-            assert (
-                abs(loss.item() / dist.get_world_size() - wanted_loss)
-                <= self.tolerance * wanted_loss
-            ), self.name
-            norm = math.sqrt(sum(grad.double().square().sum().item() for grad in wanted.values()))
-            assert abs(float(self.engine.get_global_grad_norm()) - norm) <= self.tolerance * norm, (
-                self.name
-            )
-            with torch.no_grad():
-                for name, param in reference.named_parameters():
-                    param.data = before[name] - LEARNING_RATE * wanted[name].float()
-            self.check(
-                self.masters(),
-                {name: p.detach() for name, p in reference.named_parameters()},
-                f"step {step}: parameter",
-            )
+            mean = loss.item() / dist.get_world_size()
+            assert abs(mean - wanted_loss) <= within * wanted_loss, self.name
+            found, norm = float(self.engine.get_global_grad_norm()), norm_of(wanted)
+            assert abs(found - norm) <= within * norm, self.name
+            for name, param in reference.named_parameters():
+                param.data = before[name] - LEARNING_RATE * wanted[name].float()
+            masters = {name: param.detach() for name, param in reference.named_parameters()}
+            self.check(self.masters(), masters, f"step {step}: parameter")
         self.engine.destroy()
 
 
@@ -268,18 +247,13 @@ class TestSimulated(DistributedTest):
     def test_streams(self) -> None:
         # Kills: an exchange on its own stream that does not wait for its input, or whose result is
         # used before it is there.
-        from deepspeed.accelerator import get_accelerator
-        from deepspeed.accelerator.sim_accelerator import simulate
-        from deepspeed.verify import check_streams
-
         results = []
         with simulate(), check_streams():
             for stream in (None, get_accelerator().Stream()):
                 device = get_accelerator().current_device_name()
                 model = make_model(key_heads=2).to(device)
-                model.attention = DistributedAttention(
-                    model.attention, dist.get_world_group(), 2, 1, stream
-                )
+                world = dist.get_world_group()
+                model.attention = DistributedAttention(model.attention, world, 2, 1, stream)
                 tokens, labels = (t.to(device) for t in samples(0, 0, 0))
                 places = torch.arange(LENGTH, device=device).chunk(2)[dist.get_rank()]
                 own_mean(model(tokens[:, places], places), labels[:, places]).backward()
@@ -322,10 +296,9 @@ class TestFourRanks(DistributedTest):
 def initialize(**more: Any) -> Any:
     """An engine of one linear layer."""
     model = torch.nn.Linear(3, 2)
-    config = {"train_micro_batch_size_per_gpu": 1, **more.pop("config", {})}
-    return deepspeed.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), config=config, **more
-    )[0]
+    config = config_of(0, 1, **more.pop("config", {}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config, **more)[0]
 
 
 class TestSetup(DistributedTest):
@@ -340,10 +313,8 @@ class TestSetup(DistributedTest):
             {"config": {"sequence_parallel_size": 2, "data_parallel_size": 2}},
         ):
             engine = initialize(**more)
-            assert dist.get_all_ranks_from_group(groups._get_sequence_parallel_group()) == [
-                rank // 2 * 2,
-                rank // 2 * 2 + 1,
-            ]
+            group = groups._get_sequence_parallel_group()
+            assert dist.get_all_ranks_from_group(group) == [rank // 2 * 2, rank // 2 * 2 + 1]
             assert groups._get_data_parallel_group_ranks() == [rank % 2, rank % 2 + 2]
             assert engine.train_batch_size() == 2 and engine.dp_world_size == 2
             engine.destroy()
@@ -375,48 +346,30 @@ class TestSetup(DistributedTest):
         engine = initialize(mesh_param=(2, 2))
         loader = engine.deepspeed_io(list(range(8)))
         drawn = torch.cat(list(loader))
-        everywhere = [torch.empty_like(drawn) for _ in range(4)]
-        dist.all_gather(everywhere, drawn)
-        assert torch.equal(everywhere[0], everywhere[1]) and torch.equal(
-            everywhere[2], everywhere[3]
-        )
-        assert sorted(torch.cat(everywhere[::2]).tolist()) == list(range(8))
+        first, second, third, fourth = (own.tolist() for own in from_all_ranks(drawn))
+        assert first == second and third == fourth and sorted(first + third) == list(range(8))
         engine.destroy()
 
     def test_contradictions_name_both_numbers(self) -> None:
         # All before a collective of one rank alone: no rank waits.
-        mpu = make_mpu(2, 2)
-        for error, match, more in (
-            (ValueError, "2 data-parallel times 3 .* there are 4 ranks", {"mesh_param": (2, 3)}),
-            (
-                ValueError,
-                r"expected \(data parallel ranks, sequence parallel ranks\), got \(4,\)",
-                {"mesh_param": (4,)},
-            ),
-            (ValueError, "beside an mpu", {"mesh_param": (2, 2), "mpu": mpu}),
-            (
-                DeepSpeedConfigError,
-                "sequence_parallel_size: 3 does not divide the 4",
-                {"config": {"sequence_parallel_size": 3}},
-            ),
-            (
-                DeepSpeedConfigError,
-                "sequence_parallel_size: 4, but the mesh has 2",
-                {"mesh_param": (2, 2), "config": {"sequence_parallel_size": 4}},
-            ),
-            (
-                DeepSpeedConfigError,
-                "but the mpu has 2",
-                {"mpu": mpu, "config": {"sequence_parallel_size": 4}},
-            ),
-            (
-                DeepSpeedConfigError,
-                "data_parallel_size: 4, but there are 2 data-parallel ranks",
-                {"config": {"sequence_parallel_size": 2, "data_parallel_size": 4}},
-            ),
+        mesh, mpu = {"mesh_param": (2, 2)}, {"mpu": make_mpu(2, 2)}
+        shape = r"expected \(data parallel ranks, sequence parallel ranks\), got \(4,\)"
+        for match, more in (
+            ("2 data-parallel times 3 .* there are 4 ranks", {"mesh_param": (2, 3)}),
+            (shape, {"mesh_param": (4,)}),
+            ("beside an mpu", {**mesh, **mpu}),
         ):
-            with pytest.raises(error, match=match):
+            with pytest.raises(ValueError, match=match):
                 initialize(**more)
+        parts = "data_parallel_size"
+        for size, told, more, keys in (
+            (3, "sequence_parallel_size: 3 does not divide the 4", {}, {}),
+            (4, "sequence_parallel_size: 4, but the mesh has 2", mesh, {}),
+            (4, "but the mpu has 2", mpu, {}),
+            (2, f"{parts}: 4, but there are 2 data-parallel ranks", {}, {parts: 4}),
+        ):
+            with pytest.raises(DeepSpeedConfigError, match=told):
+                initialize(**more, config={"sequence_parallel_size": size, **keys})
 
     def test_gradients_travel_in_the_type_of_its_own_key(self) -> None:
         config = {
@@ -424,14 +377,10 @@ class TestSetup(DistributedTest):
             "bf16": {"enabled": True},
             "communication_data_type": "bf16",
         }
-        assert DeepSpeedConfig(config).communication_data_type == torch.bfloat16
-        assert (
-            DeepSpeedConfig({**config, "sequence_parallel_size": 2}).communication_data_type
-            == torch.float32
-        )
-        half = {
-            **config,
-            "sequence_parallel_size": 2,
-            "seq_parallel_communication_data_type": "bf16",
-        }
-        assert DeepSpeedConfig(half).communication_data_type == torch.bfloat16
+        own = {"seq_parallel_communication_data_type": "bf16"}
+        for keys, dtype in (
+            ({}, torch.bfloat16),
+            ({"sequence_parallel_size": 2}, torch.float32),
+            ({"sequence_parallel_size": 2, **own}, torch.bfloat16),
+        ):
+            assert DeepSpeedConfig({**config, **keys}).communication_data_type == dtype
