@@ -7,6 +7,7 @@ Muon computes in bf16, where a difference in the last bit of one gradient moves 
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,7 +28,10 @@ from deepspeed.utils import (
     safe_get_full_optimizer_state,
 )
 from deepspeed.utils.tensor_fragment import logical_shape
+from unit import models
 from unit.common import DistributedFixture, DistributedTest
+from unit.models import seeded, tokens
+from unit.one_process import OneProcess
 from unit.v1.checkpoint.test_universal import convert
 
 VOCABULARY, WIDTH, ROWS, STEPS = 11, 9, 4, 2
@@ -62,14 +66,11 @@ class Net(nn.Module):
 
 
 def make_net() -> Net:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        return Net()
+    return seeded(Net, seed=3)
 
 
-def batch_of(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return tuple(torch.randint(VOCABULARY, (ROWS,), generator=generator) for _ in range(2))  # type: ignore[return-value]  # two of them
+def batch_of(step: int, rank: int) -> tuple[torch.Tensor, ...]:
+    return tokens(100 * step + rank, VOCABULARY, 2, ROWS).unbind()
 
 
 def by_muon(name: str, value: torch.Tensor) -> bool:
@@ -88,11 +89,6 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
         gram = x @ x.mT
         x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
-
-
-def orthogonalize_gram(matrix: torch.Tensor) -> torch.Tensor:
-    """As tests/unit/ops/test_optimizers.py holds it to the polynomial."""
-    return orthogonalize(matrix, "gram")
 
 
 class PlainMuon:
@@ -164,9 +160,8 @@ def made_of(kind: str, params: Any) -> torch.optim.Optimizer:
     if kind == "Lamb":
         return FusedLamb(params, **LAMB)
     if kind == "Adafactor":
-        return torch.optim.Adafactor(
-            [{"params": params[:4], "lr": 0.03}, {"params": params[4:]}], lr=0.05, weight_decay=0.1
-        )
+        groups = [{"params": params[:4], "lr": 0.03}, {"params": params[4:]}]
+        return torch.optim.Adafactor(groups, lr=0.05, weight_decay=0.1)
     return MixedRule(params)
 
 
@@ -175,18 +170,11 @@ CLIENTS = ("Adafactor", "MixedRule")
 
 def config_of(kind: str, stage: int, dtype: str = "fp32", **zero: Any) -> dict[str, Any]:
     params = {"Muon": {**MUON, "ns_method": "standard"}, "Muon, gram": MUON}.get(kind, LAMB)
-    name = kind.partition(",")[0]
-    optimizer = {
-        "zero_allow_untested_optimizer": kind == "MixedRule",
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    return {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_clipping": 0.0,  # a factor that differs in its last bit
-        **(optimizer if kind in CLIENTS else {"optimizer": {"type": name, "params": params}}),
-        "bf16": {"enabled": dtype == "bf16"},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 300, **zero},
-    }
+    more: dict[str, Any] = {"optimizer": {"type": kind.partition(",")[0], "params": params}}
+    if kind in CLIENTS:
+        more = {"zero_allow_untested_optimizer": kind == "MixedRule"}
+    more["zero_optimization"] = {"reduce_bucket_size": 300, **zero}
+    return models.config_of(stage, ROWS, precision=dtype, **more)
 
 
 def engine_of(config: dict[str, Any], model: nn.Module | None = None, kind: str = "") -> Any:
@@ -210,14 +198,13 @@ def one_process_gradients(
     values: dict[str, torch.Tensor], step: int, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """The mean of all ranks' gradients, each as its model's dtype rounds it."""
-    model = make_net().to(dtype)
-    model.load_state_dict(values, strict=True)
+    one = OneProcess(make_net().to(dtype), LAMB["lr"])
+    one.model.load_state_dict(values, strict=True)
     summed = {name: torch.zeros_like(value) for name, value in values.items()}
     for rank in range(dist.get_world_size()):
-        model.zero_grad()
-        model(*batch_of(step, rank)).backward()
-        for name, param in model.named_parameters():
-            summed[name] += param.grad.float() / dist.get_world_size()  # type: ignore[union-attr]  # all are used
+        one.backward([batch_of(step, rank)])
+        for name, grad in one.grads().items():
+            summed[name] += grad.float() / dist.get_world_size()
     return summed
 
 
@@ -226,12 +213,12 @@ def check_as_one_process(kind: str, stage: int, dtype: str, clip: float = 0.0, *
     engine = engine_of(config, kind=kind)
     what = (kind, stage, dtype, clip, zero)
     values = read(engine, safe_get_full_fp32_params)
-    made = {"Muon": orthogonal, "Muon, gram": orthogonalize_gram}.get(kind)
+    # tests/unit/ops/test_optimizers.py holds the gram method to the polynomial.
+    gram = partial(orthogonalize, ns_method="gram")
+    made = {"Muon": orthogonal, "Muon, gram": gram}.get(kind)
     plain: Any = PlainMuon(values, made) if made else PlainOptimizer(kind, values)
     for step in range(STEPS):
-        wanted = one_process_gradients(
-            values, step, torch.float32 if dtype == "fp32" else torch.bfloat16
-        )
+        wanted = one_process_gradients(values, step, engine.model_dtype)
         backward(engine, step)
         grads = read(engine, safe_get_full_grads)
         bound = 1e-5 if dtype == "fp32" else 2e-2
@@ -245,13 +232,8 @@ def check_as_one_process(kind: str, stage: int, dtype: str, clip: float = 0.0, *
         engine.step()
         assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5), (*what, step)
         for name, found in read(engine, safe_get_full_fp32_params).items():
-            torch.testing.assert_close(
-                found,
-                values[name],
-                rtol=1e-5,
-                atol=1e-6,
-                msg=lambda text, name=name, step=step: f"{what} step {step} {name}: {text}",
-            )
+            where = f"{what} step {step} {name}: "
+            torch.testing.assert_close(found, values[name], rtol=1e-5, atol=1e-6, msg=where.__add__)
             values[name].copy_(found)
     engine.destroy()
 
@@ -326,11 +308,8 @@ STATE = {
 
 def state_of(engine: Any, kind: str, stage: int) -> dict[str, torch.Tensor]:
     """Masters and what optimizers remember of every parameter, whole."""
-    values = (
-        {name: param.detach().clone() for name, param in engine.module.named_parameters()}
-        if stage == 0
-        else read(engine, safe_get_full_fp32_params)
-    )
+    get = safe_get_full_fp32_params if stage else lambda params: [p.detach() for p in params]
+    values = read(engine, get)
     found = {f"master.{name}": value for name, value in values.items()}
     for name, param in engine.module.named_parameters():
         shape = logical_shape(param)
@@ -438,22 +417,15 @@ class TestMuonIsNeverOffUnsaid(DistributedTest):
             model.lm_head.weight.use_muon = True  # type: ignore[assignment]  # a mark
             engine = engine_of(config, model)
             groups = engine.basic_optimizer.param_groups
-            assert [(group["use_muon"], group["lr"]) for group in groups] == [
-                (True, 0.05),
-                (False, 0.01),
-            ]
+            rates = [(group["use_muon"], group["lr"]) for group in groups]
+            assert rates == [(True, 0.05), (False, 0.01)]
             backward(engine, 0)
             engine.step()
             if stage:
-                names = {
-                    name
-                    for name, param in engine.module.named_parameters()
-                    if param._hp_mapping.group == 0
-                }
-                assert names == {
-                    *(f"{name}.weight" for name in ("up", "down", "filters", "lm_head")),
-                    "stack",
-                }
+                named = engine.module.named_parameters()
+                names = {name for name, param in named if param._hp_mapping.group == 0}
+                layers = {f"{name}.weight" for name in ("up", "down", "filters", "lm_head")}
+                assert names == {*layers, "stack"}
             engine.destroy()
 
 
