@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_grad
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -105,3 +106,12 @@ def train(engine: Any, batches: Iterable[Any], loss: Loss = own_loss) -> list[fl
         engine.step()
         losses.append(value.detach())
     return [value.item() for value in losses]
+
+
+def assert_gradients(model: nn.Module, reference: nn.Module, tolerance: float) -> None:
+    """Those of an engine's model are the reference's, each up to a part of its norm."""
+    wanted = dict(reference.named_parameters())
+    for name, param in model.named_parameters():
+        grad, found = wanted[name].grad, safe_get_full_grad(param)
+        error = ((found - grad).norm() / grad.norm()).item()
+        assert error <= tolerance, f"the gradient of {name} is off by {error:.2e}"

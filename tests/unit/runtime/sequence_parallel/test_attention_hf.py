@@ -3,6 +3,7 @@
 The reference has no cache: with one, transformers lets packed documents see each other.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from unit.common import DistributedTest
+from unit.models import config_of, seeded, tokens
+from unit.one_process import assert_gradients
 from unit.v1.looping import each
 
 import deepspeed
@@ -18,13 +21,16 @@ from deepspeed.utils import groups
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
+from transformers import masking_utils  # noqa: E402
+
+from deepspeed.runtime.sequence_parallel.sequence_masks import check_library  # noqa: E402
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF  # noqa: E402
 
 VOCABULARY, ROWS, LENGTH, IGNORED = 13, 2, 16, -100
 KINDS = ("packed", "padded", "plain")
-LR = 0.1
 # fp32; sums are grouped otherwise over ranks, and attention's kernels see other shapes.
 TOLERANCE = 5e-6
+WITHIN = {"rtol": TOLERANCE, "atol": 0}
 
 Batch = dict[str, torch.Tensor]
 
@@ -32,14 +38,8 @@ Batch = dict[str, torch.Tensor]
 def make_model(name: str) -> Any:
     """The same weights each time; twice as many query heads as key heads, where there are such."""
     common = {"vocab_size": VOCABULARY, "use_cache": False, "attn_implementation": "sdpa"}
-    wide = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-    }
+    wide = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    wide |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
     if name == "gpt2":
         sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}
         none = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
@@ -50,17 +50,15 @@ def make_model(name: str) -> Any:
         # One layer with, one without a window that is longer than what a rank holds.
         sliding = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
         config = transformers.Qwen2Config(**wide, **sliding, **common)
-    torch.manual_seed(5)
-    return transformers.AutoModelForCausalLM.from_config(config)
+    return seeded(transformers.AutoModelForCausalLM.from_config, config, seed=5)
 
 
 def batch_of(kind: str, index: int) -> Batch:
     """Whole sequences; labels are the next tokens."""
-    generator = torch.Generator().manual_seed(index)
-    tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator)
-    labels = F.pad(tokens[:, 1:], (0, 1), value=IGNORED)
+    given = tokens(index, VOCABULARY, ROWS, LENGTH)
+    labels = F.pad(given[:, 1:], (0, 1), value=IGNORED)
     positions = torch.arange(LENGTH).repeat(ROWS, 1)
-    batch = {"input_ids": tokens, "position_ids": positions, "labels": labels}
+    batch = {"input_ids": given, "position_ids": positions, "labels": labels}
     if kind == "packed":
         # A document that two ranks share, one inside of a rank, and another cut in each row.
         for row, starts in enumerate(((5, 10, 11), (3,))):
@@ -68,7 +66,7 @@ def batch_of(kind: str, index: int) -> Batch:
                 positions[row, start:] -= positions[row, start].clone()
                 labels[row, start - 1] = IGNORED
     if kind == "padded":
-        batch["attention_mask"] = torch.ones_like(tokens)
+        batch["attention_mask"] = torch.ones_like(given)
         # On the left, where other positions would look at it; and on the right.
         batch["attention_mask"][0, :9] = batch["attention_mask"][1, 13:] = 0
         labels[0, :9] = labels[1, 12:] = IGNORED
@@ -79,10 +77,6 @@ def piece_of(batch: Batch, rank: int, ranks: int) -> Batch:
     return {key: tensor.chunk(ranks, dim=1)[rank] for key, tensor in batch.items()}
 
 
-def sum_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-
-
 def loss_of(model: Any, batch: Batch, group: Any = None) -> torch.Tensor:
     """The mean over the labels of a sequence, of which the ranks of `group` have pieces."""
     inputs = {key: tensor for key, tensor in batch.items() if key != "labels"}
@@ -90,44 +84,20 @@ def loss_of(model: Any, batch: Batch, group: Any = None) -> torch.Tensor:
     if group is not None:
         dist.all_reduce(count, group=group)
         ranks = dist.get_world_size(group)
-    return sum_of(model(**inputs).logits, batch["labels"]) * ranks / count
+    logits, labels = model(**inputs).logits.flatten(0, 1), batch["labels"].flatten()
+    return F.cross_entropy(logits, labels, reduction="sum") * ranks / count
 
 
-def config_of(stage: int) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": len(KINDS),
-        "gradient_clipping": 0.0,
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": 500,
-            "stage3_param_persistence_threshold": 0,
-        },
-        "verify": {"collectives": True},
-    }
-
-
-def compare(engine: Any, reference: Any) -> None:
-    for (name, param), wanted in zip(
-        engine.module.named_parameters(), reference.parameters(), strict=True
-    ):
-        found = deepspeed.utils.safe_get_full_grad(param)
-        error = ((found - wanted.grad).norm() / wanted.grad.norm()).item()
-        assert error <= TOLERANCE, f"the gradient of {name} is off by {error:.2e}"
+def mean_of(loss: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Over two or more ranks, of a loss that stays as it is."""
+    mean = loss.detach().clone()
+    dist.all_reduce(mean, group=group)
+    return mean / dist.get_world_size(group)
 
 
 # Each with packed, padded and plain batches; sequences of 2 and of 4 ranks at every stage.
-CASES = [
-    ("llama", 2, 0),
-    ("gpt2", 2, 1),
-    ("gpt2", 2, 2),
-    ("qwen2", 2, 3),
-    ("qwen2", 4, 0),
-    ("llama", 4, 1),
-    ("gpt2", 4, 2),
-    ("qwen2", 4, 2),
-    ("llama", 4, 3),
-]
+CASES = [("llama", 2, 0), ("gpt2", 2, 1), ("gpt2", 2, 2), ("qwen2", 2, 3), ("qwen2", 4, 0)]
+CASES += [("llama", 4, 1), ("gpt2", 4, 2), ("qwen2", 4, 2), ("llama", 4, 3)]
 
 
 class TestTrains(DistributedTest):
@@ -144,12 +114,12 @@ class TestTrains(DistributedTest):
         mpu = UlyssesSPAttentionHF.register_with_transformers(
             model, "sdpa", ranks, ROWS, seq_length=LENGTH, seq_length_is_variable=False
         )
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=LR),
-            config=config_of(stage),
-            mpu=mpu,
-        )
+        zero = {"reduce_bucket_size": 500, "stage3_param_persistence_threshold": 0}
+        config = config_of(stage, ROWS, len(KINDS), zero_optimization=zero)
+        config["verify"] = {"collectives": True}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
+        group = mpu.get_sequence_parallel_group()
         rows = dist.get_world_size() // ranks
         own, piece = divmod(dist.get_rank(), ranks)
         assert groups._get_sequence_parallel_rank() == mpu.get_sequence_parallel_rank() == piece
@@ -157,15 +127,11 @@ class TestTrains(DistributedTest):
             whole = [batch_of(kind, 10 * index + row) for row in range(rows)]
             wanted = [loss_of(reference, batch) for batch in whole]
             (sum(wanted) / (rows * len(KINDS))).backward()
-            loss = loss_of(
-                engine, piece_of(whole[own], piece, ranks), mpu.get_sequence_parallel_group()
-            )
+            loss = loss_of(engine, piece_of(whole[own], piece, ranks), group)
             engine.backward(loss)
-            mean = loss.detach().clone()
-            dist.all_reduce(mean, group=mpu.get_sequence_parallel_group())
-            torch.testing.assert_close(mean / ranks, wanted[own].detach(), rtol=TOLERANCE, atol=0)
+            torch.testing.assert_close(mean_of(loss, group), wanted[own].detach(), **WITHIN)
             if index == len(KINDS) - 1:
-                compare(engine, reference)
+                assert_gradients(model, reference, TOLERANCE)
             engine.step()
         engine.destroy()
 
@@ -181,35 +147,31 @@ class TestRegistering(DistributedTest):
         other.config = model.config
         batch = batch_of("padded", 1)
         wanted = loss_of(other, batch)
-        mpu = UlyssesSPAttentionHF.register_with_transformers(
-            model, None, 2, ROWS, disable_in_eval=True
-        )
+        register = UlyssesSPAttentionHF.register_with_transformers
+        mpu = register(model, None, 2, ROWS, disable_in_eval=True)
         rank, group = mpu.get_sequence_parallel_rank(), mpu.get_sequence_parallel_group()
         piece = piece_of(batch, rank, 2)
         assert torch.equal(loss_of(other, batch), wanted)
         assert torch.equal(loss_of(model.eval(), batch), wanted)
         model.eval().generate(batch["input_ids"][:1, :4], max_new_tokens=3, do_sample=False)
-        split = loss_of(model.train(), piece, group).detach()
-        dist.all_reduce(split)
-        torch.testing.assert_close(split / 2, wanted.detach(), rtol=TOLERANCE, atol=0)
+        split = mean_of(loss_of(model.train(), piece, group))
+        torch.testing.assert_close(split, wanted.detach(), **WITHIN)
 
         model.gradient_checkpointing_enable()
         again = loss_of(model, piece, group)
         again.backward()
-        dist.all_reduce(again.detach_())
-        torch.testing.assert_close(again / 2, wanted.detach(), rtol=TOLERANCE, atol=0)
+        torch.testing.assert_close(mean_of(again), wanted.detach(), **WITHIN)
 
         folder = Path(str(tmpdir)) / f"model-{rank}"
         other.config.save_pretrained(folder)
-        UlyssesSPAttentionHF.register_with_transformers(str(folder), "sdpa", 2, ROWS)
+        register(str(folder), "sdpa", 2, ROWS)
         later = make_model("llama")
-        split = loss_of(later, piece, group).detach()
-        dist.all_reduce(split)
-        torch.testing.assert_close(split / 2, wanted.detach(), rtol=TOLERANCE, atol=0)
+        split = mean_of(loss_of(later, piece, group))
+        torch.testing.assert_close(split, wanted.detach(), **WITHIN)
         with pytest.raises(ValueError, match="are 0 to 7: give the model position_ids"):
             later(piece["input_ids"])
         # One rank each: nothing is split any more.
-        UlyssesSPAttentionHF.register_with_transformers(str(folder), "sdpa", 1, ROWS)
+        register(str(folder), "sdpa", 1, ROWS)
         assert torch.equal(loss_of(later, batch), wanted)
 
     def test_refusals(self) -> None:
@@ -219,16 +181,16 @@ class TestRegistering(DistributedTest):
         for core in ("eager", "flex_attention", "unheard of"):
             with pytest.raises(ValueError, match="cannot be split over ranks: choose one of"):
                 register(model, core, 2, ROWS)
-        with pytest.raises(ValueError, match="the model uses 'sdpa'"):
-            register(model, "flash_attention_2", 2, ROWS)
-        with pytest.raises(ValueError, match="sequence_parallel_size 3 does not divide"):
-            register(model, "sdpa", 3, ROWS)
-        with pytest.raises(ValueError, match="give seq_length"):
-            register(model, "sdpa", 2, ROWS, seq_length_is_variable=False)
-        with pytest.raises(ValueError, match="pad it to a multiple of 2"):
-            register(model, "sdpa", 2, ROWS, seq_length=15, seq_length_is_variable=False)
-        with pytest.raises(ValueError, match="give one"):
-            register(model, "sdpa", 2, ROWS, seq_length=16, max_length=8)
+        fixed = {"seq_length_is_variable": False}
+        for core, ranks, options, message in (
+            ("flash_attention_2", 2, {}, "the model uses 'sdpa'"),
+            ("sdpa", 3, {}, "sequence_parallel_size 3 does not divide"),
+            ("sdpa", 2, fixed, "give seq_length"),
+            ("sdpa", 2, {"seq_length": 15, **fixed}, "pad it to a multiple of 2"),
+            ("sdpa", 2, {"seq_length": 16, "max_length": 8}, "give one"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                register(model, core, ranks, ROWS, **options)
         with pytest.raises(ValueError, match="has no config"):
             register(torch.nn.Linear(2, 2), "sdpa", 2, ROWS)
         model.config.num_attention_heads = 1
@@ -239,7 +201,6 @@ class TestRegistering(DistributedTest):
         with pytest.raises(ValueError, match="chunked_attention"):
             register(model, "sdpa", 2, ROWS)
         model.config.layer_types = None
-
         mpu = register(model, "sdpa", 2, ROWS, seq_length=LENGTH, seq_length_is_variable=False)
         piece = piece_of(batch_of("padded", 1), mpu.get_sequence_parallel_rank(), 2)
         del piece["labels"]
@@ -263,16 +224,9 @@ def test_the_cache_has_one_name_in_old_and_another_in_new_releases(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     # Kills: only the name of 5.23 asked for, which 5.24 does not have.
-    from transformers import masking_utils
-
-    from deepspeed.runtime.sequence_parallel.sequence_masks import check_library
-
-    source = f"def create(config, inputs_embeds, attention_mask, {name}, position_ids): ..."
     made: dict[str, Any] = {}
-    exec(source, made)
+    exec(f"def create(config, inputs_embeds, attention_mask, {name}, position_ids): ...", made)
     monkeypatch.setattr(masking_utils, "create_causal_mask", made["create"])
-    if name == "memory":
-        with pytest.raises(ImportError, match="makes masks in another way"):
-            check_library()
-    else:
+    unknown = pytest.raises(ImportError, match="makes masks in another way")
+    with unknown if name == "memory" else nullcontext():
         check_library()

@@ -8,6 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from unit.common import DistributedTest
+from unit.models import config_of
+from unit.models import tokens as drawn_tokens
+from unit.one_process import OneProcess, assert_gradients, of_all_ranks
 from unit.v1.looping import each
 
 import deepspeed
@@ -75,8 +78,7 @@ class Net(nn.Module):
 
 def tokens(index: int) -> tuple[torch.Tensor, torch.Tensor]:
     """[b, s] twice; whole tiles of labels are ignored."""
-    generator = torch.Generator().manual_seed(index)
-    x, y = torch.randint(VOCABULARY, (2, ROWS, LENGTH), generator=generator)
+    x, y = drawn_tokens(index, VOCABULARY, 2, ROWS, LENGTH)
     y[0, : LENGTH - 2] = IGNORE_INDEX
     return x, y
 
@@ -221,30 +223,23 @@ class TestRefusals:
     def test_arguments(self) -> None:
         x, y = torch.ones(1, 4, 2), torch.ones(1, 4).long()
 
-        def tiled(**more: Any) -> Any:
-            given: dict[str, Any] = {
-                "shards": 2,
-                "key": "x",
-                "reduction": "sum",
-                "seqlen": 4,
-                **more,
-            }
-            return sequence_tiled_compute(
-                lambda x: x.sum(), given["seqlen"], given["shards"], {"x": x}, {}, given["key"],
-                given.get("params"), 1, given["reduction"],
-            )  # fmt: skip
+        def tiled(
+            shards: int = 2, key: str = "x", how: str = "sum", length: int = 4, params: Any = None
+        ) -> Any:
+            function, cut = lambda x: x.sum(), {"x": x}
+            return sequence_tiled_compute(function, length, shards, cut, {}, key, params, 1, how)
 
         for shards in (0, 5):
             with pytest.raises(ValueError, match="choose shards from 1 to 4"):
                 TiledMLP.apply(lambda _, x: x, None, x, shards)
-        with pytest.raises(ValueError, match="has not 3 positions in dimension 1"):
-            tiled(seqlen=3)
-        with pytest.raises(ValueError, match="'z' is not in kwargs_to_shard"):
-            tiled(key="z")
-        with pytest.raises(ValueError, match="output_reduction 'max': choose one of"):
-            tiled(reduction="max")
-        with pytest.raises(TypeError, match="compute_params holds a str"):
-            tiled(params=["x"])
+        for given, error, message in (
+            ({"length": 3}, ValueError, "has not 3 positions in dimension 1"),
+            ({"key": "z"}, ValueError, "'z' is not in kwargs_to_shard"),
+            ({"how": "max"}, ValueError, "output_reduction 'max': choose one of"),
+            ({"params": ["x"]}, TypeError, "compute_params holds a str"),
+        ):
+            with pytest.raises(error, match=message):
+                tiled(**given)
         with pytest.raises(ValueError, match="one value for each key"):
             SequenceTiledCompute.apply(tiled, 4, 2, ["x"], ["z"], "x", None, 1, "sum", x)
         with pytest.raises(ValueError, match="must be"):
@@ -261,45 +256,24 @@ class TestInAnEngine(DistributedTest):
         # Kills: a bucket that is sent after the first tile, and a gradient counted once per tile:
         # the ledger names it.
         accumulation, world, rank = 2, dist.get_world_size(), dist.get_rank()
-        reference, model = Net(1), Net(4)
-        optimizer = torch.optim.SGD(reference.parameters(), lr=LR)
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=LR),
-            config={
-                "train_micro_batch_size_per_gpu": ROWS,
-                "gradient_accumulation_steps": accumulation,
-                "gradient_clipping": 0.0,
-                "zero_optimization": {
-                    "stage": stage,
-                    "reduce_bucket_size": bucket,
-                    "stage3_param_persistence_threshold": 0,
-                },
-                "verify": {"ledger": True, "collectives": True},
-            },
-        )
+        one, model = OneProcess(Net(1), LR), Net(4)
+        zero = {"reduce_bucket_size": bucket, "stage3_param_persistence_threshold": 0}
+        config = config_of(stage, ROWS, accumulation, zero_optimization=zero)
+        config["verify"] = {"ledger": True, "collectives": True}
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         for step in range(2):
-            optimizer.zero_grad()
-            for micro in range(accumulation):
-                first = (step * accumulation + micro) * world
-                losses = [reference(*tokens(first + other)) for other in range(world)]
-                (sum(losses) / (world * accumulation)).backward()
-                loss = engine(*tokens(first + rank))
-                torch.testing.assert_close(loss, losses[rank], rtol=TOLERANCE, atol=0)
+            batches = of_all_ranks(lambda n, of: tokens(n * world + of), step, accumulation)
+            one.backward(batches)
+            for micro, batch in enumerate(batches[rank::world]):
+                loss = engine(*batch)
+                torch.testing.assert_close(loss, one.model(*batch), rtol=TOLERANCE, atol=0)
                 engine.backward(loss)
                 if micro == accumulation - 1:
-                    self.compare(model, reference)
+                    assert_gradients(model, one.model, TOLERANCE)
                 engine.step()
-            optimizer.step()
+            one.optimizer.step()
         engine.destroy()
-
-    def compare(self, model: nn.Module, reference: nn.Module) -> None:
-        for (name, param), wanted in zip(
-            model.named_parameters(), reference.parameters(), strict=True
-        ):
-            found = deepspeed.utils.safe_get_full_grad(param)
-            error = ((found - wanted.grad).norm() / wanted.grad.norm()).item()
-            assert error <= TOLERANCE, f"{name} is off by {error:.2e}"
 
 
 def peak(what: str, length: int, tiles: int) -> int:
@@ -341,9 +315,8 @@ class TestAdapter(DistributedTest):
     world_size = 2
 
     def adapter(self, batches: list[Any]) -> UlyssesSPDataLoaderAdapter:
-        return UlyssesSPDataLoaderAdapter(
-            batches, dist.get_rank(), dist.get_world_group(), 2, torch.device("cpu")
-        )
+        group, cpu = dist.get_world_group(), torch.device("cpu")
+        return UlyssesSPDataLoaderAdapter(batches, dist.get_rank(), group, 2, cpu)
 
     def test_pieces(self) -> None:
         # Kills: a label lost at the border of two ranks, batches of one rank only or in different
