@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -11,7 +12,12 @@ from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
 from deepspeed.runtime.sharding import flattening
 from deepspeed.runtime.sharding.cut_rows import RowFiller, WholeViews
 from deepspeed.runtime.sharding.flattening import flatten, make_master, write_master
-from deepspeed.runtime.sharding.fragments import FragmentTable, ParameterCutTable, round_robin_order
+from deepspeed.runtime.sharding.fragments import (
+    Fragment,
+    FragmentTable,
+    ParameterCutTable,
+    round_robin_order,
+)
 
 WORLDS = range(1, 6)
 
@@ -81,9 +87,8 @@ def test_places_follow_the_order_of_a_section_and_padding_is_last():
         for section in table.sections:
             elements = [(param, i) for param in section.params for i in range(table.numels[param])]
             places = [divmod(position, section.part_numel) for position in range(section.numel)]
-            assert elements == [
-                owners[shard, section.shard_start + place] for shard, place in places
-            ]
+            shifted = [(shard, section.shard_start + place) for shard, place in places]
+            assert elements == [owners[place] for place in shifted]
             assert len(elements) == section.numel
             assert 0 <= section.padded_numel - section.numel < table.num_shards * table.alignment
         for shard in range(table.num_shards):
@@ -136,11 +141,10 @@ def test_all_views_list_the_same_fragments():
         assert sorted(by_param) == sorted(by_shard)
         assert sorted(by_param) == sorted(fragment for fragment in owned if fragment is not None)
         for shard in shards:
-            starts = [fragment.shard_start for fragment in table.of_shard(shard)]
+            fragments = table.of_shard(shard)
+            starts = [fragment.shard_start for fragment in fragments]
             assert starts == sorted(starts)
-            assert all(
-                fragment.shard == shard and fragment.numel > 0 for fragment in table.of_shard(shard)
-            )
+            assert all(part.shard == shard and part.numel > 0 for part in fragments)
 
 
 def test_a_range_of_a_parameter_is_cut_as_the_whole_is():
@@ -149,16 +153,13 @@ def test_a_range_of_a_parameter_is_cut_as_the_whole_is():
     for table in TABLES:
         for param, numel in enumerate(table.numels):
             start, end = sorted(generator.choices(range(numel + 1), k=2))
-            places = [
-                (fragment.shard, fragment.shard_start + i - fragment.param_start)
-                for fragment in table.of_param(param)
-                for i in range(fragment.param_start, fragment.param_start + fragment.numel)
-            ]
-            assert [
-                (fragment.shard, place)
-                for fragment in table.of_range(param, start, end)
-                for place in range(fragment.shard_start, fragment.shard_start + fragment.numel)
-            ] == places[start:end]
+            whole = places_of(table.of_param(param))
+            assert places_of(table.of_range(param, start, end)) == whole[start:end]
+
+
+def places_of(fragments: Iterable[Fragment]) -> list[tuple[int, int]]:
+    """The shard and the position in it of each element."""
+    return [(part.shard, part.shard_start + i) for part in fragments for i in range(part.numel)]
 
 
 def test_layouts_are_compared_by_places():
@@ -179,32 +180,27 @@ def test_a_table_costs_no_more_with_more_shards():
     assert table.owned(39, 10**5) is None or table.owned(39, 10**5).shard == 10**5
 
 
-@pytest.mark.parametrize("sections", [[[0]], [[0, 1], [1]], [[0, 1], [2, 2]]])
-def test_sections_hold_every_parameter_once(sections):
-    # Kills: a parameter that lies nowhere, or in two places.
-    with pytest.raises(ValueError, match="every parameter with elements once"):
-        FragmentTable.build([1, 2, 3], 2, 1, sections)
-
-
-@pytest.mark.parametrize("numels, world, alignment", [((3, -1), 1, 1), ((3,), 0, 1), ((3,), 1, 0)])
-def test_impossible_layouts_are_refused(numels, world, alignment):
-    # Kills: a missing check that would give a negative or a zero-length shard later on.
-    with pytest.raises(ValueError):
-        FragmentTable.build(numels, world, alignment)
+def test_impossible_layouts_are_refused():
+    # Kills: a parameter that lies nowhere, or in two places; a missing check that would give a
+    # negative or a zero-length shard later on.
+    for sections in ([[0]], [[0, 1], [1]], [[0, 1], [2, 2]]):
+        with pytest.raises(ValueError, match="every parameter with elements once"):
+            FragmentTable.build([1, 2, 3], 2, 1, sections)
+    for numels, world, alignment in (((3, -1), 1, 1), ((3,), 0, 1), ((3,), 1, 0)):
+        with pytest.raises(ValueError):
+            FragmentTable.build(numels, world, alignment)
 
 
 def test_round_robin_deals_each_parameter_once():
     # Kills: an order that loses parameters when the count is no multiple of the shards, or that
     # deals nothing.
     for count, world in itertools.product(range(12), WORLDS):
-        order = round_robin_order(count, world)
-        assert sorted(order) == list(range(count))
+        assert sorted(round_robin_order(count, world)) == list(range(count))
+    order = round_robin_order(6, 3)
     assert round_robin_order(7, 3) == [0, 3, 6, 1, 4, 2, 5]
     # Consecutive parameters end up on different shards when all are of one size.
     table = FragmentTable.build([4] * 6, 3)
-    shard_of = {
-        param: table.of_param(place)[0].shard for place, param in enumerate(round_robin_order(6, 3))
-    }
+    shard_of = {param: table.of_param(place)[0].shard for place, param in enumerate(order)}
     assert all(shard_of[i] != shard_of[i + 1] for i in range(5))
 
 
@@ -220,39 +216,29 @@ def table_of(shapes: list[tuple[int, ...]], world: int) -> ParameterCutTable:
 def test_every_element_has_one_owner(world: int) -> None:
     # Kills: a cut of the wrong length, padding taken for elements, a fragment left out.
     table = table_of(SHAPES, world)
-    owners = [[0] * numel for numel in table.numels]
-    places: set[tuple[int, int]] = set()
-    for shard in range(world):
-        for part in table.of_shard(shard):
-            assert 0 < part.numel <= table.cuts[part.param]
-            assert part.shard_start + part.numel <= table.shard_numel
-            for step in range(part.numel):
-                owners[part.param][part.param_start + step] += 1
-                places.add((shard, part.shard_start + step))
-    assert all(count == 1 for counts in owners for count in counts)
-    assert len(places) == table.numel
     by_param = [part for param in range(len(SHAPES)) for part in table.of_param(param)]
     by_shard = [part for shard in range(world) for part in table.of_shard(shard)]
     assert sorted(by_param) == sorted(by_shard)
+    for part in by_shard:
+        assert 0 < part.numel <= table.cuts[part.param]
+        assert part.shard_start + part.numel <= table.shard_numel
+    owned = [(part.param, part.param_start + i) for part in by_shard for i in range(part.numel)]
+    assert sorted(owned) == [(p, i) for p, numel in enumerate(table.numels) for i in range(numel)]
+    assert len(set(places_of(by_shard))) == table.numel
 
 
 def test_cut_is_upstreams() -> None:
-    # Kills: another division than rank r of N owning [r*c, (r+1)*c), c = ceil(n/N).
+    # Kills: another division than rank r of N owning [r*c, (r+1)*c), c = ceil(n/N); a table that
+    # walks over all ranks to say what one of them owns.
     table = ParameterCutTable.cut((10, 4), 4)
     assert table.cuts == (3, 1)
     assert [table.fragment(0, rank)[1::3] for rank in range(4)] == [(0, 3), (3, 3), (6, 3), (9, 1)]
     assert table.padded_numel == 16
+    assert len(ParameterCutTable.cut((1_000_003,) * 50, 1 << 40).of_shard(0)) == 50
 
 
-def test_layout_takes_no_time_per_rank() -> None:
-    # Kills: a table that walks over all ranks to say what one of them owns.
-    table = ParameterCutTable.cut((1_000_003,) * 50, 1 << 40)
-    assert len(table.of_shard(0)) == 50
-
-
-@pytest.mark.parametrize(
-    ("world", "dtype"), itertools.product(CUT_WORLDS, (torch.float32, torch.bfloat16))
-)
+@pytest.mark.parametrize("world", CUT_WORLDS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_rows_and_back(world: int, dtype: torch.dtype) -> None:
     # Kills: padding that keeps what was in memory, a last cut that is not whole, a lost parameter.
     table = table_of(SHAPES, world)
@@ -269,14 +255,7 @@ def test_rows_and_back(world: int, dtype: torch.dtype) -> None:
     whole.copy_out(rows)
     for tensor, found in zip(tensors, whole.params, strict=True):
         assert torch.equal(tensor, found)
-
-
-def test_absent_gradients_are_zero() -> None:
-    # Kills: what an earlier backward left in the rows is summed again.
-    table = table_of(SHAPES, 3)
-    rows = torch.full((table.padded_numel,), float("nan"))
-    filler = RowFiller(table, rows)
-    filler.fill([torch.ones(shape) for shape in SHAPES])
+    # Kills: what an earlier backward left in the rows is summed again where a gradient is absent.
     filler.fill([None] * len(SHAPES))
     assert not rows.any()
 
@@ -292,8 +271,7 @@ def test_parameters_do_not_overlap_in_memory() -> None:
     assert whole.params[1].data_ptr() % 64 == whole.params[0].data_ptr() % 64
 
 
-LAYERS = 16
-NUMEL = 1 << 16
+LAYERS, NUMEL = 16, 1 << 16
 
 
 def make_params() -> list[nn.Parameter]:
@@ -303,8 +281,10 @@ def make_params() -> list[nn.Parameter]:
     return params
 
 
-def offsets_of(params: list[nn.Parameter]) -> list[int]:
-    return [sum(param.numel() for param in params[:index]) for index in range(len(params))]
+def places_in(params: list[nn.Parameter]) -> tuple[list[int], int]:
+    """Where each begins when they lie one behind another, and the length of all."""
+    *starts, numel = itertools.accumulate((param.numel() for param in params), initial=0)
+    return starts, numel
 
 
 @pytest.mark.parametrize("short", [False, True])
@@ -315,7 +295,7 @@ def test_values_and_memory(short: bool, monkeypatch: pytest.MonkeyPatch) -> None
         params = make_params()
         tied = nn.ModuleDict({"left": nn.Linear(1, 1), "right": nn.Linear(1, 1)})
         tied["left"].weight = tied["right"].weight = params[0]
-        offsets, numel = offsets_of(params), sum(param.numel() for param in params)
+        offsets, numel = places_in(params)
         expected = torch.cat([param.detach().reshape(-1) for param in params])
         device.synchronize()
         weights = 4 * numel
@@ -342,7 +322,7 @@ def test_the_host_has_no_other_place(monkeypatch: pytest.MonkeyPatch) -> None:
     # Kills: a copy of host memory in host memory.
     monkeypatch.setattr(flattening, "_to_host", lambda param: pytest.fail("copied"))
     params = make_params()
-    flatten(params, offsets_of(params), sum(param.numel() for param in params))
+    flatten(params, *places_in(params))
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
