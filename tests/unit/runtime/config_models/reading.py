@@ -23,3 +23,10 @@ def error_of(source):
 
 def error(**keys):
     return error_of({"train_batch_size": 8, **keys})
+
+
+def nested(path, value):
+    """The keys that give a value to a dotted path."""
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value

@@ -60,10 +60,20 @@ REFUSED_EXAMPLES = [
     ("weight_quantization", {"quantized_initialization": {"num_bits": 8}}),
     ("sparse_attention", {"mode": "fixed"}),
 ]
+REFUSED_AT_STAGE_3 = {
+    "offload_param": {"device": "nvme"},
+    "mics_hierarchical_params_gather": True,
+    "elastic_checkpoint": True,
+    "stage3_use_all_reduce_for_fetch_params": True,
+    "stage3_allgather_sequential": True,
+    "override_module_apply": False,
+    "enable_sanity_checks": True,
+}
 
 
 def test_each_refusal_has_an_example():
     assert len(REFUSED_EXAMPLES) == len(REFUSALS)
+    assert len(REFUSED_AT_STAGE_3) == len(AT_STAGE_3)
 
 
 @pytest.mark.parametrize("number", range(len(REFUSALS)))
@@ -77,38 +87,27 @@ def test_what_is_not_there_yet_is_refused_by_name(number):
 
 
 def test_all_refusals_are_listed_at_once():
-    text = error(
-        sparse_gradients=True,
-        zero_optimization={
-            "stage": 3,
-            "offload_param": {"device": "nvme"},
-            "elastic_checkpoint": True,
-        },
-    )
-    assert text.count("\n") == 2
+    offload = {"device": "nvme"}
+    zero = {"stage": 3, "offload_param": offload, "elastic_checkpoint": True}
+    assert error(sparse_gradients=True, zero_optimization=zero).count("\n") == 2
 
 
-@pytest.mark.parametrize("key", ["stage3_allgather_sequential", "allgather_sequential"])
-def test_what_is_refused_is_called_as_the_user_wrote_it(key):
+@pytest.mark.parametrize("prefix", ["stage3_", ""])
+def test_keys_are_called_as_the_user_wrote_them(prefix, warnings):
+    key = f"{prefix}allgather_sequential"
     text = error(zero_optimization={"stage": 3, key: True})
     assert text.startswith(f"zero_optimization.{key}: True is not supported")
     assert error(**{"zero_optimization.stage": 3, f"zero_optimization.{key}": True}) == text
-
-
-@pytest.mark.parametrize("key", ["stage3_prefetch_bucket_size", "prefetch_bucket_size"])
-def test_what_has_no_effect_is_called_as_the_user_wrote_it(key, warnings):
+    key = f"{prefix}prefetch_bucket_size"
     config(zero_optimization={"stage": 2, key: 5})
     assert f"zero_optimization.{key}=5 (has no effect without ZeRO stage 3)" in warnings[0]
 
 
 def test_warnings_come_once_and_from_the_first_rank(warnings, monkeypatch):
     # Kills: the same lines with every engine, and from every rank.
-    def read():
-        config(
-            bfloat16=ON,
-            vocabulary_size=17,
-            zero_optimization={"stage": 2, "stage3_prefetch_bucket_size": 5},
-        )
+    def read(size=5):
+        zero = {"stage": 2, "stage3_prefetch_bucket_size": size}
+        config(bfloat16=ON, vocabulary_size=17, zero_optimization=zero)
 
     monkeypatch.setenv("RANK", "1")
     read()
@@ -119,7 +118,7 @@ def test_warnings_come_once_and_from_the_first_rank(warnings, monkeypatch):
     assert len(warnings) == 2
     read()
     assert len(warnings) == 2
-    config(zero_optimization={"stage": 2, "stage3_prefetch_bucket_size": 6})
+    read(6)
     assert len(warnings) == 3
 
 
@@ -131,23 +130,19 @@ def test_round_robin_gradients_has_no_effect_at_stage_3(stage, warnings):
 
 
 def test_disabled_features_are_accepted_silently(warnings):
-    off = {"enabled": False}
+    off, nowhere = {"enabled": False}, {"device": "none", "nvme_path": None}
     blocks = "tensorboard wandb csv_monitor comet flops_profiler amp elasticity nebula autotuning"
+    zero = dict.fromkeys(("offload_optimizer", "offload_param"), nowhere)
+    zero |= {"stage": 2, "stage3_gather_16bit_weights_on_model_save": False}
     config(
         **dict.fromkeys([*blocks.split(), "fp16", "bf16"], off),
         compression_training={"weight_quantization": {"shared_parameters": off}},
         sparse_attention={},
-        zero_optimization={
-            "stage": 2,
-            "offload_optimizer": {"device": "none", "nvme_path": None},
-            "offload_param": {"device": "none", "nvme_path": None},
-            "stage3_gather_16bit_weights_on_model_save": False,
-            "sub_group_size": 1e9,
-            "zero_hpz_partition_size": 1,
-        },
+        zero_optimization={**zero, "sub_group_size": 1e9, "zero_hpz_partition_size": 1},
         pipeline={"stages": 1},
         activation_checkpointing={"partition_activations": False, "cpu_checkpointing": False},
     )
+    config(amp={**off, "opt_level": "O1"}, eigenvalue={**off, "tol": 0.5})
     assert warnings == []
 
 
@@ -166,37 +161,14 @@ def test_keys_of_what_is_not_there_are_named(keys, path, warnings):
     assert len(warnings) == 1 and path in warnings[0]
 
 
-def test_who_switches_a_feature_off_is_not_told_that_its_keys_have_no_effect(warnings):
-    config(amp={"enabled": False, "opt_level": "O1"}, eigenvalue={"enabled": False, "tol": 0.5})
-    assert warnings == []
-
-
-def test_keys_without_effect_are_documented():
+def test_keys_without_effect_exist_and_are_documented():
     pages = Path(__file__).parents[4] / "docs"
     text = (pages / "differences.md").read_text(encoding="utf-8")
     told = text[text.index("### Keys that are accepted") : text.index("## Checkpoints")]
     assert [inert.path for inert in INERT if inert.path.rpartition(".")[2] not in told] == []
-
-
-def test_the_tables_name_paths_that_exist():
     names = {path.replace(".tp.", ".tensor_parallel.") for path in all_paths(TrainingConfig)}
     names |= {"optimizer.params.max_grad_norm"}
     assert {row.path for row in (*REFUSALS, *INERT)} <= names
-
-
-REFUSED_AT_STAGE_3 = {
-    "offload_param": {"device": "nvme"},
-    "mics_hierarchical_params_gather": True,
-    "elastic_checkpoint": True,
-    "stage3_use_all_reduce_for_fetch_params": True,
-    "stage3_allgather_sequential": True,
-    "override_module_apply": False,
-    "enable_sanity_checks": True,
-}
-
-
-def test_each_refusal_at_stage_3_has_an_example():
-    assert len(REFUSED_AT_STAGE_3) == len(AT_STAGE_3)
 
 
 @pytest.mark.parametrize("key", REFUSED_AT_STAGE_3)
@@ -210,24 +182,20 @@ def test_what_stage_3_does_not_honour_is_refused_there_by_name(key, monkeypatch)
     config(zero_optimization={"stage": 2, key: value})
 
 
+BOTH = {"mics_shard_size": 2, "zero_hpz_partition_size": 2}
+ALONE = {"mics_shard_size": 1, "num_optimizer_instances": 2}
+OFFLOADED = {"zero_hpz_partition_size": 2, "offload_param": {"device": "cpu"}}
+
+
 @pytest.mark.parametrize(
     ("zero", "message"),
     [
         ({"mics_shard_size": 3}, "mics_shard_size: 3 does not divide the 4 ranks .* 1, 2, 4"),
         ({"zero_hpz_partition_size": 3}, "hpz_partition_size: 3 does not divide .* 1, 2, 4"),
         ({"num_optimizer_instances": 3}, "num_optimizer_instances: 3 does not divide the 4"),
-        (
-            {"mics_shard_size": 1, "num_optimizer_instances": 2},
-            "mics_shard_size: 1 makes 4 .*num_optimizer_instances: 2; remove one",
-        ),
-        (
-            {"mics_shard_size": 2, "zero_hpz_partition_size": 2},
-            "hpz_partition_size: 2 with 2 optimizer instances .*mics_shard_size",
-        ),
-        (
-            {"zero_hpz_partition_size": 2, "offload_param": {"device": "cpu"}},
-            "hpz_partition_size: 2 .* remove offload_param",
-        ),
+        (ALONE, "mics_shard_size: 1 makes 4 .*num_optimizer_instances: 2; remove one"),
+        (BOTH, "hpz_partition_size: 2 with 2 optimizer instances .*mics_shard_size"),
+        (OFFLOADED, "hpz_partition_size: 2 .* remove offload_param"),
     ],
 )
 def test_groups_of_stage_3_that_cannot_be_are_refused(zero, message, monkeypatch):
@@ -253,11 +221,20 @@ def test_groups_of_stage_3(zero, instances, monkeypatch):
     assert zero_of(stage=3, **zero).num_optimizer_instances == instances
 
 
-def test_groups_of_stage_3_have_no_effect_below(warnings):
-    config(zero_optimization={"stage": 2, "mics_shard_size": 2, "zero_hpz_partition_size": 2})
+def test_what_only_stage_3_has_has_no_effect_below(warnings):
+    # Kills: an error for a block that clients always write, a key that is ignored in silence.
+    none = "(has no effect without ZeRO stage 3)"
+    config(zero_optimization={"stage": 2, **BOTH})
     assert len(warnings) == 1
-    assert "mics_shard_size=2 (has no effect without ZeRO stage 3)" in warnings[0]
-    assert "zero_hpz_partition_size=2 (has no effect without ZeRO stage 3)" in warnings[0]
+    assert f"mics_shard_size=2 {none}" in warnings[0]
+    assert f"zero_hpz_partition_size=2 {none}" in warnings[0]
+    config(zero_optimization={"stage": 2, "offload_param": {"device": "cpu", "pin_memory": True}})
+    assert len(warnings) == 2 and f"offload_param.device='cpu' {none}" in warnings[1]
+    config(zero_optimization={"stage": 3, "offload_param": {"device": "cpu", "max_in_cpu": 5}})
+    assert len(warnings) == 3
+    assert "offload_param.max_in_cpu=5 (has no effect without NVMe offload)" in warnings[2]
+    config(zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}})
+    assert len(warnings) == 3
 
 
 def test_what_only_stage_3_has_is_refused_below_it():
@@ -276,34 +253,20 @@ def test_keys_without_effect_are_named_in_one_warning(warnings):
     assert "offload_optimizer.pipeline_read=True" in text and "device='cpu'" in text
 
 
-def test_parameter_offload_below_stage_3_is_named_in_one_warning(warnings):
-    # Kills: an error for a block that clients always write, a key that is ignored in silence.
-    config(zero_optimization={"stage": 2, "offload_param": {"device": "cpu", "pin_memory": True}})
-    assert len(warnings) == 1
-    assert "offload_param.device='cpu' (has no effect without ZeRO stage 3)" in warnings[0]
-    config(zero_optimization={"stage": 3, "offload_param": {"device": "cpu", "max_in_cpu": 5}})
-    assert len(warnings) == 2
-    assert "offload_param.max_in_cpu=5 (has no effect without NVMe offload)" in warnings[1]
-    config(zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}})
-    assert len(warnings) == 2
-
-
 def test_sizes_may_be_left_at_auto():
     # Kills: reference models of trl below stage 3, whose sizes nobody fills in.
-    given = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
-    given += ("stage3_param_persistence_threshold",)
+    given = "reduce_bucket_size stage3_prefetch_bucket_size stage3_param_persistence_threshold"
+    given = given.split()
     zero, default = zero_of(stage=0, **dict.fromkeys(given, "auto")), DeepSpeedZeroConfig()
     for name in (name.removeprefix("stage3_") for name in given):
         assert getattr(zero, name) == getattr(default, name)
 
 
-def test_the_oldest_form_of_zero_is_a_switch(warnings):
+def test_old_and_missing_values_are_resolved(warnings):
+    # The oldest form of ZeRO is a switch.
     assert config(zero_optimization=True).zero_optimization_stage == 1
     assert get_zero_config({"zero_optimization": False}).stage == 0
     assert "zero_optimization" in warnings[0]
-
-
-def test_overlap_is_resolved_by_stage():
     assert zero_of(stage=2).overlap_comm is False
     assert zero_of(stage=2, overlap_comm=True).overlap_comm is True
     assert read_block(DeepSpeedZeroConfig, {"stage": 3}).overlap_comm is True

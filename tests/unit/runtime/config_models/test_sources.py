@@ -10,7 +10,7 @@ import pytest
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigWriter
 from deepspeed.runtime.config_models.training import TrainingConfig
 from deepspeed.utils.logging import logger
-from unit.runtime.config_models.reading import config, error_of
+from unit.runtime.config_models.reading import ON, config, error_of
 
 
 def test_every_source_reads_the_same(tmp_path):
@@ -27,40 +27,24 @@ def test_every_source_reads_the_same(tmp_path):
     assert keys == {"train_batch_size": 8, "zero_optimization": {"stage": 2}}
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_what_cannot_be_read_is_told(tmp_path):
     assert "no_such.json" in error_of(str(tmp_path / "no_such.json"))
     assert "neither an existing file nor base64" in error_of("ds_config.json")
-
-
-def test_malformed_text_is_located(tmp_path):
+    for source in (None, 3, ["train_batch_size"]):
+        assert "pass a dict, a path" in error_of(source)
     path = tmp_path / "broken.json"
-    path.write_text('{\n  "train_batch_size": 8,\n  "fp16": {]\n}')
-    assert "broken.json" in error_of(str(path)) and "line 3, column 12" in error_of(str(path))
-
-
-def test_duplicate_keys_are_refused(tmp_path):
-    path = tmp_path / "twice.json"
-    path.write_text('{"train_batch_size": 8, "fp16": {"enabled": true, "enabled": false}}')
-    assert "duplicate keys" in error_of(str(path)) and "'enabled'" in error_of(str(path))
-
-
-@pytest.mark.parametrize("source", [None, 3, ["train_batch_size"]])
-def test_other_types_are_refused(source):
-    assert "pass a dict, a path" in error_of(source)
-
-
-def test_a_list_in_a_file_is_refused(tmp_path):
-    path = tmp_path / "list.json"
-    path.write_text("[1]")
-    assert "must be an object" in error_of(str(path))
+    for text, *told in (
+        ('{\n  "train_batch_size": 8,\n  "fp16": {]\n}', "broken.json", "line 3, column 12"),
+        ('{"fp16": {"enabled": true, "enabled": false}}', "duplicate keys", "'enabled'"),
+        ("[1]", "must be an object"),
+    ):
+        path.write_text(text)
+        assert all(part in error_of(str(path)) for part in told)
 
 
 def test_the_users_dict_is_not_touched():
-    given = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bfloat16": {"enabled": True},
-        "zero_optimization": {"stage": 1},
-    }
+    given = {"train_micro_batch_size_per_gpu": 2, "bfloat16": {"enabled": True}}
+    given["zero_optimization"] = {"stage": 1}
     before = copy.deepcopy(given)
     read = DeepSpeedConfig(given)
     read._param_dict["zero_optimization"]["stage"] = 0
@@ -96,6 +80,8 @@ def test_printing_holds_every_key(capsys):
     assert all(name in text for name in TrainingConfig.model_fields)
 
 
+OFF = {"enabled": False}
+NOWHERE = {"device": "none", "nvme_path": None}
 CLIENT_CONFIGS = {
     "accelerate": {
         "train_batch_size": 8,
@@ -103,20 +89,20 @@ CLIENT_CONFIGS = {
         "gradient_accumulation_steps": 2,
         "zero_optimization": {
             "stage": 2,
-            "offload_optimizer": {"device": "none", "nvme_path": None},
-            "offload_param": {"device": "none", "nvme_path": None},
+            "offload_optimizer": NOWHERE,
+            "offload_param": NOWHERE,
             "stage3_gather_16bit_weights_on_model_save": False,
         },
         "gradient_clipping": 1.0,
         "steps_per_print": float("inf"),
-        "bf16": {"enabled": True},
-        "fp16": {"enabled": False},
+        "bf16": ON,
+        "fp16": OFF,
         "zero_allow_untested_optimizer": True,
     },
     "accelerate fp16": {
         "train_batch_size": 8,
         "fp16": {"enabled": True, "auto_cast": True},
-        "bf16": {"enabled": False},
+        "bf16": OFF,
         "steps_per_print": float("inf"),
         "tensor_parallel": {"autotp_size": 0},
         "optimizer": {
@@ -149,22 +135,13 @@ CLIENT_CONFIGS = {
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": 2,
-            "contiguous_gradients": True,
-            "overlap_comm": True,
-            "allgather_partitions": True,
-            "reduce_scatter": True,
-            "allgather_bucket_size": 200_000_000,
-            "reduce_bucket_size": 200_000_000,
+            **dict.fromkeys(("contiguous_gradients", "overlap_comm"), True),
+            **dict.fromkeys(("allgather_partitions", "reduce_scatter"), True),
+            **dict.fromkeys(("allgather_bucket_size", "reduce_bucket_size"), 200_000_000),
             "sub_group_size": 1_000_000_000_000,
         },
-        "fp16": {
-            "enabled": True,
-            "loss_scale": 0,
-            "initial_scale_power": 16,
-            "loss_scale_window": 1000,
-            "hysteresis": 2,
-            "min_loss_scale": 1,
-        },
+        "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}
+        | {"loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
     },
     "trl": {
         "train_batch_size": 8,

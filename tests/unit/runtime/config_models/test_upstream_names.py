@@ -22,8 +22,9 @@ def of(prefix: str, **defaults: Any) -> dict[str, Any]:
     return names | {f"{name}_DEFAULT": defaults[key] for name, key in names.items()}
 
 
-def of_words(names: str) -> dict[str, Any]:
-    return {name: name.lower() for name in names.split()}
+def of_words(names: str, form: str = "{}") -> dict[str, Any]:
+    """Name constants that hold their own names in small letters."""
+    return {form.format(name.upper()): name.lower() for name in names.split()}
 
 
 def all_are(value: Any, names: str) -> dict[str, Any]:
@@ -51,33 +52,19 @@ CONSTANTS: dict[tuple[str, ...], dict[str, Any]] = {
         **of("AMP_", enabled=False),
         **of("TORCH_AUTOCAST_", enabled=False),
         **of("CHECKPOINT_", tag_validation="WARN"),
-        "ROUTE_TRAIN": "train",
-        "ROUTE_EVAL": "eval",
-        "ROUTE_PREDICT": "predict",
-        "ROUTE_ENCODE": "encode",
-        "OPTIMIZER_TYPE_DEFAULT": None,
-        "OPTIMIZER_PARAMS": "params",
-        "SCHEDULER_TYPE_DEFAULT": None,
-        "SCHEDULER_PARAMS": "params",
-        "ADAGRAD_OPTIMIZER": "adagrad",
-        "ADAM_OPTIMIZER": "adam",
-        "ADAMW_OPTIMIZER": "adamw",
-        "LAMB_OPTIMIZER": "lamb",
+        **of_words("TRAIN EVAL PREDICT ENCODE", "ROUTE_{}"),
+        **all_are(None, "OPTIMIZER_TYPE_DEFAULT SCHEDULER_TYPE_DEFAULT"),
+        **all_are("params", "OPTIMIZER_PARAMS SCHEDULER_PARAMS"),
+        **of_words("ADAGRAD ADAM ADAMW LAMB MUADAM MUADAMW MUSGD LION MUON", "{}_OPTIMIZER"),
         "ONEBIT_ADAM_OPTIMIZER": "onebitadam",
         "ONEBIT_LAMB_OPTIMIZER": "onebitlamb",
         "ZERO_ONE_ADAM_OPTIMIZER": "zerooneadam",
-        "MUADAM_OPTIMIZER": "muadam",
-        "MUADAMW_OPTIMIZER": "muadamw",
-        "MUSGD_OPTIMIZER": "musgd",
-        "LION_OPTIMIZER": "lion",
-        "MUON_OPTIMIZER": "muon",
         "DEEPSPEED_OPTIMIZERS": (
             "adagrad adam adamw lamb onebitadam onebitlamb zerooneadam "
             "muadam muadamw musgd lion muon"
         ).split(),
         "TORCH_ADAM_PARAM": "torch_adam",
-        "GRADIENT_ALLREDUCE_OP_MEAN": "mean",
-        "GRADIENT_ALLREDUCE_OP_SUM": "sum",
+        **of_words("MEAN SUM", "GRADIENT_ALLREDUCE_OP_{}"),
         "GRADIENT_ALLREDUCE_OP_SUPPORTED": ("mean", "sum"),
         "BFLOAT16": "bf16",
         "BFLOAT16_OLD": "bfloat16",
@@ -100,18 +87,14 @@ CONSTANTS: dict[tuple[str, ...], dict[str, Any]] = {
         "MIN_LOSS_SCALE": "min_scale",
     },
     ("deepspeed.runtime.zero.config",): {"ZERO_OPTIMIZATION": "zero_optimization"},
-    ("deepspeed.runtime.zero.offload_config",): {
-        "OFFLOAD_CPU_DEVICE": "cpu",
-        "OFFLOAD_NVME_DEVICE": "nvme",
-    },
+    ("deepspeed.runtime.zero.offload_config",): of_words("CPU NVME", "OFFLOAD_{}_DEVICE"),
     ("deepspeed.runtime.zero.leaf_module_config",): {
         "DEFAULT_LEAF_MODULE_CLASSES": [
             "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
             "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
             "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
         ],
-        "DEFAULT_LEAF_MODULE_NAMES": [],
-        "DEFAULT_LEAF_MODULE_NAME_SUFFIXES": [],
+        **all_are([], "DEFAULT_LEAF_MODULE_NAMES DEFAULT_LEAF_MODULE_NAME_SUFFIXES"),
     },
     ("deepspeed.runtime.activation_checkpointing.config",): {
         **of("ACT_CHKPT_", contiguous_memory_optimization=False, cpu_checkpointing=False),
@@ -151,7 +134,7 @@ CONSTANTS: dict[tuple[str, ...], dict[str, Any]] = {
     ("deepspeed.comm.constants", "deepspeed.comm.config"): {
         **of("COMMS_LOGGER_", debug=False, enabled=False, prof_all=True, prof_ops=[]),
         **of("COMMS_LOGGER_", verbose=False),
-        "CCL_BACKEND": "ccl",
+        **of_words("CCL GLOO HCCL MPI NCCL SCCL", "{}_BACKEND"),
         "COMMS_LOGGER": "comms_logger",
         "COMMS_LOGGER_FORMAT": "\n"
         "The Comms Logger can be specified as:\n"
@@ -164,11 +147,6 @@ CONSTANTS: dict[tuple[str, ...], dict[str, Any]] = {
         "}\n",
         "DEFAULT_AML_MASTER_PORT": "54965",
         "DEFAULT_AML_NCCL_SOCKET_IFNAME": "^docker0,lo",
-        "GLOO_BACKEND": "gloo",
-        "HCCL_BACKEND": "hccl",
-        "MPI_BACKEND": "mpi",
-        "NCCL_BACKEND": "nccl",
-        "SCCL_BACKEND": "sccl",
     },
 }
 
@@ -215,45 +193,40 @@ GIVEN: dict[str, Any] = {
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
 }
-# Name -> what it says about GIVEN, and about an empty dict.
+# What getters say about an empty dict; of GIVEN, most say what it holds.
+OF_NOTHING: dict[str, Any] = {
+    **all_are(None, "train_batch_size train_micro_batch_size_per_gpu steps_per_print"),
+    **all_are(None, "gradient_accumulation_steps"),
+    **all_are(False, "prescale_gradients wall_clock_breakdown dump_state dataloader_drop_last"),
+    **all_are(False, "zero_allow_untested_optimizer"),
+    **all_are(True, "managed_gradient_accumulation zero_force_ds_cpu_optimizer"),
+    **all_are(1.0, "gradient_clipping gradient_predivide_factor"),
+    "gradient_allreduce_op": "mean",
+}
 GETTERS: dict[str, tuple[Any, Any]] = {
-    "get_train_batch_size": (8, None),
-    "get_train_micro_batch_size_per_gpu": (2, None),
-    "get_gradient_accumulation_steps": (4, None),
-    "get_gradient_clipping": (0.5, 1.0),
-    "get_prescale_gradients": (True, False),
-    "get_gradient_predivide_factor": (2.0, 1.0),
-    "get_gradient_allreduce_op": ("sum", "mean"),
+    **{f"get_{key}": (GIVEN[key], default) for key, default in OF_NOTHING.items()},
     "get_communication_data_type": (torch.float16, None),
-    "get_managed_gradient_accumulation": (False, True),
     "get_optimizer_name": ("AdamW", None),
     "get_optimizer_params": ({"lr": 0.25}, None),
     "get_scheduler_name": ("WarmupLR", None),
     "get_scheduler_params": ({"warmup_num_steps": 3}, None),
     "get_torch_autocast_enabled": (True, False),
     "get_torch_autocast_dtype": (torch.bfloat16, None),
-    "get_steps_per_print": (7, None),
-    "get_wall_clock_breakdown": (True, False),
-    "get_dump_state": (True, False),
-    "get_dataloader_drop_last": (True, False),
-    "get_zero_allow_untested_optimizer": (True, False),
-    "get_zero_force_ds_cpu_optimizer": (False, True),
 }
 
 
 @pytest.mark.parametrize("name", GETTERS)
 def test_getters_read_raw_dicts(name: str) -> None:
-    module = importlib.import_module("deepspeed.runtime.config")
-    get = getattr(module, name)
+    get = getattr(importlib.import_module("deepspeed.runtime.config"), name)
     assert (get(GIVEN), get({})) == GETTERS[name]
     assert get.__name__ == name and get.__doc__
 
 
 def test_the_communication_types_getter_takes_another_key() -> None:
-    module = importlib.import_module("deepspeed.runtime.config")
+    get = importlib.import_module("deepspeed.runtime.config").get_communication_data_type
     key = "seq_parallel_communication_data_type"
-    assert module.get_communication_data_type({key: "bf16"}, key) is torch.bfloat16
-    assert module.get_communication_data_type({}, key, "fp32") is torch.float32
+    assert get({key: "bf16"}, key) is torch.bfloat16
+    assert get({}, key, "fp32") is torch.float32
 
 
 BLOCK_GETTERS = [
@@ -300,30 +273,19 @@ FULL: dict[str, Any] = {
     "data_types": {"grad_accum_dtype": "fp32"},
     "zero_optimization": OF_ZERO,
     "checkpoint": {"tag_validation": "Fail", "load_universal": True},
-    "flops_profiler": {
-        "recompute_fwd_factor": 0.5,
-        "profile_step": 9,
-        "module_depth": 3,
-        "top_modules": 2,
-        "detailed": False,
-        "output_file": "profile.txt",
-    },
+    "flops_profiler": {"recompute_fwd_factor": 0.5, "profile_step": 9, "module_depth": 3}
+    | {"top_modules": 2, "detailed": False, "output_file": "profile.txt"},
     "memory_breakdown": True,
     "dump_state": False,
 }
-CONFIG_ATTRIBUTES: dict[str, Any] = {
-    **all_are(False, "prescale_gradients torch_autocast_enabled"),
-    **all_are(False, "use_node_local_storage sparse_gradients_enabled amp_enabled"),
-    **all_are(False, "elasticity_enabled"),
-    **all_are(True, "memory_breakdown zero_enabled"),
-    **all_are(True, "checkpoint_tag_validation_enabled"),
+# What both the configuration and the engine's methods say about FULL.
+OF_BOTH: dict[str, Any] = {
+    **all_are(True, "memory_breakdown checkpoint_tag_validation_enabled"),
     **all_are(True, "checkpoint_tag_validation_fail load_universal_checkpoint"),
+    **all_are(False, "elasticity_enabled torch_autocast_enabled"),
     "train_batch_size": 8,
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 4,
-    "world_size": 1,
-    "global_rank": 0,
-    "sequence_parallel_size": 1,
     "gradient_clipping": 0.5,
     "steps_per_print": 7,
     "zero_optimization_stage": 2,
@@ -331,10 +293,17 @@ CONFIG_ATTRIBUTES: dict[str, Any] = {
     "optimizer_params": {"lr": 0.25},
     "scheduler_name": "WarmupLR",
     "scheduler_params": {"warmup_num_steps": 3},
-    "communication_data_type": torch.float32,
-    "seq_parallel_communication_data_type": torch.float32,
-    "grad_accum_dtype": "fp32",
     "torch_autocast_dtype": None,
+}
+CONFIG_ATTRIBUTES: dict[str, Any] = {
+    **OF_BOTH,
+    **all_are(False, "prescale_gradients use_node_local_storage"),
+    **all_are(False, "sparse_gradients_enabled amp_enabled"),
+    **all_are(torch.float32, "communication_data_type seq_parallel_communication_data_type"),
+    **all_are(1, "world_size sequence_parallel_size"),
+    "zero_enabled": True,
+    "global_rank": 0,
+    "grad_accum_dtype": "fp32",
     "torch_autocast_lower_precision_safe_modules": None,
 }
 # Attribute -> the block of the tree that it is.
@@ -367,52 +336,35 @@ def test_what_is_read_from_the_tree_cannot_be_set_beside_it(name: str) -> None:
 
 # Name -> what the method returns for FULL.
 ENGINE_METHODS: dict[str, Any] = {
-    **all_are(False, "fp16_enabled fp16_auto_cast torch_autocast_enabled"),
+    **OF_BOTH,
+    **all_are(False, "fp16_enabled fp16_auto_cast zero_ignore_unused_parameters"),
     **all_are(False, "dynamic_loss_scale zero_optimization_partition_weights"),
     **all_are(False, "zero_reduce_scatter zero_allgather_partitions"),
     **all_are(False, "zero_contiguous_gradients zero_load_from_fp32_weights"),
-    **all_are(False, "elasticity_enabled is_elastic_model_parallel_supported"),
-    **all_are(False, "zero_ignore_unused_parameters"),
+    **all_are(False, "is_elastic_model_parallel_supported dump_state"),
     **all_are(False, "zero_gather_16bit_weights_on_model_save"),
-    **all_are(False, "flops_profiler_enabled flops_profiler_detailed dump_state"),
-    **all_are(True, "bfloat16_enabled zero_optimization"),
-    **all_are(True, "zero_optimization_partition_gradients"),
+    **all_are(False, "flops_profiler_enabled flops_profiler_detailed"),
+    **all_are(True, "bfloat16_enabled zero_optimization dataloader_drop_last"),
+    **all_are(True, "zero_optimization_partition_gradients wall_clock_breakdown"),
     **all_are(True, "zero_allow_untested_optimizer zero_overlap_comm"),
     **all_are(True, "zero_cpu_offload zero_elastic_checkpoint"),
     **all_are(True, "zero_round_robin_gradients postscale_gradients"),
-    **all_are(True, "managed_gradient_accumulation wall_clock_breakdown"),
-    **all_are(True, "memory_breakdown dataloader_drop_last"),
-    **all_are(True, "checkpoint_tag_validation_enabled"),
-    **all_are(True, "checkpoint_tag_validation_fail load_universal_checkpoint"),
+    **all_are(True, "managed_gradient_accumulation"),
     "get_batch_info": (8, 2, 4),
-    "train_batch_size": 8,
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 4,
     "loss_scale": 0.0,
     "get_data_types": (torch.bfloat16, torch.float32),
-    "zero_optimization_stage": 2,
     "zero_reduce_bucket_size": 70,
     "zero_allgather_bucket_size": 80,
-    "gradient_clipping": 0.5,
     "gradient_predivide_factor": 1.0,
-    "optimizer_name": "adamw",
-    "optimizer_params": {"lr": 0.25},
-    "scheduler_name": "WarmupLR",
-    "scheduler_params": {"warmup_num_steps": 3},
     "get_type": [None],
     "get_mom": [(0.9, 0.999)],
-    "steps_per_print": 7,
     "flops_profiler_recompute_fwd_factor": 0.5,
     "flops_profiler_profile_step": 9,
     "flops_profiler_module_depth": 3,
     "flops_profiler_top_modules": 2,
     "flops_profiler_output_file": "profile.txt",
-    "torch_autocast_dtype": None,
 }
-ENGINE_PROPERTIES: dict[str, Any] = {
-    "model_dtype": torch.bfloat16,
-    "communication_data_type": torch.float32,
-}
+ENGINE_PROPERTIES = {"model_dtype": torch.bfloat16, "communication_data_type": torch.float32}
 
 
 class TestEngine(DistributedTest):
