@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from torch import nn
 
 import deepspeed
+from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.runtime.activation_checkpointing import checkpointing, saved_inputs, settings
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
+from deepspeed.verify import check_streams
 
 KINDS = {
     "reentrant": checkpointing.checkpoint,
@@ -38,20 +41,16 @@ def direct(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def gradients_of(
-    run: Callable[..., Any],
-    function: Callable[..., Any],
-    *shapes: tuple[int, ...],
-    model: nn.Module | None = None,
+    run: Callable[..., Any], function: Any, inputs: int = 1, model: nn.Module | None = None
 ) -> Any:
     """Result, gradients of fresh, equal inputs and of the model, and a random number drawn then."""
     torch.manual_seed(5)
-    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    result = run(function, *[item * 1 for item in inputs])
+    drawn = [torch.randn(4, 6, requires_grad=True) for _ in range(inputs)]
+    result = run(function, *[item * 1 for item in drawn])
     result.square().sum().backward()
-    found = [item.grad for item in inputs] + [
-        param.grad for param in (model.parameters() if model is not None else ())
-    ]
-    for param in model.parameters() if model is not None else ():
+    params = list((model or function).parameters())
+    found = [item.grad for item in (*drawn, *params)]
+    for param in params:
         param.grad = None
     return [result.detach(), *found, torch.rand(3)]
 
@@ -73,8 +72,7 @@ def block(dropout: float = 0.3) -> nn.Module:
 def test_gradients_and_dropout_are_those_of_the_plain_function(recompute: Any) -> None:
     # Kills: recomputing with another mask; leaving the generator where recomputation ended.
     model = block()
-    plain = gradients_of(direct, model, (4, 6), model=model)
-    assert_equal(gradients_of(recompute, model, (4, 6), model=model), plain)
+    assert_equal(gradients_of(recompute, model), gradients_of(direct, model))
 
 
 @both
@@ -91,7 +89,7 @@ def test_named_random_states_are_restored(recompute: Any) -> None:
 
     def run(call: Callable[..., Any]) -> list[Any]:
         checkpointing.model_parallel_cuda_manual_seed(11)
-        found = gradients_of(call, function, (4, 6), model=model)
+        found = gradients_of(call, function, model=model)
         return [*found, tracker.get_states()["model-parallel-rng"]]
 
     assert_equal(run(recompute), run(direct))
@@ -107,7 +105,7 @@ def test_autocast_is_restored(recompute: Any) -> None:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 return call(function, x).float()
 
-        return gradients_of(under_autocast, model, (4, 6), model=model)
+        return gradients_of(under_autocast, model)
 
     assert_equal(run(recompute), run(direct))
 
@@ -117,33 +115,24 @@ def test_nested_arguments_and_results(recompute: Any) -> None:
     # Kills: gradients lost in containers, keyword arguments, or outputs beside None and numbers.
     model = block(0.0)
 
-    def function(
-        x: torch.Tensor, more: dict[str, Any], flag: bool, scale: torch.Tensor | None = None
-    ) -> Any:
+    def function(x: Any, more: dict[str, Any], flag: bool, scale: Any = None) -> Any:
         hidden = model(x) + more["pair"][0] * more["factor"]
         if flag and scale is not None:
             hidden = hidden * scale
         return {"hidden": hidden, "rest": [None, 3, x.argmax(-1), (hidden.sum(), x)]}
 
     def flat(call: Callable[..., Any]) -> Callable[..., torch.Tensor]:
-        def run(
-            function: Callable[..., Any], x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor
-        ) -> torch.Tensor:
+        def run(function: Any, x: Any, y: Any, scale: Any) -> torch.Tensor:
             found = call(function, x, {"pair": (y, None), "factor": 0.5}, True, scale=scale)
             hidden, (nothing, three, index, (total, same)) = found["hidden"], found["rest"]
-            assert (
-                nothing is None
-                and three == 3
-                and index.dtype == torch.int64
-                and not index.requires_grad
-            )
+            assert nothing is None and three == 3
+            assert index.dtype == torch.int64 and not index.requires_grad
             return hidden + total + same * index.unsqueeze(-1)
 
         return run
 
-    shapes = ((4, 6), (4, 6), (4, 6))
-    plain = gradients_of(flat(direct), function, *shapes, model=model)
-    assert_equal(gradients_of(flat(recompute), function, *shapes, model=model), plain)
+    plain = gradients_of(flat(direct), function, 3, model)
+    assert_equal(gradients_of(flat(recompute), function, 3, model), plain)
 
 
 @both
@@ -181,11 +170,10 @@ def test_one_function_twice_and_one_inside_of_another(recompute: Any) -> None:
     # Kills: state kept per function instead of per call; recomputation that itself recomputes.
     model = block()
 
-    def nested(x: torch.Tensor, call: Callable[..., Any]) -> torch.Tensor:
-        return call(lambda y: call(model, y) + call(model, y * 2), call(model, x))
+    def nested(call: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+        return lambda f, x: call(lambda y: call(f, y) + call(f, y * 2), call(f, x))
 
-    plain = gradients_of(lambda f, x: nested(x, direct), model, (4, 6), model=model)
-    assert_equal(gradients_of(lambda f, x: nested(x, recompute), model, (4, 6), model=model), plain)
+    assert_equal(gradients_of(nested(recompute), model), gradients_of(nested(direct), model))
 
 
 @both
@@ -201,47 +189,34 @@ def test_a_retained_graph_runs_again(recompute: Any) -> None:
     assert torch.equal(x.grad, 2 * first)
 
 
-def test_without_gradients_the_function_is_called() -> None:
-    with torch.no_grad():
-        assert not checkpointing.checkpoint(
-            block(), torch.randn(2, 6, requires_grad=True)
-        ).requires_grad
-
-
-def test_results_come_as_upstream_gives_them() -> None:
+def test_arguments_and_results_are_upstreams() -> None:
     # A list comes as a tuple, a sequence of one element as that element.
     x = torch.randn(3, requires_grad=True)
     assert isinstance(checkpointing.checkpoint(lambda x: [x * 2, None], x), tuple)
     assert isinstance(checkpointing.checkpoint(lambda x: (x * 2,), x), torch.Tensor)
     assert checkpointing.checkpoint(lambda x: (None, 5), x) == (None, 5)
-
-
-def test_the_function_of_upstreams_name_takes_flat_arguments() -> None:
-    x = torch.randn(3, requires_grad=True)
+    # The function of upstream's name takes flat arguments.
     outputs: list[Any] = []
     attached = checkpointing.CheckpointFunction.apply(lambda x, k: (x * k, k), outputs, x, 3)
     assert outputs[1] == 3
     attached[0].sum().backward()
     assert torch.equal(x.grad, torch.full((3,), 3.0))
+    # Without gradients the function is called.
+    with torch.no_grad():
+        assert not checkpointing.checkpoint(torch.tanh, x).requires_grad
 
 
 # -- refusals --------------------------------------------------------------------------------------
 
 
-def test_grad_through_a_nested_backward_is_refused() -> None:
-    # Kills: torch.autograd.grad() that returns, and parameters that got gradients nobody asked for.
+def test_what_would_give_wrong_gradients_is_refused() -> None:
+    # Kills: torch.autograd.grad() that returns, and parameters that got gradients nobody asked for;
+    # recomputing from the modified input, which gives wrong gradients without a word.
     x = torch.randn(3, 6, requires_grad=True)
     with pytest.raises(RuntimeError, match="non_reentrant_checkpoint"):
         torch.autograd.grad(checkpointing.checkpoint(block(), x).sum(), x)
-    assert (
-        torch.autograd.grad(checkpointing.non_reentrant_checkpoint(block(), x).sum(), x)[0].shape
-        == x.shape
-    )
-
-
-def test_a_function_that_modifies_its_input_is_refused() -> None:
-    # Kills: recomputing from the modified input, which gives wrong gradients without a word.
-    x = torch.randn(3, 6, requires_grad=True)
+    (grad,) = torch.autograd.grad(checkpointing.non_reentrant_checkpoint(block(), x).sum(), x)
+    assert grad.shape == x.shape
     with pytest.raises(RuntimeError, match="modified its input .* clone"):
         checkpointing.checkpoint(lambda y: y.mul_(2).tanh(), x * 1)
 
@@ -250,12 +225,8 @@ def test_a_function_that_modifies_its_input_is_refused() -> None:
 @pytest.mark.parametrize("contiguous", [False, True])
 def test_an_input_modified_later_is_refused_or_was_copied(recompute: Any, contiguous: bool) -> None:
     # Kills: recomputing from whatever stands in the input's memory when backward comes.
-    checkpointing.configure(
-        None,
-        partition_activations=contiguous,
-        contiguous_checkpointing=contiguous,
-        num_checkpoints=1,
-    )
+    if contiguous:
+        save_into_long_buffers(1)
     x, index = torch.ones(3, requires_grad=True), torch.arange(3)
     hidden = x * 1
     loss = recompute(lambda h, i: (h * h)[i], hidden, index).sum()
@@ -265,20 +236,14 @@ def test_an_input_modified_later_is_refused_or_was_copied(recompute: Any, contig
         loss.backward()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"contiguous_checkpointing": True}, "partition_activations: true"),
-        (
-            {"contiguous_checkpointing": True, "partition_activations": True},
-            "number_checkpoints is None",
-        ),
-    ],
-)
-def test_settings_that_cannot_be_honoured(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(DeepSpeedConfigError, match=message):
-        checkpointing.configure(None, **arguments)
-    assert not checkpointing.is_configured()
+def test_settings_that_cannot_be_honoured() -> None:
+    for more, message in (
+        ({}, "partition_activations: true"),
+        ({"partition_activations": True}, "number_checkpoints is None"),
+    ):
+        with pytest.raises(DeepSpeedConfigError, match=message):
+            checkpointing.configure(None, contiguous_checkpointing=True, **more)
+        assert not checkpointing.is_configured()
 
 
 # -- settings and memory ---------------------------------------------------------------------------
@@ -287,28 +252,16 @@ def test_settings_that_cannot_be_honoured(arguments: dict[str, Any], message: st
 def test_configure_reads_the_block_and_arguments_override_it() -> None:
     # Kills: a block that is read and dropped; an argument that loses against it.
     assert deepspeed.checkpointing is checkpointing and not checkpointing.is_configured()
-    config = {
-        "train_batch_size": 1,
-        "activation_checkpointing": {
-            "partition_activations": True,
-            "contiguous_memory_optimization": True,
-            "number_checkpoints": 3,
-            "cpu_checkpointing": True,
-            "synchronize_checkpoint_boundary": True,
-            "profile": True,
-        },
-    }
+    switches = "partition_activations contiguous_memory_optimization cpu_checkpointing profile "
+    given = dict.fromkeys((switches + "synchronize_checkpoint_boundary").split(), True)
+    config = {"train_batch_size": 1, "activation_checkpointing": {**given, "number_checkpoints": 3}}
     checkpointing.configure(
         None, deepspeed_config=config, checkpoint_in_cpu=False, num_checkpoints=7
     )
     chosen = settings.current()
     assert checkpointing.is_configured()
-    assert (
-        chosen.partition_activations,
-        chosen.contiguous,
-        chosen.num_checkpoints,
-        chosen.cpu,
-    ) == (True, True, 7, False)
+    assert chosen.partition_activations and chosen.contiguous
+    assert chosen.num_checkpoints == 7 and chosen.cpu is False
     assert chosen.synchronize and chosen.profile
     checkpointing.partition_activations_in_checkpoint(False)
     checkpointing.set_num_layers(2)
@@ -316,18 +269,13 @@ def test_configure_reads_the_block_and_arguments_override_it() -> None:
 
 
 @both
-def test_profile_logs_forward_and_recomputation(
-    recompute: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_profile_logs_forward_and_recomputation(recompute: Any, monkeypatch: Any) -> None:
     lines: list[str] = []
     monkeypatch.setattr(checkpointing.logger, "info", lines.append)
     checkpointing.configure(None, profile=True, synchronize=True)
-    model = block()
-    gradients_of(lambda f, x: recompute(lambda y: recompute(f, y), x), model, (4, 6), model=model)
-    assert (
-        sum("forward" in line for line in lines) >= 2
-        and sum("recomputation" in line for line in lines) == 2
-    )
+    gradients_of(lambda f, x: recompute(lambda y: recompute(f, y), x), block())
+    assert sum("forward" in line for line in lines) >= 2
+    assert sum("recomputation" in line for line in lines) == 2
 
 
 @both
@@ -372,8 +320,6 @@ def test_blocks_of_long_buffers_are_reused_only_when_free() -> None:
         del loss, losses
         checkpointing.checkpoint(model, x * 4).sum().backward()
     assert places[3] in places[:3]
-    places.clear()
-    checkpointing.reset()
 
 
 class OwnGradient(torch.autograd.Function):
@@ -402,9 +348,6 @@ def test_a_gradient_may_be_the_recomputed_input(recompute: Any) -> None:
 
 def test_a_block_is_written_after_its_last_use_on_another_stream() -> None:
     # Kills: forgetting the event of the last use when a block changes hands between streams.
-    from deepspeed.accelerator.sim_accelerator import simulate
-    from deepspeed.verify import check_streams
-
     with simulate() as device, check_streams():
         buffers, like = saved_inputs.LongBuffers(1), torch.zeros(4)
         side = device.Stream()
@@ -422,26 +365,10 @@ def test_strides_survive_packing() -> None:
     save_into_long_buffers(4)
     store = saved_inputs.store()
     image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    for tensor in (
-        image,
-        image.transpose(1, 3),
-        torch.randn(7)[::2],
-        torch.randn(3, 1).expand(3, 4),
-        torch.tensor(2.0),
-    ):
-        found = store.unpack(store.pack(tensor))
-        assert torch.equal(found, tensor)
+    strided = [image, image.transpose(1, 3), torch.randn(7)[::2]]
+    for tensor in (*strided, torch.randn(3, 1).expand(3, 4), torch.tensor(2.0)):
+        assert torch.equal(store.unpack(store.pack(tensor)), tensor)
     assert store.unpack(store.pack(image)).stride() == image.stride()
-
-
-class Unit:
-    """An mpu that is tensor-parallel rank `rank`."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        return self._rank
 
 
 def drawn(seed: int) -> torch.Tensor:
@@ -449,36 +376,30 @@ def drawn(seed: int) -> torch.Tensor:
     return torch.rand(4)
 
 
-def test_fork_draws_from_the_named_state_and_goes_on_there() -> None:
+@pytest.fixture
+def tracker() -> Any:
+    """A tracker with a state that is called mine."""
+    made = checkpointing.CudaRNGStatesTracker()
+    made.add("mine", 7)
+    return made
+
+
+def test_fork_draws_from_the_named_state_and_goes_on_there(tracker: Any) -> None:
     # Kills: drawing from the accelerator's own state, moving it, starting the named one over.
-    tracker = checkpointing.CudaRNGStatesTracker()
     torch.manual_seed(1)
-    tracker.add("mine", 7)
     with tracker.fork("mine"):
         first = torch.rand(2)
     with tracker.fork("mine"):
         second = torch.rand(2)
     assert torch.equal(torch.cat([first, second]), drawn(7))
     torch.manual_seed(1)
-    expected = torch.rand(4)
-    torch.manual_seed(1)
-    with tracker.fork("mine"):
-        torch.rand(2)
-    assert torch.equal(torch.rand(4), expected)
-
-
-def test_fork_restores_after_an_error() -> None:
-    tracker = checkpointing.CudaRNGStatesTracker()
-    tracker.add("mine", 7)
-    torch.manual_seed(1)
     with pytest.raises(KeyError), tracker.fork("mine"):
+        torch.rand(2)
         raise KeyError
     assert torch.equal(torch.rand(4), drawn(1))
 
 
-def test_names_and_seeds_are_taken_once() -> None:
-    tracker = checkpointing.CudaRNGStatesTracker()
-    tracker.add("mine", 7)
+def test_names_and_seeds_are_taken_once(tracker: Any) -> None:
     with pytest.raises(ValueError, match="seed 7 already exists"):
         tracker.add("other", 7)
     with pytest.raises(ValueError, match="'mine' already exists"):
@@ -497,7 +418,7 @@ def test_names_and_seeds_are_taken_once() -> None:
 def test_seeds_of_tensor_parallel_ranks(rank: int) -> None:
     # Kills: equal masks for the parts of a split activation, or different ones for a replicated
     # one. 2718 is Megatron's offset.
-    checkpointing.configure(Unit(rank))
+    checkpointing.configure(SimpleNamespace(get_tensor_model_parallel_rank=lambda: rank))
     tracker = checkpointing.get_cuda_rng_tracker()
     checkpointing.model_parallel_cuda_manual_seed(100)
     replicated = torch.rand(4)

@@ -1,15 +1,17 @@
 """Checkpointed layers in an engine train as plain torch; saved inputs in parts and on the host."""
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from unit.common import DistributedTest
-from unit.models import drawn
+from unit.models import config_of, drawn
 from unit.one_process import OneProcess, mean_square
 from unit.v1.looping import each, each_pair
+from unit.v1.zero.usage import assert_close
 
 import deepspeed
 from deepspeed import comm as dist
@@ -26,14 +28,18 @@ LR = 0.1
 TOLERANCE = 2e-6
 
 
+def direct(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
 class Net(nn.Module):
     """Three checkpointed segments with odd sizes on raw data; two use the weights of `shared`."""
 
-    def __init__(self, call: Any = None) -> None:
+    def __init__(self, call: Any = direct) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.first, self.shared, self.last = nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 3)
-        self.call = call or (lambda function, *args: function(*args))
+        self.call = call
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.call(lambda x: self.shared(self.first(x).tanh()), x)
@@ -45,21 +51,14 @@ def data(index: int, rank: int) -> torch.Tensor:
     return drawn(100 * index + rank, 4, 5)
 
 
-def train(
-    call: Any, stage: int, form: str, bucket: int, steps: int = 2, accumulation: int = 2
-) -> None:
-    model = Net(call)
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": bucket, "overlap_comm": True},
-        "verify": {"ledger": form != "direct", "collectives": True},
-    }
+def train(call: Any, stage: int, form: str, bucket: int) -> None:
+    steps, accumulation, model = 2, 2, Net(call)
+    zero = {"reduce_bucket_size": bucket, "overlap_comm": True}
+    config = config_of(stage, 4, accumulation, zero_optimization=zero)
+    config["verify"] = {"ledger": form != "direct", "collectives": True}
     wanted = OneProcess(Net(), LR, mean_square).train(data, steps, accumulation)
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=LR), config=config
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     for index in range(steps * accumulation):
         x = data(index, dist.get_rank()).to(engine.device)
         if form.startswith("around"):
@@ -71,14 +70,8 @@ def train(
         else:
             loss.backward()
         engine.step()
-    found = {
-        name: deepspeed.utils.safe_get_full_fp32_param(param).clone()
-        for name, param in model.named_parameters()
-    }
+    assert_close(engine, wanted, TOLERANCE)
     engine.destroy()
-    for name, param in found.items():
-        error = ((param - wanted[name]).norm() / wanted[name].norm()).item()
-        assert error <= TOLERANCE, f"{name} is off by {error:.2e}"
 
 
 class TestEngine(DistributedTest):
@@ -110,10 +103,8 @@ class TestEngine(DistributedTest):
 
     @pytest.mark.world_size(1)
     def test_a_block_that_cannot_be_honoured(self) -> None:
-        config = {
-            "train_batch_size": 1,
-            "activation_checkpointing": {"contiguous_memory_optimization": True},
-        }
+        block = {"contiguous_memory_optimization": True}
+        config = {"train_batch_size": 1, "activation_checkpointing": block}
         with pytest.raises(ValueError, match="partition_activations: true"):
             deepspeed.initialize(model=Net(), config=config)
 
@@ -123,11 +114,7 @@ class TestOnASimulatedDevice(DistributedTest):
 
     @each_pair(kind=KINDS, stage=(0, 1, 2), form=("managed", "plain"), cpu=(False, True))
     def test_no_race(self, kind: str, stage: int, form: str, cpu: bool) -> None:
-        # Kills: hooks of a nested backward that wait for the wrong stream, and gradients sent
-        # before they are complete.
-        from deepspeed.accelerator.sim_accelerator import simulate
-        from deepspeed.verify import check_streams
-
+        # Kills: hooks of a nested backward that wait for the wrong stream; gradients sent early.
         with simulate(backward_streams=2), check_streams():
             deepspeed.checkpointing.configure(None, checkpoint_in_cpu=cpu)
             train(KINDS[kind], stage, form, bucket=20)
@@ -135,31 +122,23 @@ class TestOnASimulatedDevice(DistributedTest):
 
 def test_configured_by_an_engines_filled_in_configuration() -> None:
     # Kills: asking which ranks share the batch, which a pipeline's configuration does not tell.
-    filled = {
-        "train_batch_size": 8,
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "activation_checkpointing": {"cpu_checkpointing": True},
-    }
+    filled = config_of(0, 2, 2, activation_checkpointing={"cpu_checkpointing": True})
     before = settings.current()
     try:
-        checkpointing.configure(None, deepspeed_config=filled)
+        checkpointing.configure(None, deepspeed_config={"train_batch_size": 8, **filled})
         assert settings.current().cpu
     finally:
         settings.choose(before)
 
 
-class Unit:
-    """An mpu of one tensor-parallel group: all ranks."""
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        return dist.get_rank()
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return dist.get_world_size()
-
-    def get_tensor_model_parallel_group(self) -> Any:
-        return dist.get_world_group()
+def configure(**options: Any) -> None:
+    """With all ranks as one tensor-parallel group."""
+    unit = SimpleNamespace(
+        get_tensor_model_parallel_rank=dist.get_rank,
+        get_tensor_model_parallel_world_size=dist.get_world_size,
+        get_tensor_model_parallel_group=dist.get_world_group,
+    )
+    checkpointing.configure(unit, **options)
 
 
 class Recorded:
@@ -175,30 +154,26 @@ class Recorded:
 
         patch.setattr(saved_inputs.InputStore, "pack", pack)
 
+    def content(self) -> list[torch.Tensor]:
+        """What is kept of each moved input."""
+        return [item.content for item in self.packed if isinstance(item, saved_inputs._Packed)]
+
     def sizes(self) -> list[int]:
         """Elements that are kept of each moved input."""
-        return [
-            item.content.numel() for item in self.packed if isinstance(item, saved_inputs._Packed)
-        ]
+        return [tensor.numel() for tensor in self.content()]
 
-    def memories(self) -> set[int]:
-        """The pieces of memory that they lie in."""
-        return {
-            item.content.untyped_storage().data_ptr()
-            for item in self.packed
-            if isinstance(item, saved_inputs._Packed)
-        }
+
+def pieces(tensors: list[torch.Tensor]) -> int:
+    """Of memory that they lie in."""
+    return len({tensor.untyped_storage().data_ptr() for tensor in tensors})
 
 
 def trained(call: Callable[..., Any]) -> list[torch.Tensor]:
     """Gradients of three layers, the first on 3 x 5 numbers, uneven for two ranks."""
     torch.manual_seed(3)
-    layers = nn.ModuleList(
-        nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.4), nn.Tanh()) for _ in range(3)
-    )
-    x = torch.randn(3, 5, requires_grad=True)
-    index = torch.tensor([2, 0, 1])
-    hidden = x * 1
+    made = [nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.4), nn.Tanh()) for _ in range(3)]
+    layers, x = nn.ModuleList(made), torch.randn(3, 5, requires_grad=True)
+    hidden, index = x * 1, torch.tensor([2, 0, 1])
     for layer in layers:
         hidden = call(lambda h, i, layer=layer: layer(h)[i], hidden, index)
     hidden.square().sum().backward()
@@ -211,36 +186,23 @@ class TestTwoRanks(DistributedTest):
     @each(kind=KINDS, cpu=[False, True], contiguous=[False, True])
     def test_gradients(self, kind: str, cpu: bool, contiguous: bool) -> None:
         # Kills: parts put together in the wrong order or without the padding's end; a part of
-        # another input; a block used early.
-        checkpointing.configure(
-            Unit(),
+        # another input; a block used early; keeping the whole beside the part; one piece of memory
+        # per input where they should lie together.
+        configure(
             partition_activations=True,
             checkpoint_in_cpu=cpu,
             contiguous_checkpointing=contiguous,
             num_checkpoints=3,
         )
-        plain = trained(lambda function, *args: function(*args))
-        found = trained(KINDS[kind])
-        assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
-
-    @each(kind=KINDS, contiguous=[False, True])
-    def test_each_rank_keeps_its_part(self, kind: str, contiguous: bool) -> None:
-        # Kills: keeping the whole beside the part; one piece of memory per input where they should
-        # lie together.
-        checkpointing.configure(
-            Unit(),
-            partition_activations=True,
-            contiguous_checkpointing=contiguous,
-            num_checkpoints=3,
-        )
         with pytest.MonkeyPatch.context() as patch:
             recorded = Recorded(patch)
-            trained(KINDS[kind])
+            found = trained(KINDS[kind])
+        assert all(map(torch.equal, found, trained(direct)))
         assert recorded.sizes() == [8, 8, 8]  # of 15, padded to 16
-        assert len(recorded.memories()) == (1 if contiguous else 3)
+        assert cpu or pieces(recorded.content()) == (1 if contiguous else 3)
 
     def test_without_partitioning_inputs_stay_whole(self) -> None:
-        checkpointing.configure(Unit())
+        configure()
         with pytest.MonkeyPatch.context() as patch:
             recorded = Recorded(patch)
             trained(checkpointing.checkpoint)
@@ -248,28 +210,19 @@ class TestTwoRanks(DistributedTest):
 
     @each(contiguous=[False, True], cpu=[False, True])
     def test_the_flat_lists_of_upstreams_names(self, contiguous: bool, cpu: bool) -> None:
-        checkpointing.configure(Unit(), partition_activations=True)
-        args = [
-            torch.arange(5.0).view(5, 1).requires_grad_(),
-            3,
-            torch.tensor([1, 2]),
-            torch.arange(4.0) + 10,
-        ]
+        configure(partition_activations=True)
+        column = torch.arange(5.0).view(5, 1).requires_grad_()
+        args = [column, 3, torch.tensor([1, 2]), torch.arange(4.0) + 10]
         parts = checkpointing.partition_activations(args, cpu, contiguous)
         assert [part.numel() for part in (parts[0], parts[3])] == [3, 2]
-        assert len({part.untyped_storage().data_ptr() for part in (parts[0], parts[3])}) == (
-            1 if contiguous else 2
-        )
+        assert pieces([parts[0], parts[3]]) == (1 if contiguous else 2)
         assert dist.get_rank() == 0 or parts[0][2] == 0  # padding
         saved = checkpointing.get_partitioned_activations_for_backward(args, parts, contiguous)
         whole = checkpointing.gather_partitioned_activations(saved)
         assert whole[1] == 3 and torch.equal(whole[2], args[2])
         assert torch.equal(whole[0], args[0]) and torch.equal(whole[3], args[3])
-        start, size = (
-            checkpointing.get_partition_start(args[0]),
-            checkpointing.get_partition_size(args[0]),
-        )
-        assert (start, size) == (3 * dist.get_rank(), 3)
+        assert checkpointing.get_partition_start(args[0]) == 3 * dist.get_rank()
+        assert checkpointing.get_partition_size(args[0]) == 3
         with pytest.raises(RuntimeError, match="expected a tuple"):
             checkpointing.detach_variable(args)
         tensors, others, flags = checkpointing.extract_tensors(tuple(args))
@@ -285,15 +238,11 @@ class TestPartsOnASimulatedDevice(DistributedTest):
     def test_gradients(self, kind: str, partition: bool, contiguous: bool) -> None:
         # Kills: reading an input before its producer, or a host copy before the copy is done;
         # freeing an input early; a block that is written while its last reader is at it.
-        from deepspeed.accelerator.sim_accelerator import simulate
-        from deepspeed.verify import check_streams
-
         if contiguous and not partition:
             return  # refused
-        plain = trained(lambda function, *args: function(*args))
+        plain = trained(direct)
         with simulate(backward_streams=2) as device, check_streams():
-            checkpointing.configure(
-                Unit(),
+            configure(
                 partition_activations=partition,
                 contiguous_checkpointing=contiguous,
                 num_checkpoints=2,
@@ -304,18 +253,14 @@ class TestPartsOnASimulatedDevice(DistributedTest):
                 recorded = Recorded(patch)
                 for _ in range(2):  # the second round uses the blocks of the first
                     found = trained(KINDS[kind])
-                assert all(
-                    device.is_pinned(item.content)
-                    for item in recorded.packed
-                    if hasattr(item, "content")
-                )
+                packed = [item for item in recorded.packed if hasattr(item, "content")]
+                assert all(device.is_pinned(item.content) for item in packed)
                 assert recorded.sizes() == [8 if partition else 15] * 6
             equal = [torch.equal(one, other) for one, other in zip(found, plain, strict=True)]
         assert all(equal)
 
 
-LAYERS = 10
-NUMEL = 1 << 12
+LAYERS, NUMEL = 10, 1 << 12
 INPUT = 4 * NUMEL  # bytes
 
 
@@ -325,9 +270,9 @@ def as_before() -> Iterator[None]:
     checkpointing.reset()
 
 
-def forward(x: torch.Tensor) -> torch.Tensor:
+def sines(x: torch.Tensor, call: Any = direct) -> torch.Tensor:
     for _ in range(LAYERS):
-        x = checkpointing.checkpoint(torch.sin, x)
+        x = call(torch.sin, x)
     return x
 
 
@@ -343,19 +288,15 @@ def test_two_copies_are_under_way(on_host: bool, least: int, most: int) -> None:
         for _ in range(2):
             device.reset_peak_memory_stats()
             before = device.memory_allocated()
-            y = forward(x)
+            y = sines(x, checkpointing.checkpoint)
             # The newest input, its output, two that are being copied, and one that is dropped as
             # the next copy is issued.
             peak = (device.max_memory_allocated() - before) / INPUT
             assert least <= peak <= most, peak
             y.sum().backward()
             del y
-        grad = x.grad
-        assert grad is not None
-        found = grad.clone()
+        assert x.grad is not None
+        found = x.grad.clone()
     expected = torch.ones(NUMEL, requires_grad=True)
-    y = expected
-    for _ in range(LAYERS):
-        y = torch.sin(y)
-    (2 * y.sum()).backward()
+    (2 * sines(expected).sum()).backward()
     assert torch.allclose(found, expected.grad)

@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 from unit.common import DistributedTest
+from unit.models import config_of, sgd
 
 import deepspeed
 from deepspeed import comm as dist
@@ -23,6 +24,7 @@ from deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset import (
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 
 SAMPLES = 40
+ON = {"enabled": True}
 # Sample i is as hard as that: 8 samples each of 1 to 5.
 HARDNESS = numpy.random.default_rng(3).permutation(numpy.arange(SAMPLES) % 5 + 1)
 
@@ -63,11 +65,9 @@ def steps_of(
         length = len(sampler)
         streams.append(list(sampler))
         assert len(streams[-1]) == length
-    micro_batches = [sum(together, []) for together in zip(*streams, strict=True)]
-    return [
-        sum(micro_batches[i : i + accumulation], [])
-        for i in range(0, len(micro_batches), accumulation)
-    ]
+    batches = [sum(together, []) for together in zip(*streams, strict=True)]
+    starts = range(0, len(batches), accumulation)
+    return [sum(batches[i : i + accumulation], []) for i in starts]
 
 
 def test_every_cut_of_the_global_batch_gets_the_same_samples(tmp_path: Path) -> None:
@@ -87,15 +87,14 @@ def test_samples_are_as_hard_as_the_step_and_come_once_in_a_pass(tmp_path: Path)
     # Kills: harder samples too early, samples that never come, one that comes twice before others
     # came once, the same order in each pass.
     whole = steps_of(efficiency({"hard": metric(tmp_path)}), 1, 8, 1)
-    easy, middle, everything = whole[:3], whole[3:5], whole[5:15]
-    assert sorted(sum(easy[:2], [])) == sorted(numpy.flatnonzero(HARDNESS <= 2).tolist())
+    easy, middle, everything = whole[:3], sum(whole[3:5], []), whole[5:15]
+    assert sorted(sum(easy[:2], [])) == numpy.flatnonzero(HARDNESS <= 2).tolist()
     assert set(easy[2]) <= set(numpy.flatnonzero(HARDNESS <= 2).tolist())
-    assert all(HARDNESS[i] <= 4 for i in sum(middle, [])) and len(set(sum(middle, []))) == 16
-    assert max(HARDNESS[i] for i in sum(middle, [])) > 2
+    assert all(HARDNESS[i] <= 4 for i in middle) and len(set(middle)) == 16
+    assert max(HARDNESS[i] for i in middle) > 2
     first, second = sum(everything[:5], []), sum(everything[5:], [])
     assert sorted(first) == sorted(second) == list(range(SAMPLES)) and first != second
-    there_and_back = {"difficulty": [5, 2, 5], "max_step": [2, 4]}
-    back = metric(tmp_path, schedule_config=there_and_back)
+    back = metric(tmp_path, schedule_config={"difficulty": [5, 2, 5], "max_step": [2, 4]})
     whole = steps_of(efficiency({"hard": back}), 1, 8, 1)
     assert whole[:2] != whole[4:6]  # another order of the same samples
 
@@ -103,14 +102,9 @@ def test_samples_are_as_hard_as_the_step_and_come_once_in_a_pass(tmp_path: Path)
 def test_percentiles_one_cluster_and_several_metrics(tmp_path: Path) -> None:
     # Kills: percentiles of the values instead of the samples, a metric of one cluster that chooses,
     # samples that only one of two metrics lets through.
-    percents = {"difficulty": [25, 100], "max_step": [2]}
-    shares = metric(
-        tmp_path,
-        difficulty_type="percentile",
-        min_difficulty=25,
-        max_difficulty=100,
-        schedule_config=percents,
-    )
+    percents = {"min_difficulty": 25, "max_difficulty": 100, "difficulty_type": "percentile"}
+    schedule = {"difficulty": [25, 100], "max_step": [2]}
+    shares = metric(tmp_path, **percents, schedule_config=schedule)
     easiest = sorted(range(SAMPLES), key=lambda i: (HARDNESS[i], i))[: SAMPLES // 4]
     found = steps_of(efficiency({"hard": shares}), 1, 5, 1)
     assert sorted(sum(found[:2], [])) == sorted(easiest)
@@ -136,11 +130,7 @@ def test_files_are_those_of_upstream_and_are_checked(tmp_path: Path) -> None:
     assert Path(name + ".idx").read_bytes() == index
     assert Path(name + ".bin").read_bytes() == struct.pack("<5i", 1, 2, 3, 4, 5)
     data = MMapIndexedDataset(name)
-    assert [item.tolist() for item in (data[i] for i in range(len(data)))] == [
-        [1, 2, 3],
-        [],
-        [4, 5],
-    ]
+    assert [data[i].tolist() for i in range(len(data))] == [[1, 2, 3], [], [4, 5]]
     assert dataset_exists(name) and not dataset_exists(name + "x")
     with pytest.raises(IndexError, match="item 3 of 3"):
         data[3]
@@ -155,30 +145,23 @@ def test_files_are_those_of_upstream_and_are_checked(tmp_path: Path) -> None:
             MMapIndexedDataset(name)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
+def test_what_makes_no_sense(tmp_path: Path) -> None:
+    other = metric(tmp_path, values=HARDNESS % 3, name="other")["index_to_metric_path"]
+    whole = "expected a whole number of at least 1"
+    for change, said in (
         ({"difficulty_type": "values"}, "difficulty_type: 'values': expected one of"),
         ({"clustering_type": None}, "clustering_type: None: expected one of"),
         ({"index_to_sample_path": None}, "index_to_sample_path is missing"),
         ({"index_to_sample_path": "nowhere"}, "cannot be read"),
         ({"schedule_type": "linear"}, "curriculum_metrics.hard.schedule_type: 'linear'"),
-        ({"min_difficulty": 0}, "min_difficulty: 0: expected a whole number of at least 1"),
-    ],
-)
-def test_what_makes_no_sense(change: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with pytest.raises(DeepSpeedConfigError, match=said):
-        steps_of(efficiency({"hard": {**metric(tmp_path), **change}}), 1, 8, 1)
-
-
-def test_files_that_do_not_fit(tmp_path: Path) -> None:
-    with pytest.raises(DeepSpeedConfigError, match="has 39 samples, and the dataset 40"):
-        steps_of(efficiency({"hard": metric(tmp_path, values=HARDNESS[1:])}), 1, 8, 1)
-    other = metric(tmp_path, values=HARDNESS % 3, name="other")["index_to_metric_path"]
-    with pytest.raises(DeepSpeedConfigError, match="does not have 5 values"):
-        steps_of(efficiency({"hard": metric(tmp_path, index_to_metric_path=other)}), 1, 8, 1)
-    with pytest.raises(DeepSpeedConfigError, match="no sample is as easy as difficulty 2"):
-        steps_of(efficiency({"hard": metric(tmp_path, values=HARDNESS + 5)}), 1, 8, 1)
+        ({"min_difficulty": 0}, f"min_difficulty: 0: {whole}"),
+        ({"index_to_metric_path": other}, "does not have 5 values"),
+        # Files that do not fit.
+        ({"values": HARDNESS[1:]}, "has 39 samples, and the dataset 40"),
+        ({"values": HARDNESS + 5}, "no sample is as easy as difficulty 2"),
+    ):
+        with pytest.raises(DeepSpeedConfigError, match=said):
+            steps_of(efficiency({"hard": metric(tmp_path, **change)}), 1, 8, 1)
 
 
 class Numbered(torch.utils.data.Dataset[torch.Tensor]):
@@ -200,16 +183,8 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
     def loader(ranks: int, rank: int) -> DeepSpeedDataLoader:
         micro = 8 // ranks
         sampler = DeepSpeedDataSampler(config, SAMPLES, micro, rank, ranks)
-        return DeepSpeedDataLoader(
-            Numbered(),
-            micro,
-            False,
-            0,
-            None,
-            data_sampler=sampler,
-            data_parallel_world_size=ranks,
-            data_parallel_rank=rank,
-        )
+        split = {"data_parallel_world_size": ranks, "data_parallel_rank": rank}
+        return DeepSpeedDataLoader(Numbered(), micro, False, 0, None, data_sampler=sampler, **split)
 
     two = [loader(2, rank) for rank in range(2)]
     for step in range(6):
@@ -227,41 +202,25 @@ class TestEngine(DistributedTest):
     world_size = 2
 
     def make_engine(self, block: dict[str, Any], **keys: Any) -> Any:
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": 2,
-            "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
-            "data_efficiency": block,
-            **keys,
-        }
-        engine, *_ = deepspeed.initialize(
-            model=torch.nn.Linear(1, 1), config=config, training_data=Numbered()
-        )
-        return engine
+        config = config_of(0, 2, 2, optimizer=sgd(1e-4), data_efficiency=block) | keys
+        model = torch.nn.Linear(1, 1)
+        return deepspeed.initialize(model=model, config=config, training_data=Numbered())[0]
 
     def read(self, engine: Any, steps: int) -> list[list[int]]:
         """This rank's samples of each step, which are trained on."""
-        found = []
-        batches = iter(engine.training_dataloader)
-        for _ in range(steps):
-            seen: list[int] = []
-            for _ in range(2):
-                batch = next(batches)
-                seen += batch.flatten().int().tolist()
-                engine.backward(engine(batch).mean())
-                engine.step()
-            found.append(seen)
-        return found
+        batches, found = iter(engine.training_dataloader), []
+        for _ in range(2 * steps):
+            batch = next(batches)
+            found.append(batch.flatten().int().tolist())
+            engine.backward(engine(batch).mean())
+            engine.step()
+        return [first + second for first, second in zip(found[::2], found[1::2], strict=True)]
 
     def test_goes_on_from_a_checkpoint(self, tmpdir: Any) -> None:
         # Kills: a position that counts what workers have read ahead, a loader that begins anew, a
         # state of another step for whoever cuts samples.
-        folder = Path(str(tmpdir))
-        if dist.get_rank() == 0:
-            metric(folder)
-        dist.barrier()
-        block = efficiency({"hard": metric(folder / "..", name=f"{folder.name}{dist.get_rank()}")})
-        rank = dist.get_rank()
+        folder, rank = Path(str(tmpdir)), dist.get_rank()
+        block = efficiency({"hard": metric(folder.parent, name=f"{folder.name}{rank}")})
         truth = [
             step[2 * rank : 2 * rank + 2] + step[4 + 2 * rank : 6 + 2 * rank]
             for step in steps_of(block, 1, 8, 1)
@@ -269,12 +228,7 @@ class TestEngine(DistributedTest):
         block["data_sampling"]["num_workers"] = 1
         engine = self.make_engine(block)
         states: list[dict[str, Any]] = []
-
-        def process(batch: Any, state: dict[str, Any]) -> Any:
-            states.append(state)
-            return batch
-
-        engine.set_data_post_process_func(process)
+        engine.set_data_post_process_func(lambda batch, state: states.append(state) or batch)
         assert self.read(engine, 4) == truth[:4]
         assert [s["current_difficulties"]["hard"] for s in states] == [2] * 6 + [4] * 2
         engine.save_checkpoint(str(folder / "saved"))
@@ -302,9 +256,6 @@ class TestEngine(DistributedTest):
         with pytest.raises(DeepSpeedConfigError, match="data_sampling.enabled: true"):
             plain.set_data_post_process_func(lambda batch, state: batch)
         plain.destroy()
-        for key, inner in (
-            ("data_routing", {"enabled": True}),
-            ("data_sampling", {"dynamic_batching": {"enabled": True}}),
-        ):
+        for key, inner in (("data_routing", ON), ("data_sampling", {"dynamic_batching": ON})):
             with pytest.raises(DeepSpeedConfigError, match=f"data_efficiency.{key}"):
                 self.make_engine({"enabled": True, key: inner})

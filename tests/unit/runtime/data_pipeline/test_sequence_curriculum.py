@@ -1,14 +1,13 @@
 """Sequences that grow and batches of unequal sizes against one process; difficulties of steps."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from unit.common import DistributedTest
-from unit.models import drawn, seeded, tokens
+from unit.models import config_of, drawn, seeded, sgd, tokens
 from unit.one_process import OneProcess, mean_square, of_all_ranks
 
 import deepspeed
@@ -50,18 +49,14 @@ class Model(nn.Module):
         return loss * factor
 
 
-def make_engine(**keys: Any) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": LR, "momentum": 0.9}},
-        "zero_allow_untested_optimizer": True,
-        "curriculum_learning": SCHEDULE,
-        **keys,
-    }
-    engine, *_ = deepspeed.initialize(model=Model(), config=config)
-    return engine
+def make_engine(model: nn.Module | None = None, stage: int = 0, **keys: Any) -> Any:
+    zero = {"stage3_param_persistence_threshold": 0}
+    config = config_of(stage, ROWS, ACCUMULATION, optimizer=sgd(LR), zero_optimization=zero)
+    config |= {"zero_allow_untested_optimizer": True, "curriculum_learning": SCHEDULE, **keys}
+    return deepspeed.initialize(model=model or Model(), config=config)[0]
+
+
+MOMENTUM = {"type": "SGD", "params": {"lr": LR, "momentum": 0.9}}
 
 
 def tokens_of(number: int, rank: int) -> torch.Tensor:
@@ -94,33 +89,34 @@ def parameters(engine: Any) -> list[torch.Tensor]:
         return [param.detach().clone() for param in engine.module.parameters()]
 
 
+def assert_parameters(engine: Any, wanted: list[torch.Tensor]) -> None:
+    for ours, theirs in zip(parameters(engine), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 class TestTraining(DistributedTest):
     world_size = 2
 
     def test_equals_one_process_and_goes_on_from_a_checkpoint(self, tmpdir: Any) -> None:
         # Kills: a length of the step before or of the micro-batch, one length in evaluation, a
         # resumed run that begins the schedule anew.
-        expected = reference()
+        expected, middle = reference(), 3 * ACCUMULATION
+        lengths = [length for length in LENGTHS for _ in range(ACCUMULATION)]
         for stage in range(4):
-            zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-            engine = make_engine(zero_optimization=zero)
+            engine = make_engine(stage=stage, optimizer=MOMENTUM)
             losses = train(engine, range(3))
             engine.save_checkpoint(str(tmpdir), tag=f"stage{stage}")
             engine.eval()
             engine(tokens_of(0, 0))
             engine.train()
             losses += train(engine, range(3, STEPS))
-            lengths = [length for length in LENGTHS for _ in range(ACCUMULATION)]
-            middle = 3 * ACCUMULATION
             assert engine.module.lengths == [*lengths[:middle], None, *lengths[middle:]]
-            for ours, theirs in zip(parameters(engine), expected, strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-            resumed = make_engine(zero_optimization=zero)
+            assert_parameters(engine, expected)
+            resumed = make_engine(stage=stage, optimizer=MOMENTUM)
             resumed.load_checkpoint(str(tmpdir), tag=f"stage{stage}")
             assert train(resumed, range(3, STEPS)) == losses[middle:]
             assert resumed.module.lengths == lengths[middle:]
-            for ours, theirs in zip(parameters(resumed), parameters(engine), strict=True):
-                assert torch.equal(ours, theirs)
+            assert all(map(torch.equal, parameters(resumed), parameters(engine)))
             engine.destroy()
             resumed.destroy()
 
@@ -145,18 +141,8 @@ class TestTraining(DistributedTest):
         assert plain.curriculum_scheduler_legacy.get_current_difficulty() == LENGTHS[1]
 
     def test_a_pipelines_batches_are_cut_by_its_script(self) -> None:
-        module = PipelineModule(
-            [nn.Linear(1, 3), nn.Linear(3, 1)],
-            num_stages=2,
-            loss_fn=lambda out, label: (out - label).square().mean(),
-        )
-        config = {
-            "train_micro_batch_size_per_gpu": ROWS,
-            "gradient_accumulation_steps": ACCUMULATION,
-            "optimizer": {"type": "SGD", "params": {"lr": LR}},
-            "curriculum_learning": SCHEDULE,
-        }
-        engine, *_ = deepspeed.initialize(model=module, config=config)
+        layers = [nn.Linear(1, 3), nn.Linear(3, 1)]
+        engine = make_engine(PipelineModule(layers, num_stages=2, loss_fn=nn.MSELoss()))
         cut: list[int] = []
 
         def cut_batch(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, Any]:
@@ -169,18 +155,11 @@ class TestTraining(DistributedTest):
             assert math.isfinite(float(engine.train_batch(iter(data))))
         assert cut == [length for length in LENGTHS[:3] for _ in range(ACCUMULATION)]
 
-    def test_what_cannot_be_told_the_length_is_refused(self, tmpdir: Any) -> None:
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "SGD", "params": {"lr": LR}},
-            "curriculum_learning": SCHEDULE,
-        }
+    def test_what_cannot_be_told_the_length_is_refused(self) -> None:
         with pytest.raises(DeepSpeedConfigError, match="Linear.forward does not take"):
-            deepspeed.initialize(model=nn.Linear(2, 2), config=config)
-        split = {**config, "sequence_parallel_size": 2}
+            make_engine(nn.Linear(2, 2))
         with pytest.raises(DeepSpeedConfigError, match="split over 2 ranks"):
-            deepspeed.initialize(model=Model(), config=split)
-        assert not list(Path(str(tmpdir)).iterdir())
+            make_engine(sequence_parallel_size=2)
 
 
 CLIP = 0.4
@@ -209,26 +188,13 @@ class TestUnequalBatches(DistributedTest):
             norms.append(float(one.norm))
         assert norms[0] > CLIP
         for stage in range(4):
-            engine, *_ = deepspeed.initialize(
-                model=make_model(),
-                config={
-                    "train_micro_batch_size_per_gpu": 1,
-                    "gradient_accumulation_steps": ACCUMULATION,
-                    "gradient_clipping": CLIP,
-                    "optimizer": {"type": "SGD", "params": {"lr": LR}},
-                    "zero_allow_untested_optimizer": True,
-                    "zero_optimization": {"stage": stage},
-                },
-            )
+            plain = {"curriculum_learning": {"enabled": False}}
+            engine = make_engine(make_model(), stage, gradient_clipping=CLIP, **plain)
             for step in range(len(UNEQUAL_ROWS)):
                 own = of_all_ranks(batch_of, step, ACCUMULATION)[dist.get_rank() :: 2]
                 self.step(engine, own)
                 assert abs(engine.get_global_grad_norm() - norms[step]) < 1e-5, stage
-            with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-                for param, wanted in zip(
-                    engine.module.parameters(), one.params().values(), strict=True
-                ):
-                    torch.testing.assert_close(param.detach(), wanted, atol=1e-6, rtol=1e-5)
+            assert_parameters(engine, list(one.params().values()))
             engine.destroy()
 
     def step(self, engine: Any, micro_batches: list[torch.Tensor]) -> None:
@@ -244,17 +210,16 @@ class TestUnequalBatches(DistributedTest):
 
 
 def block(schedule_type: str, least: int, largest: int, **schedule: Any) -> dict[str, Any]:
-    return {
-        "min_difficulty": least,
-        "max_difficulty": largest,
-        "schedule_type": schedule_type,
-        "schedule_config": schedule,
-    }
+    limits = {"min_difficulty": least, "max_difficulty": largest}
+    return {**limits, "schedule_type": schedule_type, "schedule_config": schedule}
 
 
 LINEAR = block("fixed_linear", 8, 64, total_curriculum_step=10, difficulty_step=8)
 ROOT = block("fixed_root", 8, 64, total_curriculum_step=100, difficulty_step=8, root_degree=2)
 DISCRETE = block("fixed_discrete", 1, 9, difficulty=[1, 4, 9], max_step=[2, 5])
+# Never less than the least, also where that is no multiple: upstream begins with 0 here.
+STEEP = block("fixed_linear", 5, 20, total_curriculum_step=4, difficulty_step=8)
+FLAT = block("fixed_linear", 5, 20, total_curriculum_step=40, difficulty_step=8)
 
 
 @pytest.mark.parametrize(
@@ -265,17 +230,8 @@ DISCRETE = block("fixed_discrete", 1, 9, difficulty=[1, 4, 9], max_step=[2, 5])
         # 8 + 56 x sqrt(t / 100): 13.6, 19.2, 36, 58.4, 64
         (ROOT, (1, 4, 25, 81, 100, 400), [8, 16, 32, 56, 64, 64]),
         (DISCRETE, range(1, 8), [1, 1, 4, 4, 4, 9, 9]),
-        # Never less than the least, also where that is no multiple: upstream begins with 0 here.
-        (
-            block("fixed_linear", 5, 20, total_curriculum_step=4, difficulty_step=8),
-            range(1, 7),
-            [8, 8, 16, 16, 16, 20],
-        ),
-        (
-            block("fixed_linear", 5, 20, total_curriculum_step=40, difficulty_step=8),
-            (1, 7, 8, 41),
-            [5, 5, 8, 16],
-        ),
+        (STEEP, range(1, 7), [8, 8, 16, 16, 16, 20]),
+        (FLAT, (1, 7, 8, 41), [5, 5, 8, 16]),
     ],
 )
 def test_difficulties(config: dict[str, Any], steps: Any, difficulties: list[int]) -> None:
@@ -311,35 +267,30 @@ def test_state() -> None:
     assert other.get_current_difficulty() == 3
 
 
+WHOLE = "expected a whole number of at least"
+
+
+def discrete(difficulty: Any, max_step: list[int]) -> dict[str, Any]:
+    return block("fixed_discrete", 1, 9, difficulty=difficulty, max_step=max_step)
+
+
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("config", "said"),
     [
-        ({"min_difficulty": None}, "min_difficulty is missing"),
-        ({"max_difficulty": 4}, "max_difficulty: 4: expected a whole number of at least 8"),
-        ({"schedule_type": "linear"}, "schedule_type: 'linear': expected one of fixed_linear"),
-        ({"schedule_config": {"difficulty_step": 8}}, "total_curriculum_step is missing"),
+        (LINEAR | {"min_difficulty": None}, "min_difficulty is missing"),
+        (LINEAR | {"max_difficulty": 4}, f"max_difficulty: 4: {WHOLE} 8"),
+        (LINEAR | {"schedule_type": "linear"}, "'linear': expected one of fixed_linear"),
+        (block("fixed_linear", 8, 64, difficulty_step=8), "total_curriculum_step is missing"),
         (
-            {"schedule_config": {"difficulty_step": 0, "total_curriculum_step": 5}},
-            "difficulty_step: 0: expected a whole number of at least 1",
+            block("fixed_linear", 8, 64, difficulty_step=0, total_curriculum_step=5),
+            f"difficulty_step: 0: {WHOLE} 1",
         ),
-        (
-            {"schedule_config": {**LINEAR["schedule_config"], "root_degree": 2}},
-            "root_degree: 2: expected no such key, but total_curriculum_step",
-        ),
-        (
-            {**DISCRETE, "schedule_config": {"difficulty": [1, 2], "max_step": [3, 4]}},
-            "one entry less than difficulty",
-        ),
-        (
-            {**DISCRETE, "schedule_config": {"difficulty": [1, 2, 3], "max_step": [4, 3]}},
-            "steps in their order",
-        ),
-        (
-            {**DISCRETE, "schedule_config": {"difficulty": 5, "max_step": [4]}},
-            "a list of whole numbers",
-        ),
+        (ROOT | {"schedule_type": "fixed_linear"}, "root_degree: 2: expected no such key, but"),
+        (discrete([1, 2], [3, 4]), "one entry less than difficulty"),
+        (discrete([1, 2, 3], [4, 3]), "steps in their order"),
+        (discrete(5, [4]), "a list of whole numbers"),
     ],
 )
-def test_what_makes_no_sense(change: dict[str, Any], said: str) -> None:
+def test_what_makes_no_sense(config: dict[str, Any], said: str) -> None:
     with pytest.raises(DeepSpeedConfigError, match=said):
-        CurriculumScheduler({**LINEAR, **change})
+        CurriculumScheduler(config)
