@@ -15,8 +15,7 @@ from deepspeed.runtime.fp16.loss_scaler import (
     to_python_float,
 )
 
-# (overflow, scale after, hysteresis after), recorded from DeepSpeed 0.19.6 with init 64, window 3,
-# minimum 1.
+# (overflow, scale after, hysteresis after), as DeepSpeed 0.19.6 gives for init 64, window 3, min 1.
 RECORDED_SHIFT_1 = [
     (1, 32.0, 1), (0, 32.0, 1), (0, 32.0, 1), (1, 16.0, 1), (0, 16.0, 1), (0, 16.0, 1),
     (0, 16.0, 1), (0, 32.0, 1), (1, 16.0, 1), (1, 8.0, 1), (0, 8.0, 1), (0, 8.0, 1), (0, 8.0, 1),
@@ -34,11 +33,11 @@ RECORDED_SHIFT_2_CONSECUTIVE = [
 ]  # fmt: skip
 
 
+SETTINGS = {"init_scale": 64, "scale_window": 3, "min_scale": 1, "delayed_shift": 1}
+
+
 def scaler(**changes):
-    settings = dict(
-        init_scale=64, scale_window=3, min_scale=1, delayed_shift=1, consecutive_hysteresis=False
-    )
-    return DynamicLossScaler(**{**settings, **changes})
+    return DynamicLossScaler(**{**SETTINGS, "consecutive_hysteresis": False, **changes})
 
 
 @pytest.mark.parametrize(
@@ -51,11 +50,9 @@ def scaler(**changes):
 )
 def test_transitions_are_the_recorded_ones(delayed_shift, consecutive, recorded):
     machine = scaler(delayed_shift=delayed_shift, consecutive_hysteresis=consecutive)
-    seen = []
-    for overflow, _, _ in recorded:
+    for overflow, scale, hysteresis in recorded:
         machine.update_scale(bool(overflow))
-        seen.append((overflow, machine.cur_scale, machine.cur_hysteresis))
-    assert seen == recorded
+        assert (machine.cur_scale, machine.cur_hysteresis) == (scale, hysteresis)
 
 
 def test_update_returns_the_scale_that_was_used():
@@ -63,21 +60,17 @@ def test_update_returns_the_scale_that_was_used():
     for overflow in (False, False, False, False, True, False):
         scale_of_this_step = machine.loss_scale
         assert machine.update_scale(overflow) == scale_of_this_step
-    # The fourth clean step grew the scale and the overflow halved it, so the check above saw both
-    # changes.
+    # The fourth clean step grew the scale and the overflow halved it: both changes were seen.
     assert machine.loss_scale == 64 and machine.cur_iter == 6
 
 
-def test_overflow_at_the_minimum_is_an_error_that_names_the_key():
+def test_overflow_at_the_minimum_is_an_error_that_names_the_key_or_goes_on():
     machine = scaler(init_scale=2)
     machine.update_scale(True)
     before = dict(machine.__dict__)
     with pytest.raises(RuntimeError, match="fp16.min_loss_scale"):
         machine.update_scale(True)
     assert machine.__dict__ == before
-
-
-def test_overflow_at_the_minimum_may_go_on():
     machine = scaler(init_scale=2, raise_error_at_min_scale=False)
     for _ in range(3):
         machine.update_scale(True)
@@ -87,9 +80,8 @@ def test_overflow_at_the_minimum_may_go_on():
 def test_static_scale_never_changes():
     machine = LossScaler(128)
     assert [machine.update_scale(overflow) for overflow in (True, False, True)] == [128.0] * 3
-    assert (
-        machine.loss_scale == 128 and machine.dynamic is False and machine.has_overflow([]) is False
-    )
+    assert machine.loss_scale == 128
+    assert machine.dynamic is False and machine.has_overflow([]) is False
 
 
 def test_scaled_backward_is_computed_in_fp32():
@@ -99,12 +91,11 @@ def test_scaled_backward_is_computed_in_fp32():
     LossScaler(8).backward(loss)
     assert weight.grad.item() == 24
 
-
-def test_overflow_is_found_in_gradients():
     good, bad, none = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
     good.grad, bad.grad = torch.ones(2), torch.tensor([0.0, float("inf")])
     assert not scaler().has_overflow_serial([good, none])
     assert scaler().has_overflow_serial([good, bad, none])
+    assert to_python_float(torch.tensor([2.5])) == to_python_float(2.5) == 2.5
 
 
 def test_pickle_keeps_class_path_and_attribute_names():
@@ -112,12 +103,9 @@ def test_pickle_keeps_class_path_and_attribute_names():
     machine.update_scale(True)
     text = pickle.dumps(machine)
     assert b"deepspeed.runtime.fp16.loss_scaler" in text and b"DynamicLossScaler" in text
-    names = {
-        "cur_scale", "dynamic", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window",
-        "min_scale", "delayed_shift", "cur_hysteresis", "consecutive_hysteresis",
-        "raise_error_at_min_scale", "dtype",
-    }  # fmt: skip
-    assert set(machine.__dict__) == names
+    names = "cur_scale dynamic cur_iter last_overflow_iter scale_factor scale_window min_scale "
+    names += "delayed_shift cur_hysteresis consecutive_hysteresis raise_error_at_min_scale dtype"
+    assert set(machine.__dict__) == set(names.split())
     assert pickle.loads(text).__dict__ == machine.__dict__
     assert LossScaler(4.0).__dict__ == {"cur_scale": 4.0, "dynamic": False}
 
@@ -130,9 +118,6 @@ def test_state_dict_continues_exactly():
     for overflow in (False, False, False, True, True):
         assert machine.update_scale(overflow) == resumed.update_scale(overflow)
     assert machine.state_dict() == resumed.state_dict()
-
-
-def test_state_of_another_kind_is_refused():
     with pytest.raises(ValueError, match="fp16.loss_scale"):
         LossScaler(1).load_state_dict(scaler().state_dict())
 
@@ -143,15 +128,10 @@ def test_repr_is_json():
 
 
 def test_create_chooses_by_type_and_settings():
-    args = dict(
-        init_scale=8, scale_window=2, min_scale=1, delayed_shift=2, consecutive_hysteresis=False
-    )
+    args = {**SETTINGS, "init_scale": 8, "delayed_shift": 2, "consecutive_hysteresis": False}
     dynamic = CreateLossScaler(torch.float16, 0, True, args)
-    assert (
-        isinstance(dynamic, DynamicLossScaler)
-        and dynamic.cur_scale == 8
-        and dynamic.cur_hysteresis == 2
-    )
+    assert isinstance(dynamic, DynamicLossScaler)
+    assert dynamic.cur_scale == 8 and dynamic.cur_hysteresis == 2
     assert CreateLossScaler(torch.float16, 4.0, False, None).cur_scale == 4
     for dtype in (torch.bfloat16, torch.float32):
         plain = CreateLossScaler(dtype, 4.0, True, args)
@@ -160,28 +140,23 @@ def test_create_chooses_by_type_and_settings():
         CreateLossScaler(torch.float16, 0, True, None)
 
 
+ARGS = {"init_scale": 8, "scale_window": 2}
+
+
 @pytest.mark.parametrize(
     "given, expected",
     [
-        (dict(dynamic_loss_scale=True), (2**32, 1000, 1)),
-        (dict(dynamic_loss_scale=True, profile=LossScaleProfile.UNFUSED), (2**16, 1000, 0.25)),
-        (dict(dynamic_loss_scale=True, initial_dynamic_scale=77.0), (77, 1000, 1)),
-        (
-            dict(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 8, "scale_window": 2}),
-            (8, 2, 1),
-        ),
+        (dict(), (2**32, 1000, 1)),
+        (dict(profile=LossScaleProfile.UNFUSED), (2**16, 1000, 0.25)),
+        (dict(initial_dynamic_scale=77.0), (77, 1000, 1)),
+        (dict(dynamic_loss_args=ARGS), (8, 2, 1)),
         (dict(dynamic_loss_scale=False, static_loss_scale=128), (128, None, None)),
-        (dict(dynamic_loss_scale=True, low_precision_dtype=torch.bfloat16), (1, None, None)),
+        (dict(low_precision_dtype=torch.bfloat16), (1, None, None)),
     ],
 )
 def test_loss_scale_config_resolves_defaults(given, expected):
-    defaults = dict(
-        low_precision_dtype=torch.float16, static_loss_scale=1.0, dynamic_loss_args=None
-    )
+    defaults = {"low_precision_dtype": torch.float16, "static_loss_scale": 1.0}
+    defaults |= {"dynamic_loss_args": None, "dynamic_loss_scale": True}
     config = LossScaleConfig(**{**defaults, **given})
     assert (config.cur_scale, config.scale_window, config.min_loss_scale) == expected
     assert config.use_grad_scaling == (config.low_precision_dtype == torch.float16)
-
-
-def test_to_python_float():
-    assert to_python_float(torch.tensor([2.5])) == to_python_float(2.5) == 2.5

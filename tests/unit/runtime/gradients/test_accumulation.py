@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from unit.models import drawn
 
 from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker, BackwardState
@@ -30,11 +31,13 @@ def test_the_last_of_each_window_is_the_boundary(steps):
     # Kills: an off-by-one that steps after the first micro-batch instead of the last.
     expected = [(i + 1) % steps == 0 for i in range(3 * steps)]
     assert boundaries(AccumulationTracker(steps), 3 * steps) == expected
+    # Kills: a modulo by zero far away from its cause.
+    with pytest.raises(ValueError, match="gradient_accumulation_steps must be at least 1, got 0"):
+        AccumulationTracker(0)
 
 
 def test_what_is_said_from_outside_holds_until_said_again():
-    # Kills: a forced answer that is forgotten at the next micro-batch (accelerate says it once per
-    # change).
+    # Kills: a forced answer that is forgotten at the next micro-batch (accelerate says it once).
     tracker = AccumulationTracker(2)
     tracker.set_boundary(False)
     assert boundaries(tracker, 3) == [False, False, False]
@@ -53,6 +56,8 @@ def test_unmanaged_accumulation_leaves_counting_to_the_caller():
 def test_no_sync_nests_and_ends_on_error():
     # Kills: a flag instead of a depth, and a block that stays open after an exception.
     tracker = AccumulationTracker(1)
+    # Nothing runs at the start. Kills: a first plain backward that is taken for a managed one.
+    assert tracker.state is BackwardState.IDLE and tracker.micro_steps == 0
     with pytest.raises(KeyError), tracker.no_sync():
         with tracker.no_sync():
             assert tracker.in_no_sync
@@ -62,27 +67,15 @@ def test_no_sync_nests_and_ends_on_error():
     assert tracker.is_boundary  # no_sync says nothing about the boundary
 
 
-def test_a_window_has_at_least_one_micro_batch():
-    # Kills: a modulo by zero far away from its cause.
-    with pytest.raises(ValueError, match="gradient_accumulation_steps must be at least 1, got 0"):
-        AccumulationTracker(0)
-
-
-def test_nothing_runs_at_the_start():
-    # Kills: a first plain backward that is taken for a managed one.
-    tracker = AccumulationTracker(3)
-    assert tracker.state is BackwardState.IDLE and tracker.micro_steps == 0
-
-
 CPU = torch.device("cpu")
+of_each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+of_each_kind = pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@of_each_dtype
 def test_squares_are_summed_in_fp32(dtype):
-    # Kills: summing in the inputs' dtype; 70000 ones are 256 in bf16 additions and inf as an fp16
-    # square sum.
-    ones = torch.ones(70_000, dtype=dtype)
-    total = local_squared_norm([ones], CPU)
+    # Kills: summing in the inputs' dtype: 70000 ones are 256 in bf16, and inf as a square in fp16.
+    total = local_squared_norm([torch.ones(70_000, dtype=dtype)], CPU)
     assert total.dtype == torch.float32 and total.shape == (1,)
     assert total.item() == pytest.approx(70_000, rel=1e-6)
 
@@ -93,10 +86,13 @@ def test_tensors_add_up_and_empty_ones_add_nothing():
     assert local_squared_norm(grads, CPU).item() == pytest.approx(12 + 36)
     assert local_squared_norm([], CPU).item() == 0.0
     assert local_squared_norm([torch.empty(0)], CPU).item() == 0.0
+    # Kills: a collective on one rank only (there is no process group here, so it would raise).
+    squared = torch.tensor([4.0])
+    assert reduce_squared_norm(squared, None) is squared and squared.item() == 4.0
 
 
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@of_each_kind
+@of_each_dtype
 def test_one_bad_element_makes_it_not_finite(bad, dtype):
     # Kills: a nan-ignoring reduction or a -1 sentinel, after which the step would not be skipped.
     grad = torch.ones(1000, dtype=dtype)
@@ -104,10 +100,9 @@ def test_one_bad_element_makes_it_not_finite(bad, dtype):
     assert not torch.isfinite(local_squared_norm([torch.ones(5), grad], CPU)).item()
 
 
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@of_each_kind
 def test_copies_that_another_rank_counts_add_nothing_unless_they_are_bad(bad):
-    # Kills: counting copies, and a rank alone with a bad copy that steps because the one that
-    # counts is good.
+    # Kills: counting copies; a rank alone with a bad copy that steps because the counted is good.
     grad, copy = torch.full((4,), 2.0), torch.full((9,), 3.0, dtype=torch.bfloat16)
     assert local_squared_norm([grad], CPU, [copy, torch.empty(0)]).item() == 16.0
     copy[7] = bad
@@ -116,16 +111,9 @@ def test_copies_that_another_rank_counts_add_nothing_unless_they_are_bad(bad):
 
 
 def test_neighbouring_ranges_become_one():
-    # Kills: joining over a gap (what another rank counts would count here, too), or losing the last
-    # range.
+    # Kills: joining over a gap (what another rank counts would count here), losing the last range.
     assert joined([(0, 3), (3, 5), (7, 8), (8, 8), (8, 9)]) == [(0, 5), (7, 9)]
     assert joined([(2, 4)]) == [(2, 4)] and joined([]) == []
-
-
-def test_without_a_group_nothing_is_reduced():
-    # Kills: a collective on one rank only (there is no process group here, so it would raise).
-    squared = torch.tensor([4.0])
-    assert reduce_squared_norm(squared, None) is squared and squared.item() == 4.0
 
 
 def test_clipping_is_torchs():
@@ -148,7 +136,7 @@ SIZES = [0, 1, 7, TAIL_NUMEL - 1, TAIL_NUMEL, TAIL_NUMEL + 1, 5 * TAIL_NUMEL + 3
 def test_there_and_back(numel: int, narrow: torch.dtype, wide: torch.dtype) -> None:
     # Kills: a piece that writes over elements not read yet, in either direction; a lost tail.
     overlay = Overlay(numel, narrow, wide, CPU)
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(narrow)
+    values = drawn(0, numel).to(narrow)
     assert not overlay.narrow.any() and overlay.narrow.shape == overlay.wide.shape == (numel,)
     overlay.narrow.copy_(values)
     overlay.widen()
@@ -158,27 +146,22 @@ def test_there_and_back(numel: int, narrow: torch.dtype, wide: torch.dtype) -> N
     assert torch.equal(overlay.narrow, values * 2)
 
 
-def test_one_dtype_is_one_buffer() -> None:
-    overlay = Overlay(9, torch.float32, torch.float32, CPU)
-    overlay.narrow.fill_(3)
-    overlay.widen()
-    assert torch.equal(overlay.wide, torch.full((9,), 3.0))
-    overlay.narrow_again()
-    assert torch.equal(overlay.narrow, torch.full((9,), 3.0))
-
-
-def test_starts_are_aligned() -> None:
-    # Kills: a narrow buffer right behind an odd number of bytes.
+def test_memory_of_one() -> None:
+    # Kills: a narrow buffer right behind an odd number of bytes; buffers apart, or a conversion
+    # through a whole copy.
     for numel in (1, 3, 1000, 1001):
         overlay = Overlay(numel, torch.bfloat16, torch.float32, CPU)
         assert (overlay.narrow.data_ptr() - overlay.wide.data_ptr()) % 16 == 0
-
-
-def test_memory_of_one() -> None:
-    # Kills: buffers apart, or a conversion through a whole copy.
     numel = 64 * TAIL_NUMEL
     with simulate() as device:
         overlay = Overlay(numel, torch.bfloat16, torch.float32, CPU)
         overlay.widen()
         overlay.narrow_again()
         assert 4 * numel <= device.max_memory_allocated() < 4.2 * numel
+    # One dtype is one buffer.
+    overlay = Overlay(9, torch.float32, torch.float32, CPU)
+    overlay.narrow.fill_(3)
+    overlay.widen()
+    assert torch.equal(overlay.wide, torch.full((9,), 3.0))
+    overlay.narrow_again()
+    assert torch.equal(overlay.narrow, torch.full((9,), 3.0))

@@ -13,16 +13,11 @@ class Case(NamedTuple):
     """Groups whose buckets are sections; a shard of each world."""
 
     tables: list[FragmentTable]
-    registration: list[list[int]]
     bucket: int
+    registration: list[list[int]]
     kinds: list[list[str]]
-    buckets: list[list[tuple[int, ...]]]
+    plans: list[BucketPlan]
     shard: int
-
-    def plans(self) -> list[BucketPlan]:
-        """Of all groups."""
-        shards = [self.shard] * len(self.tables)
-        return plan_buckets(self.tables, self.buckets, shards, self.registration, self.kinds)
 
 
 def cases(seed: int = 1) -> Iterator[Case]:
@@ -37,15 +32,15 @@ def cases(seed: int = 1) -> Iterator[Case]:
         generator.shuffle(names)
         registration = [[names.pop() for _ in group] for group in sizes]
         kinds = [[generator.choice("ab") for _ in group] for group in sizes]
-        buckets = [
-            fill_buckets(group, registration[i], bucket, kinds[i]) for i, group in enumerate(sizes)
-        ]
+        groups = list(zip(sizes, registration, kinds, strict=True))
+        buckets = [fill_buckets(numels, order, bucket, of) for numels, order, of in groups]
         tables = [
-            FragmentTable.build(group, world, 2, buckets[i][::-1] if world > 1 else None)
-            for i, group in enumerate(sizes)
+            FragmentTable.build(group, world, 2, own[::-1] if world > 1 else None)
+            for group, own in zip(sizes, buckets, strict=True)
         ]
         for shard in range(world):
-            yield Case(tables, registration, bucket, kinds, buckets, shard)
+            plans = plan_buckets(tables, buckets, [shard] * len(tables), registration, kinds)
+            yield Case(tables, bucket, registration, kinds, plans, shard)
 
 
 def planned(numels: list[int], bucket: int) -> list[tuple[int, ...]]:
@@ -54,49 +49,36 @@ def planned(numels: list[int], bucket: int) -> list[tuple[int, ...]]:
 
 
 def test_every_parameter_with_elements_is_in_exactly_one_bucket():
-    # Kills: a parameter lost at a bucket's end or repeated in the next, and an empty bucket made
-    # for a zero-size one.
+    # Kills: a parameter lost at a bucket's end or repeated in the next, an empty bucket made for a
+    # zero-size one; a bucket that would carry one dtype as another, or one group's elements into
+    # another group's shard.
     for case in cases():
-        plans = case.plans()
-        carried = sorted((plan.group, param) for plan in plans for param in plan.params)
-        expected = [
-            (g, p)
-            for g, table in enumerate(case.tables)
-            for p, numel in enumerate(table.numels)
-            if numel
+        carried = [(plan.group, param) for plan in case.plans for param in plan.params]
+        numels = [
+            (g, p, n) for g, table in enumerate(case.tables) for p, n in enumerate(table.numels)
         ]
-        assert carried == expected
-        assert all(plan.numel > 0 for plan in plans)
+        assert sorted(carried) == [(group, param) for group, param, numel in numels if numel]
+        for plan in case.plans:
+            assert plan.numel > 0
+            assert {case.kinds[plan.group][param] for param in plan.params} == {plan.kind}
 
 
 def test_buckets_are_filled_up_to_their_size():
-    # Kills: `>=` for `>` (an exactly full bucket is allowed), and a bucket that overflows with more
-    # than one parameter.
+    # Kills: `>=` for `>` (an exactly full bucket is allowed), a bucket that overflows with several
+    # parameters; an oversized one that is dropped, cut, or joined by the next small one.
     for case in cases():
-        for plan in case.plans():
+        for plan in case.plans:
             assert plan.used <= case.bucket or len(plan.params) == 1
     assert planned([4, 4, 4, 4], 8) == [(2, 3), (0, 1)]
     assert planned([4, 4, 4, 4], 7) == [(3,), (2,), (1,), (0,)]
-
-
-def test_an_oversized_parameter_has_a_bucket_of_its_own():
-    # Kills: an oversized parameter that is dropped, cut, or joined by the next small one.
     assert planned([3, 100, 3], 10) == [(2,), (1,), (0,)]
-
-
-def test_kinds_and_groups_never_share_a_bucket():
-    # Kills: a bucket that would carry one dtype as another, or one group's elements into another
-    # group's shard.
-    for case in cases():
-        for plan in case.plans():
-            assert {case.kinds[plan.group][param] for param in plan.params} == {plan.kind}
 
 
 def test_a_bucket_is_cut_as_the_table_says():
     # Kills: parts that are not equal, segments of another shard or another section, a start that is
     # off after an odd-sized parameter, padding that is counted as elements.
     for case in cases():
-        for plan in case.plans():
+        for plan in case.plans:
             table = case.tables[plan.group]
             assert plan.used <= plan.numel == plan.own_numel * table.num_shards
             held = {
@@ -108,13 +90,11 @@ def test_a_bucket_is_cut_as_the_table_says():
             assert list(held) == list(own)
             for param, start in zip(plan.params, plan.starts, strict=True):
                 for fragment in table.of_param(param):
+                    is_own = fragment.shard == case.shard
                     for i in range(fragment.numel):
                         place = start + fragment.param_start + i
-                        assert place < plan.used and (place in own) == (
-                            fragment.shard == case.shard
-                        )
-                        if place in own:
-                            assert held[place] == fragment.shard_start + i
+                        assert place < plan.used and (place in own) == is_own
+                        assert not is_own or held[place] == fragment.shard_start + i
 
 
 def test_a_plan_costs_no_more_with_more_shards():
@@ -125,28 +105,21 @@ def test_a_plan_costs_no_more_with_more_shards():
     plans = plan_buckets([table], [buckets], [10**8], [range(20)])
     assert [len(plan.segments) for plan in plans] == [1] * 5
     assert all(plan.numel == 8 * 10**9 and plan.used == 4000 for plan in plans)
-
-
-def test_neighbours_are_one_segment():
     # Kills: no joining at all, which would cost one small addition per parameter and step.
-    plan = plan_bucket(0, FragmentTable.build([2, 2, 2, 2], 1), (0, 1, 2, 3), 0)
-    assert len(plan.segments) == 1
+    neighbours = plan_bucket(0, FragmentTable.build([2, 2, 2, 2], 1), (0, 1, 2, 3), 0)
+    assert len(neighbours.segments) == 1
 
 
 def test_the_bucket_that_is_complete_first_goes_first():
-    # Kills: registration order instead of its reverse, which delays every launch to the end of
-    # backward.
+    # Kills: registration order instead of its reverse, which delays each launch to backward's end.
     for case in cases():
-        plans = case.plans()
-        completed = [
-            min(case.registration[plan.group][param] for param in plan.params) for plan in plans
-        ]
+        orders = [[case.registration[plan.group][p] for p in plan.params] for plan in case.plans]
+        completed = [min(order) for order in orders]
         assert completed == sorted(completed, reverse=True)
 
 
 def test_a_held_parameter_delays_its_bucket_and_moves_nothing():
-    # Kills: buckets that are filled anew when a parameter is held: they would be no sections of the
-    # layout any more.
+    # Kills: buckets that are filled anew when a parameter is held: no sections of the layout then.
     numels = [4] * 6
     buckets = planned(numels, 8)
     table = FragmentTable.build(numels, 2, 2, buckets[::-1])
@@ -157,4 +130,4 @@ def test_a_held_parameter_delays_its_bucket_and_moves_nothing():
 
 def test_plans_do_not_depend_on_anything_but_the_arguments():
     # Kills: an order by hash or identity: two ranks would then issue different collectives.
-    assert [case.plans() for case in cases()] == [case.plans() for case in cases()]
+    assert [case.plans for case in cases()] == [case.plans for case in cases()]

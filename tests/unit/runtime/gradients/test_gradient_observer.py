@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from unit.common import DistributedTest
+from unit.models import config_of, linears, sgd
 from unit.v1.looping import each
 
 import deepspeed
@@ -21,18 +22,18 @@ from deepspeed.utils import safe_set_full_grad
 EVENTS = [name for name in vars(GradientObserver) if not name.startswith("_")]
 WIDTH = 6
 FORMS: dict[str, dict[str, Any]] = {
-    "stage 0": {"zero_optimization": {"stage": 0}},
-    "stage 1": {"zero_optimization": {"stage": 1}},
-    "stage 2": {"zero_optimization": {"stage": 2}},
-    "fp16": {"zero_optimization": {"stage": 0}, "fp16": {"enabled": True, "loss_scale": 4}},
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "fp16": {"stage": 0, "fp16": {"enabled": True, "loss_scale": 4}},
     "BF16_Optimizer": {
-        "zero_optimization": {"stage": 1},
+        "stage": 1,
         "bf16": {"enabled": True, "immediate_grad_update": True},
         "data_types": {"grad_accum_dtype": "fp32"},
     },
 }
+# Of a step of two micro-batches.
 STEPS = {
-    # of two micro-batches, by form
     "stage 0": "resumed opened closed resumed opened settled closed cleared",
     "stage 1": "opened closed opened sent closed settled cleared",
     "stage 2": "opened sent closed opened sent closed settled cleared",
@@ -65,15 +66,9 @@ class Recorder(GradientObserver):
         return text
 
 
-def start(form: str, layers: int = 2) -> Any:
-    torch.manual_seed(1)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
-        **FORMS[form],
-    }
+def start(form: str, model: Any = None) -> Any:
+    config = config_of(**FORMS[form], rows=2, accumulation=2, optimizer=sgd(0.05))
+    model = model or linears(2, WIDTH, 1)
     return deepspeed.initialize(model=model, config=config)[0]
 
 
@@ -88,9 +83,8 @@ def step(engine: Any) -> None:
         engine.step()
 
 
-def observed(form: str, layers: int = 2) -> tuple[Any, Recorder]:
-    engine = start(form, layers)
-    recorder = Recorder()
+def observed(form: str, model: Any = None) -> tuple[Any, Recorder]:
+    engine, recorder = start(form, model), Recorder()
     engine._sequence.observe(recorder)
     return engine, recorder
 
@@ -125,7 +119,7 @@ class TestOrder(DistributedTest):
         # Kills: a call per parameter, which every step would pay though nobody listens.
         counts = []
         for layers in (2, 20):
-            engine, recorder = observed(form, layers)
+            engine, recorder = observed(form, linears(layers, WIDTH, 1))
             step(engine)
             counts.append(len(recorder.calls))
             engine.destroy()
@@ -150,19 +144,13 @@ class TestOrder(DistributedTest):
 
     def test_of_a_pipeline(self) -> None:
         # Kills: a loss that is told on a stage that does not have it.
-        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
         module = PipelineModule(
-            layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform"
+            list(linears(2, WIDTH)),
+            num_stages=2,
+            loss_fn=nn.functional.mse_loss,
+            partition_method="uniform",
         )
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": 2,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
-            "zero_optimization": {"stage": 1},
-        }
-        engine = deepspeed.initialize(model=module, config=config)[0]
-        recorder = Recorder()
-        engine._sequence.observe(recorder)
+        engine, recorder = observed("stage 1", module)
         engine.train_batch(itertools.repeat(torch.ones(2, 2, WIDTH).unbind(0)))
         a_pass = "pass_opened loss_known closed" if dist.get_rank() == 1 else "pass_opened closed"
         assert recorder.take() == f"{a_pass} {a_pass} sent closed settled cleared"
@@ -173,10 +161,8 @@ class TestNobody(DistributedTest):
 
     def test_is_the_default_and_comes_back(self) -> None:
         # Kills: an observer that the sequence keeps after another one took its place.
-        engine, recorder = start("stage 1"), Recorder()
-        sequence = engine._sequence
-        assert sequence.observer is UNOBSERVED
-        sequence.observe(recorder)
-        sequence.observe(UNOBSERVED)
+        engine, recorder = observed("stage 1")
+        engine._sequence.observe(UNOBSERVED)
         step(engine)
         assert recorder.take() == "detached"
+        assert start("stage 1")._sequence.observer is UNOBSERVED

@@ -13,8 +13,7 @@ def released(tracker: ReadinessTracker, slots: list[int]) -> list[int]:
 
 
 def test_buckets_leave_in_order_whatever_the_arrival_order():
-    # Kills: releasing a complete bucket before its predecessor: ranks with other arrival orders
-    # would issue other collectives.
+    # Kills: a complete bucket released before its predecessor: other ranks' collectives differ.
     bucket_of = [0, 0, 1, 2, 2]
     for arrival in itertools.permutations(range(5)):
         tracker = ReadinessTracker(bucket_of, 3)
@@ -23,30 +22,26 @@ def test_buckets_leave_in_order_whatever_the_arrival_order():
         assert not tracker.late and list(tracker.remaining()) == []
 
 
-def test_a_bucket_waits_for_its_last_gradient():
-    # Kills: an off-by-one in the count of missing gradients.
+def test_a_bucket_waits_for_its_last_gradient_and_missing_ones_are_left_to_the_end():
+    # Kills: an off-by-one in the count of missing gradients; buckets behind an unused parameter
+    # that are never sent, or sent twice.
     tracker = ReadinessTracker([0, 0, 1], 2)
     assert released(tracker, [2, 0]) == []
     assert released(tracker, [1]) == [0, 1]
+    tracker = ReadinessTracker([0, 1, 1, 2], 3)
+    assert released(tracker, [0, 1, 3]) == [0]
+    assert list(tracker.remaining()) == [1, 2]
+    assert list(tracker.remaining()) == []
 
 
 def test_a_held_gradient_keeps_its_bucket_until_the_end():
-    # Kills: a bucket that leaves from its hook although other ranks' parts are still to be added to
-    # one of its gradients.
+    # Kills: a bucket that leaves from its hook though other ranks' parts are still to be added.
     tracker = ReadinessTracker([0, 1, 1], 2)
     tracker.held = frozenset({2})
     assert released(tracker, [0, 1, 2]) == [0]
     assert list(tracker.remaining()) == [1] and not tracker.late
     tracker.reset()
     assert released(tracker, [2, 1, 0]) == [0]
-
-
-def test_missing_gradients_are_left_to_the_end():
-    # Kills: buckets behind an unused parameter that are never sent, or sent twice.
-    tracker = ReadinessTracker([0, 1, 1, 2], 3)
-    assert released(tracker, [0, 1, 3]) == [0]
-    assert list(tracker.remaining()) == [1, 2]
-    assert list(tracker.remaining()) == []
 
 
 def test_a_firing_after_release_is_late_and_releases_nothing():
@@ -70,17 +65,13 @@ def test_a_slot_that_fires_repeatedly_is_waited_for_once_learned():
     assert not tracker.late
 
 
-def test_learning_never_expects_less_than_one_nor_less_than_known():
-    # Kills: expecting zero of a parameter that was unused at first (its bucket would leave without
-    # it).
+def test_learning_never_expects_less_and_a_reset_starts_anew():
+    # Kills: expecting zero of a parameter that was unused at first: its bucket would leave early.
     tracker = ReadinessTracker([0, 0], 1)
     tracker.learn([0, 3])
     tracker.learn([2, 1])
     assert tracker.expected == [2, 3]
     assert ReadinessTracker([0], 1).fires_repeatedly is False
-
-
-def test_reset_starts_a_new_backward():
     # Kills: state of an aborted backward that leaks into the next one.
     tracker = ReadinessTracker([0, 0, 1], 2)
     released(tracker, [0, 1, 0])

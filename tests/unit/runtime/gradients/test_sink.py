@@ -15,30 +15,28 @@ from deepspeed.runtime.gradients.sink import DeviceSink, HostSink
 from deepspeed.runtime.sharding.fragments import FragmentTable
 from deepspeed.runtime.sharding.group import ShardedGroup
 
-TWO_SEGMENTS = (Segment(0, 0, 2), Segment(2, 5, 3))
+FIRST, TWO_SEGMENTS = (Segment(0, 0, 5),), (Segment(0, 0, 2), Segment(2, 5, 3))
 
 
-def make_group(grad_dtype: torch.dtype = torch.float32) -> ShardedGroup:
-    params = [nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(5))]
-    table = FragmentTable.build([5, 5], 1)
-    cpu = torch.device("cpu")
+def make_group() -> ShardedGroup:
     return ShardedGroup(
-        params,
-        table,
+        [nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(5))],
+        FragmentTable.build([5, 5], 1),
         0,
         master_dtype=torch.float32,
-        grad_dtype=grad_dtype,
-        device=cpu,
+        grad_dtype=torch.float32,
+        device=torch.device("cpu"),
         offload=True,
     )
 
 
-SINKS = [DeviceSink, lambda: HostSink(2)]
+SINKS = {"device": DeviceSink, "host": lambda: HostSink(2)}
+of_both = pytest.mark.parametrize("make_sink", SINKS.values(), ids=SINKS.keys())
 
 
-@pytest.mark.parametrize("make_sink", SINKS, ids=["device", "host"])
-def test_the_first_write_replaces_what_an_earlier_step_left(make_sink):
-    # Kills: adding into the gradient of the last step, or wiping elements that belong to other
+@of_both
+def test_the_first_write_replaces_what_an_earlier_step_left_and_later_ones_add(make_sink):
+    # Kills: adding into the last step's gradient, or wiping elements that belong to other buckets.
     # buckets.
     group, sink = make_group(), make_sink()
     group.grad.fill_(math.nan)
@@ -46,10 +44,6 @@ def test_the_first_write_replaces_what_an_earlier_step_left(make_sink):
     sink.finish()
     assert group.grad[[0, 1, 5, 6, 7]].tolist() == [0.0, 2.0, 4.0, 6.0, 8.0]
     assert torch.isnan(group.grad[[2, 3, 4, 8, 9]]).all()
-
-
-@pytest.mark.parametrize("make_sink", SINKS, ids=["device", "host"])
-def test_later_writes_add(make_sink):
     # Kills: replacing in every micro-batch, so that only the last one would count.
     group, sink = make_group(), make_sink()
     for value in (1.0, 10.0, 100.0):
@@ -62,34 +56,28 @@ def test_later_writes_add(make_sink):
     assert group.grad[[0, 1, 5, 6, 7]].tolist() == [1.0] * 5
 
 
-@pytest.mark.parametrize("make_sink", SINKS, ids=["device", "host"])
+@of_both
 def test_buckets_are_first_each_for_itself(make_sink):
     # Kills: one flag for all buckets: the second bucket would add to stale memory.
     group, sink = make_group(), make_sink()
     group.grad.fill_(7.0)
-    sink.add(0, group, (Segment(0, 0, 5),), [torch.ones(5)], 1.0)
+    sink.add(0, group, FIRST, [torch.ones(5)], 1.0)
     sink.add(1, group, (Segment(0, 5, 5),), [torch.full((5,), 3.0)], 1.0)
     sink.finish()
     assert group.grad.tolist() == [1.0] * 5 + [3.0] * 5
 
 
-@pytest.mark.parametrize("make_sink", SINKS, ids=["device", "host"])
+@of_both
 def test_pieces_are_summed_in_the_gradients_dtype(make_sink):
-    # Kills: summing bf16 pieces in bf16: 256 + 1 + 1 is 256 there.
-    group, sink = make_group(), make_sink()
-    pieces = [torch.full((5,), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
-    sink.add(0, group, (Segment(0, 0, 5),), pieces, 1.0)
-    sink.finish()
-    assert group.grad[:5].tolist() == [258.0] * 5
-
-
-@pytest.mark.parametrize("make_sink", SINKS, ids=["device", "host"])
-def test_empty_until_written(make_sink):
-    # Kills: reporting a gradient where there is none, and keeping the report after clear().
+    # Kills: summing bf16 pieces in bf16: 256 + 1 + 1 is 256 there; reporting a gradient where there
+    # is none, and keeping the report after clear().
     group, sink = make_group(), make_sink()
     assert sink.is_empty
-    sink.add(0, group, (Segment(0, 0, 1),), [torch.ones(1)], 1.0)
+    pieces = [torch.full((5,), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
+    sink.add(0, group, FIRST, pieces, 1.0)
     assert not sink.is_empty
+    sink.finish()
+    assert group.grad[:5].tolist() == [258.0] * 5
     sink.clear()
     assert sink.is_empty
 
@@ -142,8 +130,7 @@ def staging() -> Iterator[StagingAccelerator]:
 
 
 def test_staged_slices_equal_the_device_path(staging):
-    # Kills: a staged slice that is lost, added twice, scaled otherwise, or replaces although it is
-    # not the first.
+    # Kills: a staged slice that is lost, added twice, scaled otherwise, or replaces a later one.
     generator = torch.Generator().manual_seed(0)
     expected, actual = make_group(), make_group()
     device, host = DeviceSink(), HostSink(2)
@@ -163,17 +150,15 @@ def test_staging_is_bounded_and_read_only_after_the_event(staging):
     # Kills: unbounded page-locked memory, and adding a slice before its copy is known to be done.
     group, sink = make_group(), HostSink(2)
     for _ in range(5):
-        sink.add(0, group, (Segment(0, 0, 5),), [torch.ones(5)], 1.0)
+        sink.add(0, group, FIRST, [torch.ones(5)], 1.0)
     assert len(sink._in_flight) == 2 and FakeEvent.synchronized == 3
     sink.finish()
     assert FakeEvent.synchronized == 5 and group.grad[:5].tolist() == [5.0] * 5
 
-
-def test_clear_forgets_slices_in_flight(staging):
     # Kills: a skipped step's gradient that lands in the next one.
     group, sink = make_group(), HostSink(4)
-    sink.add(0, group, (Segment(0, 0, 5),), [torch.full((5,), 5.0)], 1.0)
+    sink.add(0, group, FIRST, [torch.full((5,), 5.0)], 1.0)
     sink.clear()
-    sink.add(0, group, (Segment(0, 0, 5),), [torch.ones(5)], 1.0)
+    sink.add(0, group, FIRST, [torch.ones(5)], 1.0)
     sink.finish()
     assert group.grad[:5].tolist() == [1.0] * 5

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from unit.common import DistributedTest
+from unit.models import config_of
 from unit.v1.looping import each
 
 import deepspeed
@@ -13,7 +14,7 @@ from deepspeed.runtime.optimizers.untrainable import why_untrainable
 
 
 def engine_over(optimizer: torch.optim.Optimizer, module: nn.Module, stage: int) -> Any:
-    config = {"train_batch_size": 2, "zero_optimization": {"stage": stage}}
+    config = config_of(stage, 2)
     return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
 
 
@@ -21,9 +22,7 @@ class TestState(DistributedTest):
     world_size = 1
 
     @pytest.mark.parametrize("name, options", [("AdamW", {}), ("SGD", {"momentum": 0.9})])
-    def test_of_steps_that_were_taken_is_not_forgotten(
-        self, name: str, options: dict[str, Any]
-    ) -> None:
+    def test_of_steps_that_were_taken_is_not_forgotten(self, name: str, options: Any) -> None:
         # Kills: training that begins without the moments which its optimizer has.
         module = nn.Linear(3, 3)
         optimizer = getattr(torch.optim, name)(module.parameters(), lr=0.1, **options)
@@ -79,10 +78,7 @@ def test_ways_of_clients_are_taken() -> None:
     assert why_untrainable(Duck(model.parameters()), model) is None  # type: ignore[arg-type]
     empty = torch.optim.SGD([{"params": []}], lr=0.1)
     assert why_untrainable(empty, model) is None
-
-
-def test_what_is_not_in_the_optimizer_may_be_sparse_or_complex() -> None:
-    model = Model()
+    # What is not in the optimizer may be sparse or complex.
     for param in (model.table.weight, model.angles):
         param.requires_grad_(True)
         assert why_untrainable(torch.optim.SGD(model.first.parameters(), lr=0.1), model) is None
@@ -91,26 +87,21 @@ def test_what_is_not_in_the_optimizer_may_be_sparse_or_complex() -> None:
 
 
 class TestTraining(DistributedTest):
-    """The same model trains, and what is frozen stays as it is."""
-
     world_size = 2
 
     @each(stage=[0, 1, 2, 3], bf16=[False, True])
-    def test_frozen_complex_and_sparse(self, stage: int, bf16: bool) -> None:
+    def test_frozen_complex_and_sparse_stay_as_they_are(self, stage: int, bf16: bool) -> None:
         torch.manual_seed(0)
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-            "bf16": {"enabled": bf16},
-        }
+        zero = {"stage3_param_persistence_threshold": 0}
+        optimizer = {"type": "AdamW", "params": {"lr": 0.1}}
+        precision = "bf16" if bf16 else "fp32"
+        config = config_of(stage, 2, 1, precision, optimizer=optimizer, zero_optimization=zero)
         with deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3):
             model = Model()
         with deepspeed.zero.GatheredParameters([model.angles]):
             angles = model.angles.detach().clone()
-        engine = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=config
-        )[0]
+        params = model.parameters()
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=params, config=config)
         for step in range(2):
             engine.backward(engine(torch.tensor([0, step])).float().square().mean())
             engine.step()

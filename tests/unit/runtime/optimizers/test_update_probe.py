@@ -32,6 +32,10 @@ class Picky(torch.optim.SGD):
         raise ValueError("too small")
 
 
+def one(cls: Any, **options: Any) -> torch.optim.Optimizer:
+    return cls([nn.Parameter(torch.ones(3))], lr=0.1, **options)  # type: ignore[no-any-return]  # a class
+
+
 @pytest.mark.parametrize("name", OF_TORCH)
 def test_those_that_are_called_elementwise_are(name: str) -> None:
     # Kills: a name in the list that looks at more, a tolerance that nothing meets.
@@ -63,7 +67,7 @@ def test_each_group_is_tried() -> None:
 
 def test_what_depends_on_other_parameters() -> None:
     # Kills: such an optimizer stepped by owners, each with other parameters beside.
-    assert update_of(GlobalNorm([nn.Parameter(torch.ones(3))], lr=0.1)) is Update.COUPLED
+    assert update_of(one(GlobalNorm)) is Update.COUPLED
 
 
 class Sized(torch.optim.SGD):
@@ -87,24 +91,21 @@ class Sized(torch.optim.SGD):
 )
 def test_rules_that_hardly_show(trait: dict[str, Any]) -> None:
     # Kills: an error with vectors taken for no answer, too few steps, a bound that is not relative.
-    optimizer = type("Mine", (Sized,), trait)([nn.Parameter(torch.ones(3))], lr=0.1)
-    assert update_of(optimizer) is Update.BY_PARAMETER
+    assert update_of(one(type("Mine", (Sized,), trait))) is Update.BY_PARAMETER
 
 
 def test_one_that_cannot_be_tried_says_so() -> None:
     # Kills: its error raised, an answer that nobody knows; one that moves nothing is no better.
-    assert update_of(Picky([nn.Parameter(torch.ones(3))], lr=0.1)) is Update.UNKNOWN
-    still = type("Still", (Sized,), {"rate": 0.0})([nn.Parameter(torch.ones(3))], lr=0.1)
-    assert update_of(still) is Update.UNKNOWN
+    assert update_of(one(Picky)) is Update.UNKNOWN
+    assert update_of(one(type("Still", (Sized,), {"rate": 0.0}))) is Update.UNKNOWN
 
 
 def test_a_known_name_of_another_package_is_tried() -> None:
     # Kills: a class that is called SGD, and looks at all parameters, on shards.
-    params = [nn.Parameter(torch.ones(3))]
-    assert is_elementwise(torch.optim.SGD(params, lr=0.1))
+    assert is_elementwise(one(torch.optim.SGD))
     for base, expected in ((torch.optim.SGD, True), (GlobalNorm, False), (Picky, True)):
-        assert is_elementwise(type("SGD", (base,), {"__module__": "mine"})(params, 0.1)) is expected
-    assert not is_elementwise(GlobalNorm(params, lr=0.1))  # nor an unknown one
+        assert is_elementwise(one(type("SGD", (base,), {"__module__": "mine"}))) is expected
+    assert not is_elementwise(one(GlobalNorm))  # nor an unknown one
 
 
 def test_it_leaves_no_trace() -> None:

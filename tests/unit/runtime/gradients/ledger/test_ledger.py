@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from unit.models import drawn
 
 from deepspeed.runtime.gradients.ledger.families import PieceKey, RankReport, explain_all
 from deepspeed.runtime.gradients.ledger.findings import LedgerFinding, RankRecord, explain
@@ -23,33 +24,22 @@ SIZES = (1, DIMS, DIMS + 1, WIDTH - 1, WIDTH, WIDTH + 1, 3 * WIDTH + 5)
 PIECES = 4
 
 
-def gradient(numel: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
-
-
 class TestFingerprint:
     @pytest.mark.parametrize("numel", SIZES)
     def test_fragments_add_up(self, numel: int) -> None:
-        # Kills: signs that start anew with each fragment; a part of a row that is left out or taken
-        # twice.
-        prints = Fingerprint(CPU, numel)
-        grad = gradient(numel)
-        whole = prints.of(grad)
+        # Kills: signs that start anew with each fragment; part of a row left out or taken twice.
+        prints, grad = Fingerprint(CPU, numel), drawn(0, numel)
         for cut in {0, 1, numel // 3, numel // 2, numel - 1, min(numel, WIDTH), numel}:
-            parts = [
-                prints.of(part, start)
-                for part, start in ((grad[:cut], 0), (grad[cut:], cut))
-                if part.numel()
-            ]
-            torch.testing.assert_close(sum(parts), whole, rtol=0, atol=1e-4)
+            parts = [(grad[:cut], 0), (grad[cut:], cut)]
+            found = sum(prints.of(part, start) for part, start in parts if part.numel())
+            torch.testing.assert_close(found, prints.of(grad), rtol=0, atol=1e-4)
 
     @pytest.mark.parametrize("numel", SIZES)
     def test_linear_and_as_long_as_the_gradient(self, numel: int) -> None:
         prints = Fingerprint(CPU, numel)
-        a, b = gradient(numel, 1), gradient(numel, 2)
-        torch.testing.assert_close(
-            prints.of(2 * a - b), 2 * prints.of(a) - prints.of(b), rtol=0, atol=1e-4
-        )
+        a, b = drawn(1, numel), drawn(2, numel)
+        sums = 2 * prints.of(a) - prints.of(b)
+        torch.testing.assert_close(prints.of(2 * a - b), sums, rtol=0, atol=1e-4)
         # Kills: a sketch that loses elements or counts some several times.
         assert 0.4 < prints.of(a).norm() / a.norm() < 2.0
 
@@ -62,51 +52,49 @@ class TestFingerprint:
             assert prints.of(one).abs().sum() == 1.0
 
     def test_signs_do_not_depend_on_the_largest_parameter(self) -> None:
-        # Kills: ranks of a pipeline, or an engine made later, with other signs for the same
-        # parameter.
-        grad = gradient(5 * WIDTH)
-        assert torch.equal(
-            Fingerprint(CPU, 5 * WIDTH).of(grad), Fingerprint(CPU, 50 * WIDTH).of(grad)
-        )
+        # Kills: other signs for a parameter on ranks of a pipeline, or in an engine made later.
+        grad = drawn(0, 5 * WIDTH)
+        alone, among_larger = (Fingerprint(CPU, times * WIDTH).of(grad) for times in (5, 50))
+        assert torch.equal(alone, among_larger)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_sums_are_fp32(self, dtype: torch.dtype) -> None:
         # Kills: sums in the gradient's dtype; a bf16 dot product has three digits.
-        grad = gradient(4 * WIDTH + 7).to(dtype)
+        grad = drawn(0, 4 * WIDTH + 7).to(dtype)
         exact = Fingerprint(CPU, grad.numel())
         wide = exact.of(grad.float())
+        bound = fingerprint_roundoff(grad.numel()) * grad.float().norm()
         for autocast in (False, True):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                assert (exact.of(grad) - wide).norm() <= fingerprint_roundoff(
-                    grad.numel()
-                ) * grad.float().norm()
+                assert (exact.of(grad) - wide).norm() <= bound
                 assert (exact.of(grad.float()) - wide).norm() == 0
+
+
+TOLERANCE = 1e-3
+
+
+def off(found: torch.Tensor, right: torch.Tensor) -> list[int]:
+    """The pieces that are wrong."""
+    return ((found - right).norm(dim=1) > TOLERANCE).nonzero().flatten().tolist()
 
 
 class Scene:
     """What ranks contributed, and what each of them found."""
 
     def __init__(self, ranks: int, micro: int) -> None:
-        self.parts = torch.randn(
-            ranks, micro, PIECES, DIMS, generator=torch.Generator().manual_seed(3)
-        )
+        self.parts = drawn(3, ranks, micro, PIECES, DIMS)
         self.right = self.parts.sum((0, 1))
         self.found = [self.right.clone() for _ in range(ranks)]
         self.late = torch.zeros(ranks, PIECES, DIMS)
         self.before: torch.Tensor | None = None
 
-    def explain(
-        self, wrong: list[int] | None = None, tolerance: float = 1e-3
-    ) -> list[LedgerFinding]:
-        held = list(range(PIECES))
+    def explain(self, wrong: list[int] | None = None) -> list[LedgerFinding]:
+        held, sizes = list(range(PIECES)), torch.full((PIECES,), TOLERANCE)
         records = []
         for rank, found in enumerate(self.found):
-            off = (found - self.right).norm(dim=1) > tolerance
-            mine = off.nonzero().flatten().tolist() if wrong is None else wrong
-            sizes = torch.full((PIECES,), tolerance)
-            records.append(
-                RankRecord(self.parts[rank], self.late[rank], held, found, self.before, sizes, mine)
-            )
+            mine = off(found, self.right) if wrong is None else wrong
+            own = self.parts[rank], self.late[rank], held, found, self.before, sizes, mine
+            records.append(RankRecord(*own))
         return explain(records, ["a", "b", "b", "c"])
 
 
@@ -133,25 +121,21 @@ class TestExplanations:
     def test_different_errors_of_different_parameters(self) -> None:
         # Kills: one explanation for all; a name that is listed once per fragment.
         scene = Scene(2, 2)
-        scene.found[0] = scene.right.clone()
         scene.found[0][1:3] -= scene.parts[0, 1, 1:3]
-        scene.found[1] = scene.right.clone()
         scene.found[1][0] *= 0.5
         lost, divisor = scene.explain()
-        assert (lost.kind, lost.parameters) == (
-            "lost",
-            ("b",),
-        ) and "rank 0, micro-batch 2" in lost.text
+        assert (lost.kind, lost.parameters) == ("lost", ("b",))
+        assert "rank 0, micro-batch 2" in lost.text
         assert divisor.kind == "divisor" and divisor.parameters == ("a",)
 
     def test_groups(self) -> None:
         scene = Scene(4, 1)
         pairs = [[0, 1], [0, 1], [2, 3], [2, 3]]
         scene.found = [scene.parts[pair].sum((0, 1)) * 2 for pair in pairs]
-        texts = [finding.text for finding in scene.explain()]
-        assert texts == [
+        wanted = [
             f"averaged over ranks {pair} instead of [0, 1, 2, 3]" for pair in ([0, 1], [2, 3])
         ]
+        assert [finding.text for finding in scene.explain()] == wanted
         scene.found = [scene.parts[rank].sum(0) * 4 for rank in range(4)]
         assert only(scene.explain()).text.startswith("not reduced")
 
@@ -159,16 +143,13 @@ class TestExplanations:
         scene = Scene(2, 1)
         scene.found = [scene.right / 7 for _ in range(2)]
         finding = only(scene.explain())
-        assert (
-            finding.kind == "divisor"
-            and "effective divisor is 7 times the right one" in finding.text
-        )
+        assert finding.kind == "divisor"
+        assert "effective divisor is 7 times the right one" in finding.text
 
     def test_late_comes_before_lost(self) -> None:
         # Kills: calling late what is lost for the reason that it came late.
         scene = Scene(2, 1)
         scene.late[1, 0] = scene.parts[1, 0, 0]
-        scene.found = [scene.right.clone() for _ in range(2)]
         for found in scene.found:
             found[0] -= scene.parts[1, 0, 0]
         finding = only(scene.explain())
@@ -177,7 +158,7 @@ class TestExplanations:
     def test_what_nothing_explains(self) -> None:
         # Kills: a finding for something else, and no finding at all.
         scene = Scene(2, 2)
-        scene.found[0] = torch.randn(PIECES, DIMS, generator=torch.Generator().manual_seed(9))
+        scene.found[0] = drawn(9, PIECES, DIMS)
         scene.found[1][3] = float("nan")
         finding = only(scene.explain(wrong=[3]))
         assert finding.kind == "unexplained" and finding.parameters == ("c",)
@@ -191,14 +172,13 @@ class TestExplanations:
 STAGES = ((0, 1), (2, 3))
 REPLICAS = 2
 OWN, TIED, EXPERT = range(3)
-TOLERANCE = 1e-3
 
 
 class OwnScene:
     """What four ranks contributed to three pieces in two micro-batches, and what each found."""
 
     def __init__(self) -> None:
-        self.parts = torch.randn(4, 2, 3, DIMS, generator=torch.Generator().manual_seed(1))
+        self.parts = drawn(1, 4, 2, 3, DIMS)
         self.right = torch.stack([self._right(rank) for rank in range(4)])  # [rank, piece, DIMS]
         self.found = self.right.clone()
         self.absent: list[list[str]] = [[], [], [], []]
@@ -211,31 +191,14 @@ class OwnScene:
         )
 
     def explain(self) -> list[LedgerFinding]:
-        reports = {}
+        reports, sizes = {}, torch.full((3,), TOLERANCE)
         for rank in range(4):
-            stage = rank // 2
-            wrong = (
-                ((self.found[rank] - self.right[rank]).norm(dim=1) > TOLERANCE)
-                .nonzero()
-                .flatten()
-                .tolist()
-            )
-            record = RankRecord(
-                self.parts[rank],
-                torch.zeros(3, DIMS),
-                [0, 1, 2],
-                self.found[rank],
-                None,
-                torch.full((3,), TOLERANCE),
-                wrong,
-            )
-            keys = [
-                PieceKey(f"{stage}.own", 0, 5),
-                PieceKey("tied", 0, 5),
-                PieceKey("expert", 0, 5),
-            ]
-            holders = [STAGES[stage], STAGES[stage], (rank % 2, rank % 2 + 2)]
-            sharers: list[tuple[int, ...]] = [(), (rank % 2, rank % 2 + 2), ()]
+            stage, same = rank // 2, (rank % 2, rank % 2 + 2)
+            found, wrong = self.found[rank], off(self.found[rank], self.right[rank])
+            none = torch.zeros(3, DIMS)
+            record = RankRecord(self.parts[rank], none, [0, 1, 2], found, None, sizes, wrong)
+            keys = [PieceKey(name, 0, 5) for name in (f"{stage}.own", "tied", "expert")]
+            holders, sharers = [STAGES[stage], STAGES[stage], same], [(), same, ()]
             reports[rank] = RankReport(record, keys, holders, sharers, self.absent[rank])
         return explain_all(reports, REPLICAS)
 
@@ -252,12 +215,8 @@ def test_one_error_of_all_stages_is_one_finding() -> None:
         scene.found = scene.right * 7
 
     finding = only(found_for(plant))
-    assert finding.kind == "divisor" and set(finding.parameters) == {
-        "0.own",
-        "1.own",
-        "tied",
-        "expert",
-    }
+    assert finding.kind == "divisor"
+    assert set(finding.parameters) == {"0.own", "1.own", "tied", "expert"}
 
 
 def test_global_ranks_are_named() -> None:
@@ -266,10 +225,8 @@ def test_global_ranks_are_named() -> None:
         scene.found[2:, OWN] -= scene.parts[3, 1, OWN]
 
     finding = only(found_for(plant))
-    assert (finding.kind, finding.parameters) == (
-        "lost",
-        ("1.own",),
-    ) and "rank 3, micro-batch 2 of 2" in finding.text
+    assert (finding.kind, finding.parameters) == ("lost", ("1.own",))
+    assert "rank 3, micro-batch 2 of 2" in finding.text
 
 
 def test_a_shared_parameter() -> None:
@@ -293,14 +250,12 @@ def test_parameters_of_the_same_name() -> None:
 
     findings = found_for(plant)
     assert {finding.parameters for finding in findings} == {("expert",)}
-    assert all(
-        "reduced together with other ranks' parameters" in finding.text for finding in findings
-    )
+    said = "reduced together with other ranks' parameters"
+    assert all(said in finding.text for finding in findings)
 
 
 def test_what_never_ran() -> None:
-    # Kills: a schedule's gap that is reported only where it changes a gradient; one finding per
-    # rank.
+    # Kills: a schedule's gap told only where it changes a gradient; one finding per rank.
     def plant(scene: OwnScene) -> None:
         for rank in STAGES[1]:
             scene.absent[rank].append("the backward of micro-batch 2 of 2 never ran")
@@ -308,7 +263,5 @@ def test_what_never_ran() -> None:
     finding = only(found_for(plant))
     assert finding.kind == "lost" and finding.text.endswith("never ran on rank(s) [2, 3]")
     assert finding.parameters == ("1.own", "tied", "expert")
-
-
-def test_nothing_wrong() -> None:
+    # Nothing wrong.
     assert found_for(lambda scene: None) == []
