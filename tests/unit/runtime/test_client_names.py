@@ -18,11 +18,12 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.checkpoint_engine import torch_checkpoint_engine
 from deepspeed.runtime.config import DeepSpeedConfig
 from unit.common import DistributedTest
+from unit.models import config_of, sgd
 
 
-def started(model: nn.Module | None = None, **more: Any) -> Any:
-    config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}, **more}
-    return deepspeed.initialize(model=model or nn.Linear(4, 4), config=config)[0]
+def started(**more: Any) -> Any:
+    config = config_of(0, 2, optimizer=sgd(0.5), **more)
+    return deepspeed.initialize(model=nn.Linear(4, 4), config=config)[0]
 
 
 def test_what_reports_of_an_environment_read() -> None:
@@ -56,9 +57,7 @@ def test_a_named_random_state_is_added_and_forked() -> None:
 
 
 @pytest.mark.parametrize("rebound", [False, True])
-def test_variables_that_a_program_adds_reach_all_nodes(
-    rebound: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_that_a_program_adds_reach_all_nodes(rebound: bool, monkeypatch: Any) -> None:
     """gpt-neox appends to the launcher's list before it calls it; others put a new one there."""
     told = []
     monkeypatch.setattr(nodes, "run_nodes", lambda *args: told.append(args) or 0)
@@ -73,16 +72,11 @@ def test_variables_that_a_program_adds_reach_all_nodes(
     assert "MINE" in prefixes and "NCCL" in prefixes
 
 
-def test_a_hostfile_is_read_from_lines() -> None:
-    assert runner._parse_hostfile(["# a comment", "a slots=2", "b slots=3  # more"]) == {
-        "a": 2,
-        "b": 3,
-    }
+def test_a_hostfile_is_read_from_lines_and_dtypes_from_the_configuration() -> None:
+    lines = ["# a comment", "a slots=2", "b slots=3  # more"]
+    assert runner._parse_hostfile(lines) == {"a": 2, "b": 3}
     with pytest.raises(ValueError, match="contains a bad entry: 'a slots'"):
         runner._parse_hostfile(["a slots"])
-
-
-def test_a_configuration_answers_for_its_dtypes() -> None:
     config = {"train_batch_size": 1, "data_types": {"param_dtype": "fp32", "buffer_dtype": "bf16"}}
     read = DeepSpeedConfig(config)
     assert (read.param_dtype, read.buffer_dtype) == ("fp32", "bf16")
@@ -104,7 +98,6 @@ class TestClientNames(DistributedTest):
             assert on.module(torch.ones(2, 4)).dtype is torch.bfloat16
         assert on(torch.ones(2, 4)).dtype is torch.bfloat16
 
-    def test_what_upstreams_suite_asks_an_engine(self) -> None:
         engine = started()
         assert engine.sparse_gradients is False
         name = engine._get_optimizer_ckpt_name("out", "tag", 3)

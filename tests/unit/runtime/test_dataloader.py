@@ -1,5 +1,7 @@
 """Order, completeness and exact resumption of training data."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, SequentialSampler
@@ -27,29 +29,25 @@ class Numbers(Dataset):
 class Stream(IterableDataset):
     """0, 1, 2, ... without random access."""
 
-    def __init__(self, length):
-        self.length = length
-
     def __iter__(self):
-        return iter(range(self.length))
+        return iter(range(10))
 
 
-def loader(length=23, batch=4, rank=0, world=2, **kwargs):
-    data = kwargs.pop("dataset", None) or Numbers(length)
-    return DeepSpeedDataLoader(
-        data,
-        batch,
-        False,
-        -1,
-        None,
-        data_parallel_world_size=world,
-        data_parallel_rank=rank,
-        **kwargs,
-    )
+def loader(length=23, batch=4, rank=0, world=2, timer=None, dataset=None, **kwargs):
+    ranks = {"data_parallel_world_size": world, "data_parallel_rank": rank}
+    data = dataset or Numbers(length)
+    return DeepSpeedDataLoader(data, batch, False, -1, timer, **ranks, **kwargs)
 
 
 def values(batches):
     return [batch.tolist() for batch in batches]
+
+
+def resumed(stopped, *args, **kwargs):
+    """A new loader that goes on where another one is."""
+    made = loader(*args, **kwargs)
+    made.load_state_dict(stopped.state_dict())
+    return made
 
 
 @pytest.mark.parametrize("length", [0, 1, 5, 23, 24])
@@ -91,20 +89,18 @@ def test_resuming_continues_with_the_very_next_batch(stop_at, drop_last):
     expected = values(next(straight) for _ in range(9))
     stopped = RepeatingLoader(loader(dataloader_drop_last=drop_last))
     values(next(stopped) for _ in range(stop_at))
-    resumed = RepeatingLoader(loader(dataloader_drop_last=drop_last))
-    resumed.load_state_dict(stopped.state_dict())
-    assert values(next(resumed) for _ in range(9 - stop_at)) == expected[stop_at:]
+    again = RepeatingLoader(loader(dataloader_drop_last=drop_last))
+    again.load_state_dict(stopped.state_dict())
+    assert values(next(again) for _ in range(9 - stop_at)) == expected[stop_at:]
 
 
 def test_a_for_loop_resumes_in_the_middle_of_its_epoch():
     stopped = loader()
     iterator = iter(stopped)
     seen = values(next(iterator) for _ in range(2))
-    resumed = loader()
-    resumed.load_state_dict(stopped.state_dict())
-    rest = values(resumed)
-    assert seen + rest == values(loader())
-    assert len(resumed) == 3 and resumed.epoch == 1
+    again = resumed(stopped)
+    assert seen + values(again) == values(loader())
+    assert len(again) == 3 and again.epoch == 1
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -112,21 +108,16 @@ def test_a_position_after_the_last_batch_is_the_next_epochs_beginning(drop_last)
     stopped = loader(dataloader_drop_last=drop_last)
     for _ in range(len(stopped)):
         next(stopped)
-    resumed = loader(dataloader_drop_last=drop_last)
-    resumed.load_state_dict(stopped.state_dict())
     straight = loader(dataloader_drop_last=drop_last)
     straight.set_epoch(1)
-    assert values(resumed) == values(straight)
+    assert values(resumed(stopped, dataloader_drop_last=drop_last)) == values(straight)
 
 
 def test_a_position_restored_after_the_repeating_loader_was_made_is_honoured():
-    stopped = loader()
-    expected = values(iter(stopped))
-    inner = loader()
+    expected, inner = values(iter(loader())), loader()
     outer = RepeatingLoader(inner)
     next(outer)
-    iterator = iter(stopped := loader())
-    next(iterator)
+    next(iter(stopped := loader()))
     inner.load_state_dict(stopped.state_dict())
     assert values([next(outer)]) == expected[1:2]
 
@@ -139,29 +130,23 @@ def test_a_run_may_resume_with_another_number_of_ranks():
         done += sum(values(next(iterator) for _ in range(3)), [])
     rest = []
     for rank in range(3):
-        resumed = loader(24, batch=1, rank=rank, world=3)
-        resumed.load_state_dict(stopped.state_dict())
-        rest += sum(values(resumed), [])
+        rest += sum(values(resumed(stopped, 24, batch=1, rank=rank, world=3)), [])
     assert sorted(done + rest) == list(range(24))
 
 
-def test_breaking_off_repeats_the_epoch():
+def test_breaking_off_repeats_the_epoch_and_set_epoch_keeps_a_position_in_it():
     one = loader()
     for _ in one:
         break
     assert values(one) == values(loader())
-
-
-def test_set_epoch_keeps_a_position_in_that_epoch():
     stopped = loader()
     stopped.set_epoch(4)
     next(stopped)
-    resumed = loader()
-    resumed.load_state_dict(stopped.state_dict())
-    resumed.set_epoch(4)
-    assert len(values(resumed)) == 2
-    resumed.set_epoch(0)
-    assert values(resumed) == values(loader())
+    again = resumed(stopped)
+    again.set_epoch(4)
+    assert len(values(again)) == 2
+    again.set_epoch(0)
+    assert values(again) == values(loader())
 
 
 def test_resuming_does_not_touch_the_global_random_numbers():
@@ -176,33 +161,29 @@ def test_resuming_does_not_touch_the_global_random_numbers():
 
 def test_another_dataset_is_refused():
     with pytest.raises(ValueError, match="24 samples, but 23"):
-        loader(24).load_state_dict(loader(23).state_dict())
+        resumed(loader(23), 24)
 
 
 def test_iterable_datasets_are_resumed_by_reading():
-    straight = values(loader(dataset=Stream(10)))
+    straight = values(loader(dataset=Stream()))
     assert straight == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    stopped = loader(dataset=Stream(10))
-    next(stopped)
-    resumed = loader(dataset=Stream(10))
-    resumed.load_state_dict(stopped.state_dict())
-    assert values(resumed) == straight[1:]
-    assert values(resumed) == straight
+    next(stopped := loader(dataset=Stream()))
+    again = resumed(stopped, dataset=Stream())
+    assert values(again) == straight[1:]
+    assert values(again) == straight
     with pytest.raises(TypeError):
-        len(resumed)
+        len(again)
 
 
 def test_a_sampler_of_ones_own_is_used_and_resumed():
     sampler = SequentialSampler(range(9))
     straight = values(loader(9, data_sampler=sampler))
     assert straight == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
-    stopped = loader(9, data_sampler=sampler)
-    next(stopped)
-    resumed = loader(9, data_sampler=sampler)
-    resumed.load_state_dict(stopped.state_dict())
-    assert len(resumed) == 3 and values(resumed) == straight[1:]
+    next(stopped := loader(9, data_sampler=sampler))
+    again = resumed(stopped, 9, data_sampler=sampler)
+    assert len(again) == 3 and values(again) == straight[1:]
     with pytest.raises(ValueError, match="IterableDataset"):
-        loader(dataset=Stream(3), data_sampler=sampler)
+        loader(dataset=Stream(), data_sampler=sampler)
 
 
 def test_order_without_shuffling_and_another_seed():
@@ -215,25 +196,9 @@ def test_order_without_shuffling_and_another_seed():
 
 
 def test_throughput_timer_and_collate_are_called():
-    class Timer:
-        starts = 0
-
-        def start(self):
-            self.starts += 1
-
-    timer = Timer()
-    one = DeepSpeedDataLoader(
-        Numbers(8),
-        4,
-        False,
-        -1,
-        timer,
-        collate_fn=len,
-        data_parallel_world_size=1,
-        data_parallel_rank=0,
-    )
-    assert list(one) == [4, 4]
-    assert timer.starts >= 2
+    timer = Mock()
+    assert list(loader(8, world=1, timer=timer, collate_fn=len)) == [4, 4]
+    assert timer.start.call_count >= 2
 
 
 def test_wrong_arguments_are_named():

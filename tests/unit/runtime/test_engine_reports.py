@@ -9,24 +9,16 @@ import torch
 import deepspeed
 from deepspeed import comm as dist
 from unit.common import DistributedTest
+from unit.models import config_of, sgd
+from unit.one_process import train
 
 
 def printed(steps: int, **keys: Any) -> str:
     """Standard output of a run."""
-    out = io.StringIO()
+    out, config = io.StringIO(), config_of(1, 2, optimizer=sgd(0.25), **keys)
     with contextlib.redirect_stdout(out):
-        model = torch.nn.Linear(4, 4)
-        optimizer = {"type": "SGD", "params": {"lr": 0.25}}
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "optimizer": optimizer,
-            "zero_optimization": {"stage": 1},
-            **keys,
-        }
-        engine, *_ = deepspeed.initialize(model=model, config=config)
-        for _ in range(steps):
-            engine.backward(engine(torch.ones(2, 4)).sum())
-            engine.step()
+        engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 4), config=config)
+        train(engine, [torch.ones(2, 4)] * steps, lambda model, batch: model(batch).sum())
         engine.destroy()
     return out.getvalue()
 

@@ -1,9 +1,6 @@
 """A loss of one engine that runs through another's model: a GAN, and what else scripts do."""
 
 import copy
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,8 +9,9 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.utils.logging import _log_dist_once, logger
 from unit.common import DistributedTest
+from unit.models import config_of, drawn, sgd
+from unit.v1.zero.usage import Warnings
 
 STEPS = 3
 STAGES = [0, 1, 2, 3]
@@ -34,10 +32,9 @@ def gan() -> tuple[Generator, Discriminator]:
     return generator, Discriminator(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def data(index: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def data(index: int, rank: int) -> tuple[torch.Tensor, ...]:
     """Noise and real samples: others on each rank."""
-    generator = torch.Generator().manual_seed(10 * index + rank)
-    return torch.randn(2, 4, generator=generator), torch.randn(2, 6, generator=generator)
+    return drawn(10 * index + rank, 2, 10).split((4, 6), dim=1)
 
 
 def discriminator_loss(g: Any, d: Any, noise: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
@@ -55,39 +52,29 @@ def plain_torch(steps: int, accumulation: int) -> list[torch.Tensor]:
     g, d = gan()
     optimizers = [torch.optim.SGD(model.parameters(), lr=LR) for model in (g, d)]
     ranks = range(dist.get_world_size())
-    for step in range(steps):
-        for micro in range(step * accumulation, (step + 1) * accumulation):
-            is_last = micro + 1 == (step + 1) * accumulation
-            d.requires_grad_(True)
-            for rank in ranks:
-                loss = discriminator_loss(g, d, *data(micro, rank))
-                (loss / len(ranks) / accumulation).backward()
-            if is_last:
-                optimizers[1].step()
-            d.requires_grad_(False)
-            for rank in ranks:
-                loss = generator_loss(g, d, data(micro, rank)[0])
-                (loss / len(ranks) / accumulation).backward()
-        optimizers[0].step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+    for micro in range(steps * accumulation):
+        is_last = (micro + 1) % accumulation == 0
+        batches = [data(micro, rank) for rank in ranks]
+        d.requires_grad_(True)
+        for batch in batches:
+            (discriminator_loss(g, d, *batch) / len(ranks) / accumulation).backward()
+        if is_last:
+            optimizers[1].step()
+        d.requires_grad_(False)
+        for noise, _ in batches:
+            (generator_loss(g, d, noise) / len(ranks) / accumulation).backward()
+        if is_last:
+            optimizers[0].step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
     return [param.detach().clone() for model in (g, d) for param in model.parameters()]
 
 
 def engine_of(model: nn.Module, stage: int, accumulation: int = 1, **options: Any) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {
-            "stage": stage,
-            "stage3_param_persistence_threshold": 0,
-            "reduce_bucket_size": 20,  # several, so that hooks send them
-        },
-        **options,
-    }
+    # Several buckets, so that hooks send them.
+    zero = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 20}
+    config = config_of(stage, 2, accumulation, optimizer=sgd(LR), zero_optimization=zero)
+    config |= {"zero_allow_untested_optimizer": True, **options}
     return deepspeed.initialize(model=model, config=config)[0]
 
 
@@ -101,19 +88,9 @@ def off_by(got: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(got, expected, strict=True))
 
 
-@contextmanager
-def heard() -> Iterator[list[str]]:
-    """What is told of foreign gradients meanwhile."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # a list is all that is needed
-    logger.addHandler(handler)
-    _log_dist_once.cache_clear()
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
-    said[:] = [text for text in said if "the backward of" in text]
+def told(said: Warnings) -> list[str]:
+    """What was told of foreign gradients."""
+    return [text for text in said.texts if "the backward of" in text]
 
 
 class TestGan(DistributedTest):
@@ -122,20 +99,20 @@ class TestGan(DistributedTest):
     @pytest.mark.parametrize("stage", STAGES)
     def test_as_accelerate_has_it(self, stage: int) -> None:
         # Its `backward` steps too, and `zero_grad()` and `step()` of its optimizers do nothing.
-        # Kills: a discriminator that steps on the generator's gradients in silence; a word for
-        # each step, or on each rank.
+        # Kills: a step on the generator's gradients in silence; a word for each step or rank.
         accelerate = pytest.importorskip("accelerate")
         wrapped = accelerate.utils.DeepSpeedEngineWrapper
         models = gan()
         g, d = (engine_of(model, stage) for model in models)
-        with heard() as said:
+        with Warnings() as said:
             for step in range(STEPS):
                 noise, real = data(step, dist.get_rank())
                 wrapped(d).backward(discriminator_loss(g, d, noise, real))
                 wrapped(g).backward(generator_loss(g, d, noise))
         assert off_by(weights(*models), plain_torch(STEPS, 1)) > 1e-2
-        assert len(said) == (1 if dist.get_rank() == 0 else 0), said
-        for text in said:
+        texts = told(said)
+        assert len(texts) == (1 if dist.get_rank() == 0 else 0), texts
+        for text in texts:
             assert "Discriminator: a step adds gradients that the backward of Generator" in text
             assert "0.weight" in text and "zero_grad()" in text
 
@@ -146,7 +123,7 @@ class TestGan(DistributedTest):
         for accumulation, freezes in ((1, False), (1, True), (2, True)):
             models = gan()
             g, d = (engine_of(model, stage, accumulation) for model in models)
-            with heard() as said:
+            with Warnings() as said:
                 for micro in range(STEPS * accumulation):
                     noise, real = data(micro, rank)
                     if freezes:
@@ -159,7 +136,7 @@ class TestGan(DistributedTest):
                         d.requires_grad_(False)
                     g.backward(generator_loss(g, d, noise))
                     g.step()
-            assert not said, said
+            assert not told(said)
             assert off_by(weights(*models), plain_torch(STEPS, accumulation)) < 1e-6
             g.destroy()
             d.destroy()
@@ -197,44 +174,45 @@ class TestLegal(DistributedTest):
                 value = engine(value)
             return value.square().mean()
 
-        with heard() as said:
+        def step(*engines: Any) -> None:
+            for engine in engines:
+                engine.step()
+
+        with Warnings() as said:
             for _ in range(2):
                 # A model in two engines, which one of them runs backward.
                 second.backward(loss(first, second))
-                second.step()
-                first.step()
+                step(second, first)
                 second.scale(loss(first, second)).backward()
-                second.step()
-                first.step()
+                step(second, first)
                 # Losses of both, before either steps.
                 second.backward(loss(first, second))
                 first.backward(loss(first))
-                second.step()
-                first.step()
+                step(second, first)
                 # Several losses of one, of one graph.
                 value = loss(first)
                 first.backward(value, retain_graph=True)
                 first.backward(2 * value)
-                first.step()
+                step(first)
                 # Nobody but the script runs it.
                 loss(first, second).backward()
-                second.step()
+                step(second)
                 first.zero_grad()
                 loss(first).backward()
-                first.step()
-        assert not said, said
+                step(first)
+        assert not told(said)
 
     def test_slower_steps(self) -> None:
         # One that steps on several backwards of the other has none of its own.
         slow = engine_of(nn.Linear(4, 4), 2, managed_gradient_accumulation=False)
         fast = engine_of(nn.Linear(4, 4), 2)
-        with heard() as said:
+        with Warnings() as said:
             for step in range(4):
                 fast.backward(fast(slow(torch.ones(2, 4))).square().mean())
                 fast.step()
                 if step % 2:
                     slow.step()
-        assert not said, said
+        assert not told(said)
 
     def test_frozen_parameters(self) -> None:
         # Kills: a backward that nobody notices since the parameter that was looked at was frozen.

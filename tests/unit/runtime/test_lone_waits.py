@@ -1,6 +1,5 @@
 """Ranks that take different ways, in training, saving, pipelines: who waits says so, and where."""
 
-import logging
 import os
 import threading
 import time
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
@@ -19,8 +17,10 @@ from deepspeed.comm.watch import lone_waits
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.checkpointing import folders
 from deepspeed.runtime.checkpointing.save_job import SaveJob
-from deepspeed.utils.logging import logger
 from unit.common import DistributedTest
+from unit.models import config_of, linears
+from unit.one_process import mean_square
+from unit.v1.zero.usage import Warnings
 
 WIDTH = 4
 REPORT_S = 0.5
@@ -29,43 +29,40 @@ LATE_S = 1.0
 LIMIT_S = 5.0 * max(1.0, os.getloadavg()[0] / (4 * (os.cpu_count() or 1)))
 
 
-@contextmanager
-def heard() -> Iterator[list[str]]:
+class Waits(Warnings):
     """What the log says meanwhile, of waits."""
-    said: list[str] = []
 
-    def emit(record: logging.LogRecord) -> None:
-        if " s for " in record.getMessage():
-            said.append(record.getMessage())
+    @property
+    def told(self) -> list[str]:
+        return [text for text in self.texts if " s for " in text]
 
-    handler = logging.Handler()
-    handler.emit = emit  # type: ignore[method-assign]  # a list is all that is needed
-    logger.addHandler(handler)
+
+@contextmanager
+def heard() -> Iterator[Waits]:
+    """Waits are soon reported."""
+    lone_waits.watch.report_s = REPORT_S
     try:
-        yield said
+        with Waits() as said:
+            yield said
     finally:
-        logger.removeHandler(handler)
         lone_waits.watch.report_s = lone_waits.DEFAULT_REPORT_S
 
 
 def engine_of(stage: int, is_pipeline: bool = False, **options: Any) -> Any:
-    torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage},
-        "verify": {"lone_gather_report": REPORT_S},
-        **options,
-    }
-    model: nn.Module = nn.Sequential(*layers)
+    adam = {"type": "Adam", "params": {"lr": 1e-3}}
+    verify = {"lone_gather_report": REPORT_S}
+    # Clipping waits for the norm, which would otherwise be late itself.
+    options = {"gradient_clipping": 1.0, "verify": verify, **options}
+    config = config_of(stage, 1, optimizer=adam, **options)
+    model: Any = linears(2, WIDTH)
     if is_pipeline:
-        model = PipelineModule(layers, num_stages=dist.get_world_size(), loss_fn=nn.MSELoss())
+        ranks, loss = dist.get_world_size(), torch.nn.MSELoss()
+        model = PipelineModule(list(model), num_stages=ranks, loss_fn=loss)
     return deepspeed.initialize(model=model, config=config)[0]
 
 
 def backward(engine: Any) -> None:
-    engine.backward(engine(torch.ones(1, WIDTH)).square().mean())
+    engine.backward(mean_square(engine, torch.ones(1, WIDTH, device=engine.device)))
 
 
 def step(engine: Any) -> None:
@@ -78,17 +75,16 @@ def one_that_is_late(act: Callable[[], Any], what: str, who: str) -> None:
     dist.barrier()
     is_late = dist.get_rank() == 1
     with heard() as said:
-        lone_waits.watch.report_s = REPORT_S
         if is_late:
             time.sleep(LATE_S)
         started = time.monotonic()
         act()
         assert time.monotonic() - started < LIMIT_S
         # It is written a moment after the other was asked what it waits for.
-        while not is_late and not said and time.monotonic() - started < LIMIT_S:
+        while not is_late and not said.told and time.monotonic() - started < LIMIT_S:
             time.sleep(0.02)
-        assert len(said) == (0 if is_late else 1), said
-        for text in said:
+        assert len(said.told) == (0 if is_late else 1), said.texts
+        for text in said.told:
             assert f"s for {what}, which {who}" in text, text
             assert "test_lone_waits.py" in text
             assert "rank 1 has not waited so long for anything of this kind" in text
@@ -114,7 +110,7 @@ class TestLate(DistributedTest):
 
     def test_first_backward_of_several_buckets(self) -> None:
         # Ranks agree before they wait for their buckets.
-        zero = {"stage": 2, "reduce_bucket_size": WIDTH * WIDTH + WIDTH, "overlap_comm": True}
+        zero = {"reduce_bucket_size": WIDTH * WIDTH + WIDTH, "overlap_comm": True}
         engine = engine_of(2, zero_optimization=zero)
         one_that_is_late(lambda: backward(engine), "which gradients arrive late", NOT_ALL)
         engine.destroy()
@@ -144,10 +140,9 @@ class TestLate(DistributedTest):
             return write(*args)
 
         with monkeypatch.context() as patch, heard() as said:
-            lone_waits.watch.report_s = REPORT_S
             patch.setattr(SaveJob, "write", slow)
             engine.save_checkpoint(str(tmpdir), "a")
-            assert not said, said
+            assert not said.told
         act = lambda: folders.together(lambda: None, engine.device, "something")  # noqa: E731
         one_that_is_late(act, "something", "rank 1 has not joined")
         engine.destroy()
@@ -157,15 +152,13 @@ class TestLate(DistributedTest):
         x = torch.ones(1, WIDTH)
         act = lambda: engine.train_batch(iter([(x, x)]))  # noqa: E731
         act()
-        one_that_is_late(
-            act, "gradients of part 1's inputs (rank 1 to rank 0), with rank 1", NOT_ALL
-        )
+        wait = "gradients of part 1's inputs (rank 1 to rank 0), with rank 1"
+        one_that_is_late(act, wait, NOT_ALL)
         engine.destroy()
 
     def test_nobody_is_late(self) -> None:
         engine = engine_of(2)
         with heard() as said:
-            lone_waits.watch.report_s = REPORT_S
             ended = time.monotonic() + 2 * REPORT_S
             # Until rank 0 says so.
             while True:
@@ -174,7 +167,7 @@ class TestLate(DistributedTest):
                 dist.broadcast(is_over, 0)
                 if is_over:
                     break
-            assert not said, said
+            assert not said.told
         engine.destroy()
 
 
@@ -182,12 +175,10 @@ class TestApart(DistributedTest):
     world_size = 2
 
     def test_a_save_on_one_rank(self, tmpdir: Any) -> None:
-        # The classic hang, which nothing ends: each says for what it waits, and what the other one
-        # said.
+        # The classic hang, which nothing ends: each says for what it waits, and the other one too.
         engine = engine_of(2)
         step(engine)
         with heard() as said:
-            lone_waits.watch.report_s = REPORT_S
             # Ranks of a test are ended by nobody.
             end = threading.Timer(3 * LATE_S, dist.process_groups.abort_groups)
             end.start()
@@ -198,10 +189,11 @@ class TestApart(DistributedTest):
                     step(engine)
                 raise AssertionError("they did not part")
             end.join()
-        if dist.get_rank() == 0:
-            assert any("s for saving global_step1, which rank 1 has not joined" in t for t in said)
-            other = GRADIENTS[2]
-        else:
-            assert any(f"s for {GRADIENTS[2]}, which not all" in text for text in said), said
-            other = "saving global_step1"
-        assert any(f"has last waited so long for {other}" in text for text in said), said
+        waits = [
+            "saving global_step1, which rank 1 has not joined",
+            f"{GRADIENTS[2]}, which not all",
+        ]
+        others = [GRADIENTS[2], "saving global_step1"]
+        own, other = waits[dist.get_rank()], others[dist.get_rank()]
+        assert any(f"s for {own}" in text for text in said.told), said.texts
+        assert any(f"has last waited so long for {other}" in text for text in said.told), said.texts

@@ -2,7 +2,6 @@
 
 import importlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +21,18 @@ from deepspeed.runtime.pipe.module import PipelineError
 from deepspeed.utils import groups
 from deepspeed.utils.exceptions import MisuseError
 from unit.common import DistributedTest
+from unit.models import config_of, sgd
 from unit.test_upstream_names import REFUSES, answer, listed
+from unit.v1.gathering import from_all_ranks
 from unit.v1.zero.usage import Warnings
 
 PATCHED = "deepspeed.runtime.engine.DeepSpeedEngine.clip_fp32_gradients: gradients are .* clipped"
-PRECISIONS: list[dict[str, Any]] = [{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}]
 
 
-def engine_of(stage: int = 2, model: nn.Module | None = None, **more: Any) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage},
-        **more,
-    }
+def engine_of(
+    stage: int = 2, model: nn.Module | None = None, precision: str = "fp32", **more: Any
+) -> Any:
+    config = config_of(stage, 1, 2, precision, optimizer=sgd(0.1), **more)
     return deepspeed.initialize(model=model or nn.Linear(4, 4), config=config)[0]
 
 
@@ -71,12 +67,10 @@ def an_object(cls: type, **attributes: Any) -> object:
 def test_each_method_that_is_not_here_is_told() -> None:
     # Kills: absent methods that are replaced in silence by a derived class or on an object.
     refused = refused_of_what_is_patched()
-    refused += [
-        (DeepSpeedEngine, "_save_moe_checkpoint"),
-        (DeepSpeedEngine, "_get_expert_ckpt_name"),
-        (PipelineEngine, "clip_fp32_gradients"),
-        (PipelineEngine, "_reduce_outputs"),
-    ]
+    for name in ("_save_moe_checkpoint", "_get_expert_ckpt_name"):
+        refused.append((DeepSpeedEngine, name))
+    for name in ("clip_fp32_gradients", "_reduce_outputs"):
+        refused.append((PipelineEngine, name))
     assert len(refused) > 150
     silent = []
     for cls, method in refused:
@@ -98,8 +92,8 @@ class TestTold(DistributedTest):
     def test_nothing_of_this_package(self, stage: int) -> None:
         # Kills: a warning of this package's own attributes.
         with Warnings() as said:
-            for precision in PRECISIONS:
-                engine = engine_of(stage, **precision)
+            for precision in ("fp32", "bf16", "fp16"):
+                engine = engine_of(stage, precision=precision)
                 for name in ("own_helper", "no_upstream_name"):
                     setattr(engine, name, client)
                 tell_of_patches(engine, engine.module, engine.optimizer, raises=True)
@@ -131,8 +125,7 @@ class TestTold(DistributedTest):
                 engine_of(**block)
 
     def test_on_an_engine_at_its_first_step_and_when_saving(self, tmpdir: Any) -> None:
-        # Kills: looking at construction only, before which no engine can be patched; looking at
-        # every step.
+        # Kills: looking at construction only, before any engine can be patched; or at every step.
         engine = engine_of(verify={"ledger": True})
         engine.print_forward_breakdown = client
         with pytest.raises(MisuseError, match=r"print_forward_breakdown: use wall_clock_breakdown"):
@@ -176,21 +169,11 @@ def trainable_ones(self: Any) -> None:
     """A client's broadcast, by upstream's attributes of the engine: of what trains alone."""
     for param in self.module.parameters():
         if param.requires_grad:
-            same = (
-                self.expert_data_parallel_group[param.group_name]
-                if hasattr(param, "group_name")
-                else self.seq_data_parallel_group
-            )
-            source = groups._get_broadcast_src_rank()
+            same, source = self.seq_data_parallel_group, groups._get_broadcast_src_rank()
             if hasattr(param, "group_name"):
+                same = self.expert_data_parallel_group[param.group_name]
                 source = groups._get_expert_broadcast_src_rank(param.group_name)
             dist.broadcast(param.data, source, group=same)
-
-
-def values_of_all(param: torch.Tensor) -> list[torch.Tensor]:
-    values = [torch.empty_like(param) for _ in range(dist.get_world_size())]
-    dist.all_gather(values, param.detach().clone())
-    return values
 
 
 class TestHonoured(DistributedTest):
@@ -215,8 +198,6 @@ class TestHonoured(DistributedTest):
         told = [text for text in said.texts if "_count_layer_params" in text]
         assert len(told) == (dist.get_rank() == 0), said.texts
         assert all("own; this package calls it" in text for text in told)
-
-    def test_a_count_of_other_layers(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(PipelineModule, "_count_layer_params", lambda self: [1, 2, 3])
             with pytest.raises(PipelineError, match="3 numbers for 4 layers: give one for each"):
@@ -232,17 +213,21 @@ class TestHonoured(DistributedTest):
             patch.setattr(DeepSpeedEngine, "_broadcast_model", trainable_ones)
             engine = engine_of(stage, model, verify={"ledger": True})
         for param in engine.module.parameters():
-            first, second = values_of_all(param)
+            first, second = from_all_ranks(param.detach())
             assert torch.equal(first, second) == param.requires_grad
 
     @pytest.mark.parametrize("decoupled", [False, True])
     def test_how_the_converter_is_put(self, decoupled: bool, tmpdir: Any) -> None:
         # Kills: this package's file beside it; a call on each rank; another folder than upstream's.
-        seen = recorded(Path(tmpdir))
         writer = {"type": "fast", "decoupled": True} if decoupled else {}
         engine = engine_of(checkpoint={"writer": writer}, verify={"ledger": True})
+
+        def put(self: Any, save_path: str) -> None:
+            with Path(tmpdir, "calls").open("a", encoding="ascii") as file:
+                file.write(f"{save_path} rank {dist.get_rank()}\n")
+
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(DeepSpeedEngine, "_copy_recovery_script", seen)
+            patch.setattr(DeepSpeedEngine, "_copy_recovery_script", put)
             engine.save_checkpoint(str(tmpdir), tag="t")
             engine.destroy()
         dist.barrier()
@@ -255,13 +240,3 @@ class TestHonoured(DistributedTest):
         engine._copy_recovery_script = lambda save_path: Path(save_path, "own.py").touch()
         engine.save_checkpoint(str(tmpdir), tag="t")
         assert sorted(os.listdir(str(tmpdir))) == ["latest", "own.py", "t"]
-
-
-def recorded(folder: Path) -> Callable[[Any, str], None]:
-    """A converter that notes each call."""
-
-    def put(self: Any, save_path: str) -> None:
-        with Path(folder, "calls").open("a", encoding="ascii") as file:
-            file.write(f"{save_path} rank {dist.get_rank()}\n")
-
-    return put

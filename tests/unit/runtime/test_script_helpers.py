@@ -24,8 +24,10 @@ from deepspeed.runtime.zero import offload_states
 from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.utils.torch import register_grad_hook, required_torch_version
 from unit.common import DistributedTest
+from unit.models import config_of
 
 NAN, INF = float("nan"), float("inf")
+ADAM = {"type": "Adam", "params": {"lr": 0.1}}
 
 
 def test_norms() -> None:
@@ -57,12 +59,11 @@ def test_tensors_and_structures(tmp_path: Path) -> None:
     assert utils.maybe_loss_for_backward(torch.ones(1, requires_grad=True) * 2)
     assert not utils.maybe_loss_for_backward(torch.ones(2, requires_grad=True) * 2)
     full, empty = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(0))
+    full, empty = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(0))
     assert utils.filter_empty_parameters([full, empty]) == [full]
-    assert utils.filter_empty_parameters([{"params": [full, empty], "lr": 1}]) == [
-        {"params": [full], "lr": 1}
-    ]
+    (kept,) = utils.filter_empty_parameters([{"params": [full, empty], "lr": 1}])
+    assert kept == {"params": [full], "lr": 1}
     assert utils.call_to_str("f", 1, "a", x=2) == "f(1, 'a', x=2)"
-    assert utils.get_only_unique_item([2, 2]) == 2
     with pytest.raises(RuntimeError, match="one unique item"):
         utils.get_only_unique_item([2, 3])
     utils.ensure_directory_exists(tmp_path / "a" / "b.txt")
@@ -75,9 +76,8 @@ def test_tensors_and_structures(tmp_path: Path) -> None:
 
 
 def test_torch() -> None:
-    assert required_torch_version(min_version=2.6) and not required_torch_version(
-        max_version="1.13"
-    )
+    assert required_torch_version(min_version=2.6)
+    assert not required_torch_version(max_version="1.13")
     assert required_torch_version(min_version="2.6", max_version="99.0")
     with pytest.raises(ValueError, match="give min_version"):
         required_torch_version()
@@ -86,12 +86,8 @@ def test_torch() -> None:
     register_grad_hook(param, lambda p: seen.append(p.grad.clone()))
     (3 * param).sum().backward()
     assert torch.equal(seen[0], torch.tensor([3.0, 3.0]))
-
-
-def test_states_move() -> None:
-    param = nn.Parameter(torch.ones(2))
+    # States move.
     optimizer = torch.optim.Adam([param])
-    param.grad = torch.ones(2)
     optimizer.step()
     offload_states.offload_adam_states(optimizer, "meta")
     assert {t.device.type for t in optimizer.state[param].values() if t.dim()} == {"meta"}
@@ -103,19 +99,15 @@ def test_states_move() -> None:
 def test_tiles_are_the_layer(ins: int, outs: int, bias: bool) -> None:
     # Kills: a bias per tile, tiles in another order, a remainder on another tile than upstream's.
     whole = nn.Linear(5, 7, bias=bias)
-    tiled = deepspeed.zero.TiledLinear(
-        5, 7, bias=bias, in_splits=ins, out_splits=outs, init_linear=whole
-    )
+    splits = {"in_splits": ins, "out_splits": outs, "init_linear": whole}
+    tiled = deepspeed.zero.TiledLinear(5, 7, bias=bias, **splits)
     x = torch.randn(3, 5)
     assert torch.allclose(tiled(x), whole(x), atol=1e-6)
     assert sum(p.numel() for p in tiled.parameters()) == sum(p.numel() for p in whole.parameters())
     if (ins, outs, bias) == (2, 3, True):
         shapes = [(name, tuple(p.shape)) for name, p in tiled.named_parameters()][:3]
-        assert shapes == [
-            ("linears.0.0.weight", (3, 3)),
-            ("linears.0.1.weight", (3, 2)),
-            ("linears.0.1.bias", (3,)),
-        ]
+        assert shapes[0] == ("linears.0.0.weight", (3, 3))
+        assert shapes[1:] == [("linears.0.1.weight", (3, 2)), ("linears.0.1.bias", (3,))]
     with pytest.raises(RuntimeError, match="6 in_splits of 5 features"):
         deepspeed.zero.TiledLinear(5, 7, in_splits=6)
 
@@ -138,10 +130,9 @@ def test_numbers_of_ranks() -> None:
     assert found.get_desc() == "PP,TP,DP = (2, 2, 1)" and found.world_size() == 4
     assert found.is_valid(1, 1, 0) == (True, [])
     assert found.is_valid(0, 0, 1) == (False, ["DP indexing error: index 1 >= degree 1"])
-    assert found.can_reshape(model_3d_desc(2, 4, 1))[1] == [
-        "Expansion reshape not supported - TP: 2 ---> 4"
-    ]
-    with pytest.raises(ValueError, match="Expansion reshape not supported - TP: 2 ---> 4"):
+    expansion = "Expansion reshape not supported - TP: 2 ---> 4"
+    assert found.can_reshape(model_3d_desc(2, 4, 1))[1] == [expansion]
+    with pytest.raises(ValueError, match=expansion):
         found.reshape(model_3d_desc(2, 4, 1))
     with pytest.raises(ValueError, match="PP: 3 ---> 2 is uneven"):
         model_3d_desc(3, 1, 1).reshape(model_3d_desc(2, 1, 1))
@@ -181,13 +172,11 @@ class TestOnRanks(DistributedTest):
 
     def test_partitioned_tensor(self) -> None:
         # Kills: parts in another order, an odd element lost.
-        whole = torch.arange(15.0).view(3, 5)
-        parted = utils.PartitionedTensor(whole, dist.get_world_group())
+        whole, group = torch.arange(15.0).view(3, 5), dist.get_world_group()
+        parted = utils.PartitionedTensor(whole, group)
         assert parted.local_size() == torch.Size([8 - dist.get_rank()])
         assert parted.to_meta().tolist() == [2, 3, 5, 2, dist.get_rank(), 0, 8, 15]
-        other = utils.PartitionedTensor.from_meta(
-            parted.to_meta(), parted.data(), dist.get_world_group()
-        )
+        other = utils.PartitionedTensor.from_meta(parted.to_meta(), parted.data(), group)
         assert torch.equal(parted.full(), whole) and torch.equal(other.full(), whole)
         assert other.full_size() == [3, 5]
 
@@ -202,11 +191,7 @@ class TestOnRanks(DistributedTest):
         assert check.check_using_norm([norm], reduce_overflow=False) == bool(dist.get_rank())
 
     def test_files_of_a_folder(self, tmpdir: Any) -> None:
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": 2},
-        }
+        config = config_of(2, 1, optimizer=ADAM)
         engine, *_ = deepspeed.initialize(model=nn.Linear(3, 3), config=config)
         engine.save_checkpoint(str(tmpdir), tag="t")
         folder = str(tmpdir.join("t"))
@@ -223,12 +208,10 @@ class TestOnRanks(DistributedTest):
             DeepSpeedCheckpoint(folder).get_embedding_files(0)
         dist.barrier()
         if dist.get_rank() == 0:
-            # Kills: counting the files, whatever they are: a rank of another run's is there, and
-            # one of this run's is not.
+            # Kills: counting the files: a rank of another run's is there, one of this run's is not.
             os.rename(path, path.replace("mp_rank_00", "mp_rank_02"))
-            with pytest.raises(
-                CheckpointError, match=r"= \(1, 1, 2\), .* ranks \[\(1, 0\), \(1, 2\)\] are missing"
-            ):
+            missing = r"= \(1, 1, 2\), .* ranks \[\(1, 0\), \(1, 2\)\] are missing"
+            with pytest.raises(CheckpointError, match=missing):
                 get_model_3d_descriptor(folder)
             os.remove(os.path.join(folder, "mp_rank_00_model_states.pt"))
             with pytest.raises(CheckpointError, match="mp_rank_00_model_states.pt"):
@@ -236,67 +219,40 @@ class TestOnRanks(DistributedTest):
 
     def test_getters_are_upstreams(self) -> None:
         # Kills: a getter that answers for another key.
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
-            "bf16": {"enabled": True},
-            "zero_optimization": {"stage": 3},
-        }
+        # What upstream's default says, where config_of says otherwise.
+        config = config_of(3, 1, 1, "bf16", optimizer=ADAM, zero_force_ds_cpu_optimizer=True)
         model = nn.Linear(3, 3)
         engine, *_ = deepspeed.initialize(model=model, config=config)
+        layers = "linear.Linear conv.Conv1d conv.Conv2d conv.Conv3d".split()
+        aio = {"block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1}
+        scaling = {"init_scale": 65536, "scale_window": 1000, "delayed_shift": 2}
+        off = "amp_enabled amp_params bf16_optimizer_states checkpoint_writer_enabled "
+        off += "compile_autotp curriculum_params_legacy data_efficiency_enabled pld_enabled "
+        off += "optimizer_legacy_fusion super_offload zero_nvme_offload_optimizer"
         wanted = {
-            "aio_config": {
-                "block_size": 1048576,
-                "queue_depth": 8,
-                "intra_op_parallelism": 1,
-                "single_submit": False,
-                "overlap_events": True,
-                "use_gds": False,
-            },
-            "amp_enabled": False,
-            "amp_params": False,
+            **dict.fromkeys([*off.split(), "zero_use_cpu_optimizer"], False),
+            **dict.fromkeys(("log_level", "zero_offload_param", "zeropp_loco_param"), None),
+            **dict.fromkeys(
+                ("checkpoint_serialization_enabled", "zero_force_ds_cpu_optimizer"), True
+            ),
+            "is_first_weights_partition_group": True,
+            "zero_multi_rank_bucket_allreduce": True,
+            **dict.fromkeys(("zero_max_live_parameters", "zero_sub_group_size"), 1_000_000_000),
+            "aio_config": {**aio, "single_submit": False, "overlap_events": True, "use_gds": False},
             "autotp_size": 0,
-            "bf16_optimizer_states": False,
-            "checkpoint_serialization_enabled": True,
-            "checkpoint_writer_enabled": False,
-            "compile_autotp": False,
             "cpuadam_cores_perc": 0.9,
-            "curriculum_params_legacy": False,
-            "data_efficiency_enabled": False,
-            "dynamic_loss_scale_args": {
-                "init_scale": 65536,
-                "scale_window": 1000,
-                "delayed_shift": 2,
-                "consecutive_hysteresis": False,
-                "min_scale": 1,
-            },
+            "dynamic_loss_scale_args": {**scaling, "consecutive_hysteresis": False, "min_scale": 1},
             "eigenvalue_layer_name": "bert.encoder.layer",
             "eigenvalue_max_iter": 100,
             "initial_dynamic_scale": 65536,
-            "is_first_weights_partition_group": True,
-            "log_level": None,
             "mics_shard_size": -1,
-            "optimizer_legacy_fusion": False,
-            "pld_enabled": False,
-            "super_offload": False,
             "torch_autocast_lower_precision_safe_modules": [
-                "torch.nn.modules.linear.Linear",
-                "torch.nn.modules.conv.Conv1d",
-                "torch.nn.modules.conv.Conv2d",
-                "torch.nn.modules.conv.Conv3d",
+                f"torch.nn.modules.{name}" for name in layers
             ],
-            "zero_force_ds_cpu_optimizer": True,
             "zero_hpz_partition_size": 1,
-            "zero_max_live_parameters": 1_000_000_000,
-            "zero_multi_rank_bucket_allreduce": True,
-            "zero_nvme_offload_optimizer": False,
-            "zero_offload_param": None,
             "zero_param_persistence_threshold": 100_000,
             "zero_partial_offload": 1.0,
             "zero_prefetch_bucket_size": 50_000_000,
-            "zero_sub_group_size": 1_000_000_000,
-            "zero_use_cpu_optimizer": False,
-            "zeropp_loco_param": None,
         }
         assert {name: getattr(engine, name)() for name in wanted} == wanted
         assert engine.get_data_parallel_rank() == dist.get_rank()
@@ -309,21 +265,17 @@ class TestOnRanks(DistributedTest):
             assert whole is model and whole.weight.shape == (3, 3)
 
     def test_modules_outside_of_init(self) -> None:
+        parts, is_sharded = deepspeed.runtime.zero.partition_parameters, zero_utils.is_zero_param
         with deepspeed.zero.Init() as init:
             sharded = nn.Linear(3, 3)
-            deepspeed.runtime.zero.partition_parameters.shutdown_init_context()
+            parts.shutdown_init_context()
             plain = nn.Linear(3, 3)
-            deepspeed.runtime.zero.partition_parameters.restore_init_context()
+            parts.restore_init_context()
             again = nn.Linear(3, 3)
         assert init.num_partitions == 2 and init.get_partition_rank() == dist.get_rank()
-        is_sharded = deepspeed.runtime.zero.utils.is_zero_param
-        assert [is_sharded(layer.weight) for layer in (sharded, plain, again)] == [
-            True,
-            False,
-            True,
-        ]
+        assert is_sharded(sharded.weight) and is_sharded(again.weight)
+        assert not is_sharded(plain.weight)
         with deepspeed.zero.GatheredParameters([sharded.weight, plain.weight]):
             tiled = deepspeed.zero.TiledLinear(3, 3, in_splits=3, init_linear=sharded)
-            assert torch.equal(
-                torch.cat([tile.weight for tile in tiled.linears[0]], 1), sharded.weight
-            )
+            tiles = torch.cat([tile.weight for tile in tiled.linears[0]], 1)
+            assert torch.equal(tiles, sharded.weight)

@@ -42,19 +42,22 @@ class FakeStream:
 class FakeAccelerator(CPU_Accelerator):
     """The host with streams that write down what is asked of them."""
 
-    def __init__(self, streams: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._streams = streams
+        self.has_streams = True
         self.log: list[tuple[Any, ...]] = []
-        self.current = FakeStream(self.log, "default")
+        self.current = self.named("default")
         self.made = 0
 
+    def named(self, name: str) -> FakeStream:
+        return FakeStream(self.log, name)
+
     def resolves_data_dependency(self) -> bool:
-        return not self._streams
+        return not self.has_streams
 
     def Stream(self, *args: Any, **kwargs: Any) -> FakeStream:  # noqa: N802 - the accelerator's name
         self.made += 1
-        return FakeStream(self.log, f"side{self.made}")
+        return self.named(f"side{self.made}")
 
     def current_stream(self, device_index: int | None = None) -> FakeStream:
         return self.current
@@ -77,35 +80,35 @@ def fake() -> Iterator[FakeAccelerator]:
     set_accelerator(real)
 
 
-def test_the_reduction_stream_waits_for_every_producer(fake):
+@pytest.fixture
+def side(fake: FakeAccelerator) -> SideStream:
+    return SideStream(overlap=True)
+
+
+def test_the_reduction_stream_waits_for_every_producer(fake, side):
     # Kills: waiting for one of several streams (fix 1) or the one current at construction (fix 2).
-    side = SideStream(overlap=True)
-    producers = [FakeStream(fake.log, "a"), FakeStream(fake.log, "b")]
-    side.wait_for(producers)
+    side.wait_for([fake.named("a"), fake.named("b")])
     assert fake.log == [("wait", "side1", "a"), ("wait", "side1", "b")]
 
 
-def test_current_stream_is_asked_for_each_time(fake):
+def test_current_stream_is_asked_for_each_time(fake, side):
     # Kills: remembering the stream of the first question.
-    side = SideStream(overlap=True)
     assert side.current_stream().name == "default"
-    with fake.stream(FakeStream(fake.log, "side hook")):
+    with fake.stream(fake.named("side hook")):
         assert side.current_stream().name == "side hook"
 
 
-def test_work_is_issued_on_the_reduction_stream(fake):
+def test_work_is_issued_on_the_reduction_stream(fake, side):
     # Kills: a block that leaves the caller on the side stream, or never enters it.
-    side = SideStream(overlap=True)
     with pytest.raises(KeyError), side.issue():
         assert fake.current is side.stream
         raise KeyError("x")
     assert fake.current.name == "default"
 
 
-def test_released_memory_is_awaited_by_every_producer(fake):
+def test_released_memory_is_awaited_by_every_producer(fake, side):
     # Kills: an event recorded before the use, one producer only, a host that waits or asks.
-    side = SideStream(overlap=True)
-    side.release([FakeStream(fake.log, "a"), FakeStream(fake.log, "b")])
+    side.release([fake.named("a"), fake.named("b")])
     assert fake.log == [("record", "side1"), ("wait", "a", "side1 1"), ("wait", "b", "side1 1")]
 
 
@@ -116,26 +119,19 @@ def kept(side, producers):
     return weakref.ref(tensor)
 
 
-def test_two_uses_are_under_way(fake):
+def test_two_uses_are_under_way(fake, side):
     # Kills: dropping the reference at once: the allocator would hand the memory out while the side
     # stream reads it. Holding all that the host has issued, however far it runs ahead.
-    side = SideStream(overlap=True)
-    alive = [kept(side, [FakeStream(fake.log, name)]) for name in "abc"]
+    alive = [kept(side, [fake.named(name)]) for name in "abc"]
     gc.collect()
     assert [tensor() is not None for tensor in alive] == [False, True, True]
-    assert fake.log == [
-        ("record", "side1"),
-        ("record", "side1"),
-        ("wait", "a", "side1 1"),
-        ("record", "side1"),
-    ]
+    record = ("record", "side1")
+    assert fake.log == [record, record, ("wait", "a", "side1 1"), record]
 
 
-def test_the_producers_wait_before_the_references_go(fake, monkeypatch):
+def test_the_producers_wait_before_the_references_go(fake, side, monkeypatch):
     # Kills: references that go first, or while only one of several producers waits.
-    side = SideStream(overlap=True)
-    producers = [FakeStream(fake.log, "a"), FakeStream(fake.log, "b")]
-    alive = kept(side, producers)
+    alive = kept(side, [fake.named("a"), fake.named("b")])
     waiting = []
     monkeypatch.setattr(
         FakeStream, "wait_event", lambda self, event: waiting.append((self.name, alive() is None))
@@ -146,51 +142,39 @@ def test_the_producers_wait_before_the_references_go(fake, monkeypatch):
     assert waiting == [("a", False), ("b", False)] and alive() is None
 
 
-def test_join_lets_the_current_stream_wait_and_frees(fake):
+def test_join_lets_the_current_stream_wait_and_frees(fake, side):
     # Kills: a host synchronization instead of a stream wait, waiting in the wrong direction, a
     # producer that is forgotten, and a leak over steps.
-    side = SideStream(overlap=True)
-    alive = kept(side, [FakeStream(fake.log, "producer")])
+    alive = kept(side, [fake.named("producer")])
     fake.log.clear()
-    with fake.stream(FakeStream(fake.log, "trainer")):
+    with fake.stream(fake.named("trainer")):
         side.join()
     assert fake.log == [("wait", "trainer", "side1"), ("wait", "producer", "side1 1")]
     gc.collect()
     assert alive() is None
 
 
-def test_destroy_waits_for_outstanding_work(fake):
+def test_destroy_waits_for_outstanding_work(fake, side):
     # Kills: freeing buffers that the device still uses.
-    side = SideStream(overlap=True)
     side.keep_alive([torch.zeros(1)], [])
     side.destroy()
     assert fake.log[-1] == ("synchronize", "side1")
 
 
-def test_without_overlap_the_current_stream_waits_after_every_reduction(fake):
-    # Kills: computation that runs beside a reduction nobody asked to overlap.
-    side = SideStream(overlap=False)
-    with side.issue():
-        assert fake.current.name == "side1"
-    side.join_unless_overlapped()
-    assert fake.log[-1] == ("wait", "default", "side1")
-
-
-def test_with_overlap_nothing_waits_for_a_reduction_before_the_join(fake):
-    # Kills: an overlap that serializes.
-    side = SideStream(overlap=True)
+def test_only_without_overlap_the_current_stream_waits_after_every_reduction(fake, side):
+    # Kills: an overlap that serializes; computation beside a reduction that was not to overlap.
     side.join_unless_overlapped()
     assert fake.log == []
+    other = SideStream(overlap=False)
+    with other.issue():
+        assert fake.current.name == "side2"
+    other.join_unless_overlapped()
+    assert fake.log[-1] == ("wait", "default", "side2")
 
 
-def test_devices_without_streams_make_none():
+def test_devices_without_streams_make_none(fake):
     # Kills: claiming a stream on the host.
-    real = get_accelerator()
-    stand_in = FakeAccelerator(streams=False)
-    set_accelerator(stand_in)
-    try:
-        side = SideStream(overlap=True)
-        assert side.stream is None and not side.has_streams
-        assert stand_in.made == 0
-    finally:
-        set_accelerator(real)
+    fake.has_streams = False
+    side = SideStream(overlap=True)
+    assert side.stream is None and not side.has_streams
+    assert fake.made == 0

@@ -16,6 +16,9 @@ from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.comm.watch import lone_waits
 from deepspeed.pipe import PipelineModule
 from unit.common import DistributedTest
+from unit.models import config_of, linears
+from unit.one_process import mean_square
+from unit.one_process import train as train_on
 
 WIDTH = 4
 # A thread that is not told ends by itself when it finds nothing to look at.
@@ -24,29 +27,22 @@ LOOK_S = 0.1
 
 
 def engine_of(stage: int, is_pipeline: bool = False, **options: Any) -> Any:
-    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage},
-        **options,
-    }
-    model = (
-        PipelineModule(layers, num_stages=dist.get_world_size(), loss_fn=nn.MSELoss())
-        if is_pipeline
-        else nn.Sequential(*layers)
-    )
+    adam = {"type": "Adam", "params": {"lr": 1e-3}}
+    config = config_of(stage, 1, optimizer=adam, **options)
+    model: Any = linears(2, WIDTH)
+    if is_pipeline:
+        ranks = dist.get_world_size()
+        model = PipelineModule(list(model), num_stages=ranks, loss_fn=nn.MSELoss())
     return deepspeed.initialize(model=model, config=config)[0]
 
 
 def train(engine: Any, steps: int = 2) -> None:
     x = torch.ones(1, WIDTH, device=engine.device)
+    if not isinstance(engine.module, PipelineModule):
+        train_on(engine, [x] * steps, mean_square)
+        return
     for _ in range(steps):
-        if isinstance(engine.module, PipelineModule):
-            engine.train_batch(iter([(x, x)]))
-        else:
-            engine.backward(engine(x).square().mean())
-            engine.step()
+        engine.train_batch(iter([(x, x)]))
 
 
 def new_threads(before: set[threading.Thread]) -> list[str]:
@@ -97,9 +93,7 @@ class TestTwo(DistributedTest):
         assert not new_threads(before)
 
     @pytest.mark.parametrize("is_pipeline", [False, True])
-    def test_so_does_the_end_without_it(
-        self, is_pipeline: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_so_does_the_end_without_it(self, is_pipeline: bool, monkeypatch: Any) -> None:
         # Kills: threads that end by `destroy` only, and hold what they look after.
         monkeypatch.setattr(lone_waits, "_LOOK_S", LOOK_S)
         before = set(threading.enumerate())
@@ -118,8 +112,8 @@ class TestTwo(DistributedTest):
         assert not soon_none(before)
 
     def test_whoever_looks_can_stop_them(self) -> None:
-        # What Lightning's tests do with a daemon that is left: its engine is not destroyed, and may
-        # be alive. Kills: a thread that cannot be stopped; one that never comes back.
+        # What Lightning's tests do with a daemon that is left by an engine that is not destroyed.
+        # Kills: a thread that cannot be stopped; one that never comes back.
         before = set(threading.enumerate())
         engine = engine_of(3)
         for _ in range(2):

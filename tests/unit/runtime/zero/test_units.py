@@ -1,10 +1,12 @@
 """Units of gathering, and what rounding leaves of a sum that is taken back."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from unit.models import drawn
 
 from deepspeed.runtime.zero.gathering import undone_edits
 from deepspeed.runtime.zero.gathering.coordinator import UseOrder
@@ -13,16 +15,20 @@ from deepspeed.runtime.zero.gathering.undone_edits import is_undone
 from deepspeed.runtime.zero.gathering.units import choose_persistent, fine_grained, fuse, plan_units
 
 
-class Block(nn.Module):
+class Called(nn.Module):
+    """Runs what is in it as it likes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Block(Called):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(x))
 
-
-class Net(nn.Module):
+class Net(Called):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1))
@@ -32,43 +38,30 @@ class Net(nn.Module):
         self.head = nn.Linear(3, 5, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
 
 def own_of(model: nn.Module, leaves: tuple[nn.Module, ...] = ()) -> dict[str, list[str]]:
     names = {param: name for name, param in model.named_parameters()}
     plans = plan_units(model, lambda module: module in leaves)
-    assert [p for plan in plans for p in plan.own] and len(
-        {p for plan in plans for p in plan.own}
-    ) == len(names)
+    owned = [param for plan in plans for param in plan.own]
+    assert owned and len(set(owned)) == len(names)
     return {plan.name: [names[param] for param in plan.own] for plan in plans}
 
 
 def test_blocks_are_units() -> None:
     # Kills: a unit per layer, parameters of a list that nobody gathers, a tied weight owned twice.
-    found = own_of(Net())
+    model = Net()
+    found = own_of(model)
     assert found[""] == ["scale", "extra.0"]
     assert found["embed"] == ["embed.weight"]
-    assert found["blocks.1"] == [
-        f"blocks.1.{name}" for name in ("a.weight", "a.bias", "b.weight", "b.bias")
-    ]
+    own = ("a.weight", "a.bias", "b.weight", "b.bias")
+    assert found["blocks.1"] == [f"blocks.1.{name}" for name in own]
     assert found["head"] == []
     assert len(found) == 6
-
-
-def test_a_tied_weight_is_used_by_both() -> None:
-    # Kills: a module whose forward doesn't ask for what another unit owns.
-    model = Net()
+    # Kills: a module whose forward doesn't ask for what another unit owns: a tied weight.
     head = next(plan for plan in plan_units(model, lambda module: False) if plan.name == "head")
     assert head.params == [model.embed.weight]
-
-
-def test_leaves_are_units() -> None:
     # Kills: a marked module that is divided.
-    model = Net()
     assert list(own_of(model, (model,))) == [""]
-    model = Net()
     assert "blocks.0" in own_of(model, (model.blocks[0].a,))
 
 
@@ -77,14 +70,10 @@ class ChosenExperts(nn.ModuleDict):
         return self["a"](x)
 
 
-class Mixture(nn.Module):
+class Mixture(Called):
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
-        self.gate = nn.Linear(2, 2)
-        self.experts = experts
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
+        self.gate, self.experts = nn.Linear(2, 2), experts
 
 
 def test_experts_are_one_unit() -> None:
@@ -94,13 +83,9 @@ def test_experts_are_one_unit() -> None:
     chosen = Mixture(ChosenExperts({name: nn.Linear(2, 2) for name in "abc"}))
     assert list(own_of(nn.Sequential(chosen, nn.ReLU()))) == ["", "0.gate", "0.experts"]
 
-
-def test_children_of_uncalled_lists_are_units() -> None:
     # Kills: a list of lists taken for a block, whose forward never runs.
-    pairs = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), Block()]) for _ in range(2)])
-    model = nn.Module()
-    model.pairs = pairs
-    model.forward = lambda x: x  # type: ignore[method-assign]  # it is called
+    model = Called()
+    model.pairs = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), Block()]) for _ in range(2)])
     assert set(own_of(model)) == {"", "pairs.0.0", "pairs.0.1", "pairs.1.0", "pairs.1.1"}
 
 
@@ -118,9 +103,8 @@ def fused(model: nn.Module, limit: int, leaves: tuple[nn.Module, ...] = ()) -> l
 
 
 def test_small_neighbours_are_fused() -> None:
-    # Kills: a large unit that is gathered with small ones, small ones on both sides of it that go
-    # together, a unit beyond the limit, a plan without parameters that parts its neighbours or is
-    # gathered.
+    # Kills: a large unit gathered with small ones, small ones on both sides of it together, a unit
+    # beyond the limit, a plan without parameters that parts its neighbours or is gathered.
     tiny = [nn.Linear(2, 2) for _ in range(5)]  # 6 elements each
     model = nn.Sequential(*tiny[:3], nn.ReLU(), nn.Linear(20, 20), *tiny[3:])
     assert fused(model, 0) == [[name] for name in "012456"]
@@ -134,30 +118,16 @@ def test_small_neighbours_are_fused() -> None:
 
 def test_a_module_is_fused_with_all_below_it_or_not_at_all() -> None:
     # Kills: a module that keeps its first children whole while the others run.
-    class Scaled(nn.Module):
+    class Scaled(Called):
         def __init__(self, width: int) -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.ones(1))
             self.a, self.b = nn.Linear(2, 2), nn.Linear(width, width)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x
-
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.large, self.last = nn.Linear(2, 2), Scaled(20), Scaled(1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x
-
-    assert fused(Both(), 100) == [
-        ["first"],
-        ["large"],
-        ["large.a"],
-        ["large.b"],
-        ["last", "last.a", "last.b"],
-    ]
+    model = Called()
+    model.first, model.large, model.last = nn.Linear(2, 2), Scaled(20), Scaled(1)
+    alone = [["first"], ["large"], ["large.a"], ["large.b"]]
+    assert fused(model, 100) == [*alone, ["last", "last.a", "last.b"]]
 
 
 def test_fine_grained_modules() -> None:
@@ -174,6 +144,14 @@ def test_fine_grained_modules() -> None:
 
 
 # The order of units as a hint
+
+
+def visited(order: UseOrder, kind: str, *units: int) -> UseOrder:
+    """A pass in which units are used."""
+    order.begin(kind)
+    for unit in units:
+        order.visit(unit)
+    return order
 
 
 def test_a_second_pass_is_foreseen() -> None:
@@ -203,12 +181,9 @@ def test_another_order_gives_no_hint_and_is_learned() -> None:
     # Kills: a stale order that is believed, or one that is never replaced.
     order = UseOrder([1, 1, 1])
     for uses in ((0, 1, 2), (0, 2, 1), (0, 2, 1)):
-        order.begin("train")
-        for unit in uses:
-            order.visit(unit)
+        visited(order, "train", *uses)
     assert order.is_expected
-    order.begin("train")
-    order.visit(0)
+    visited(order, "train", 0)
     assert list(order.ahead(2)) == [2, 1]
     order.visit(1)
     assert not order.is_expected
@@ -219,9 +194,7 @@ def test_kinds_are_kept_apart() -> None:
     # Kills: an evaluation between two steps that makes training forget its order.
     order = UseOrder([1, 1])
     for kind, uses in (("train", (0, 1, 1, 0)), ("eval", (0, 1)), ("train", (0, 1))):
-        order.begin(kind)
-        for unit in uses:
-            order.visit(unit)
+        visited(order, kind, *uses)
     assert list(order.ahead(2)) == [1, 0]
     order.forget()
     order.begin("train")
@@ -231,9 +204,7 @@ def test_kinds_are_kept_apart() -> None:
 # Which piece of memory is used again
 
 
-def take(
-    pool: MemoryPool, numel: int, owner: str, dtype: torch.dtype = torch.float32
-) -> PoolBuffer:
+def take(pool: MemoryPool, numel: int, owner: str, dtype: Any = torch.float32) -> PoolBuffer:
     return pool.take(numel, dtype, torch.device("cpu"), owner)
 
 
@@ -258,8 +229,8 @@ def test_the_smallest_that_fits_and_of_those_the_own_one() -> None:
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return 0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+def small(*shape: int, seed: int = 0) -> torch.Tensor:
+    return 0.02 * drawn(seed, *shape)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -267,8 +238,8 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_a_sum_that_is_taken_back(dtype: torch.dtype, size: float) -> None:
     # Kills: a bound by the units of the element itself, which a larger delta leaves far behind.
     for seed, shape in enumerate([(1,), (4, 4), (33, 65)]):
-        before = drawn(*shape, seed=seed).to(dtype)
-        after, delta = before.clone(), size * drawn(*shape, seed=seed + 9)
+        before = small(*shape, seed=seed).to(dtype)
+        after, delta = before.clone(), size * small(*shape, seed=seed + 9)
         for kind in (dtype, torch.float32):  # adapters are kept in fp32 beside a base in bf16
             after += delta.to(kind)
             after -= delta.to(kind)
@@ -277,8 +248,8 @@ def test_a_sum_that_is_taken_back(dtype: torch.dtype, size: float) -> None:
 
 def test_a_norm_of_columns_that_is_taken_back() -> None:
     # DoRA scales the sum too.
-    before = drawn(64, 64).to(torch.bfloat16)
-    delta, factor = 0.3 * drawn(64, 64, seed=1).to(torch.bfloat16), 1 + drawn(64, 1, seed=2).abs()
+    before = small(64, 64).to(torch.bfloat16)
+    delta, factor = 0.3 * small(64, 64, seed=1).to(torch.bfloat16), 1 + small(64, 1, seed=2).abs()
     merged = (factor * (before + delta)).to(torch.bfloat16)
     assert is_undone(before, (merged / factor).to(torch.bfloat16) - delta)
 
@@ -288,13 +259,14 @@ def test_a_norm_of_columns_that_is_taken_back() -> None:
 )
 def test_a_small_change(dtype: torch.dtype, least: float) -> None:
     # Kills: a bound by the largest element alone, which hides what changes all of them a little.
-    before = drawn(64, 64).to(dtype)
+    before = small(64, 64).to(dtype)
+    exact = before.double()
     for after in (
-        before.double() * (1 + least),
-        before.double() * (1 - least),
-        before.double() + 2 * least * 0.02,
-        before.double() + 2 * least * drawn(64, 64, seed=3),
-        before * 0,
+        exact * (1 + least),
+        exact * (1 - least),
+        exact + 2 * least * 0.02,
+        exact + 2 * least * small(64, 64, seed=3),
+        exact * 0,
     ):
         assert not is_undone(before, after.to(dtype))
     one = before.clone()
@@ -327,7 +299,7 @@ def test_other_kinds() -> None:
 def test_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     # Kills: a last piece that nobody looks at.
     monkeypatch.setattr(undone_edits, "PIECE_NUMEL", 4)
-    before = drawn(3, 3)
+    before = small(3, 3)
     for index in range(9):
         after = before.clone().view(-1)
         after[index] += 1e-3
