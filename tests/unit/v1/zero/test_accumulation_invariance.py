@@ -12,21 +12,22 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.utils.logging import _log_once
 from unit.common import DistributedTest
+from unit.models import seeded, tokens
 from unit.v1.looping import each
+from unit.v1.zero import usage
 from unit.v1.zero.usage import (
-    LR,
     ROWS,
     STAGES,
     TOLERANCE,
     Warnings,
     assert_close,
+    check,
     data,
-    inputs,
+    loss_at,
     loss_of,
     make_engine,
     make_net,
     params_of,
-    reference_params,
 )
 
 WORLD = 2
@@ -37,52 +38,34 @@ WIDTH = 32
 STEPS = 5
 
 
-class Block(nn.Module):
-    """Causal attention and an MLP, each with a residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before_attention = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.mix = nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
-        )
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Shape `[rows, length, width]` in and out."""
-        rows, length, _ = hidden.shape
-        parts = self.qkv(self.before_attention(hidden)).view(rows, length, 3, 4, WIDTH // 4)
-        query, key, value = (parts[:, :, i].transpose(1, 2) for i in range(3))
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.mix(attended.transpose(1, 2).reshape(rows, length, WIDTH))
-        return hidden + self.mlp(hidden)
-
-
 class TinyGPT(nn.Module):
-    """Two blocks with a tied output projection; forward returns the mean loss."""
+    """Two causal blocks with a tied output projection; forward returns the mean loss."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.places = nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.Sequential(Block(), Block())
-        self.last = nn.LayerNorm(WIDTH)
+        block = nn.TransformerEncoderLayer(
+            WIDTH, 4, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(block, 2, nn.LayerNorm(WIDTH), False)
+        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
+        self.register_buffer("mask", mask, persistent=False)
         nn.init.normal_(self.tokens.weight, std=0.1)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Loss of predicting each next token of `[rows, length + 1]`."""
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         hidden = self.tokens(inputs) + self.places.weight
-        logits = F.linear(self.last(self.blocks(hidden)), self.tokens.weight)
+        hidden = self.blocks(hidden, self.mask.to(hidden.dtype), is_causal=True)
+        logits = F.linear(hidden, self.tokens.weight)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def batch_of(step: int, rank: int) -> torch.Tensor:
     """This rank's 32 sequences of the step, which count up from a random start."""
-    generator = torch.Generator().manual_seed(97 * step + rank)
-    start = torch.randint(VOCABULARY, (SAMPLES_PER_RANK, 1), generator=generator)
-    stride = torch.randint(1, 4, (SAMPLES_PER_RANK, 1), generator=generator)
+    start = tokens(97 * step + rank, VOCABULARY, SAMPLES_PER_RANK, 1)
+    stride = 1 + tokens(97 * step + rank + 50, 3, SAMPLES_PER_RANK, 1)
     return (start + stride * torch.arange(LENGTH + 1)) % VOCABULARY
 
 
@@ -119,8 +102,8 @@ def spread_of(accumulators: list[torch.Tensor]) -> float:
 
 def train(micro_batch: int, **bf16: Any) -> Curve:
     """Steps over the same global batches."""
-    torch.manual_seed(0)
-    engine, _, _, _ = deepspeed.initialize(model=TinyGPT(), config=config_of(micro_batch, **bf16))
+    config = config_of(micro_batch, **bf16)
+    engine = deepspeed.initialize(model=seeded(TinyGPT), config=config)[0]
     curve = Curve([], [], [])
     for step in range(STEPS):
         loss_sum = torch.zeros(())
@@ -149,14 +132,10 @@ class TestAccumulationInvariance(DistributedTest):
         # and differs between ranks), a missing 1/accumulation, summing micro-batches in bf16
         # (sixteen of them lose what is below 1/256 of the sum).
         wide, narrow = train(8), train(2)
-        assert max(abs(a - b) for a, b in zip(wide.losses, narrow.losses, strict=True)) <= 3e-4, (
-            wide.losses,
-            narrow.losses,
-        )
-        assert max(abs(a / b - 1) for a, b in zip(wide.norms, narrow.norms, strict=True)) <= 0.02, (
-            wide.norms,
-            narrow.norms,
-        )
+        losses = zip(wide.losses, narrow.losses, strict=True)
+        assert max(abs(a - b) for a, b in losses) <= 3e-4, (wide.losses, narrow.losses)
+        norms = zip(wide.norms, narrow.norms, strict=True)
+        assert max(abs(a / b - 1) for a, b in norms) <= 0.02, (wide.norms, narrow.norms)
         assert max(wide.spreads + narrow.spreads) <= 1e-6, (wide.spreads, narrow.spreads)
         # Kills: a run in which nothing is learned and all curves agree because they stand still.
         assert wide.losses[-1] < wide.losses[0] - 0.01
@@ -178,19 +157,16 @@ class TestAccumulationControl(DistributedTest):
         engine = make_engine(stage, 3, precision)
         for index in range(6):
             if index % 3 == 2:
-                engine.backward(loss_of(engine(inputs(engine, index))))
+                engine.backward(loss_at(engine, index))
             else:
-                before = dict(params_of(engine))
+                before = params_of(engine)
                 with engine.no_sync():
-                    engine.backward(loss_of(engine(inputs(engine, index))))
+                    engine.backward(loss_at(engine, index))
                     with pytest.raises(RuntimeError, match="no_sync"):
                         engine.step()
-                assert all(
-                    torch.equal(value, dict(params_of(engine))[name])
-                    for name, value in before.items()
-                )
+                assert all(map(torch.equal, before.values(), params_of(engine).values()))
             engine.step()
-        assert_close(engine, reference_params([[0, 1, 2], [3, 4, 5]]), TOLERANCE[precision])
+        check(engine, [[0, 1, 2], [3, 4, 5]], precision)
 
     @each(stage=STAGES, precision=("fp32", "bf16", "bf16+fp32"))
     def test_boundary_set_from_outside(self, stage: int, precision: str) -> None:
@@ -201,55 +177,56 @@ class TestAccumulationControl(DistributedTest):
             last = index % 3 == 2
             engine.set_gradient_accumulation_boundary(last)
             assert engine.is_gradient_accumulation_boundary() is last
-            engine.backward(loss_of(engine(inputs(engine, index))) / 3, scale_wrt_gas=False)
+            engine.backward(loss_at(engine, index) / 3, scale_wrt_gas=False)
             if last:
                 engine.step()
         assert engine.global_steps == 2
-        assert_close(engine, reference_params([[0, 1, 2], [3, 4, 5]]), TOLERANCE[precision])
+        check(engine, [[0, 1, 2], [3, 4, 5]], precision)
 
     @each(stage=STAGES)
-    def test_unmanaged_accumulation(self, stage: int) -> None:
+    def test_other_boundaries(self, stage: int) -> None:
         # Kills: dividing or counting by gradient_accumulation_steps when the caller said that it
-        # does so.
-        engine = make_engine(
-            stage, 4, zero={"overlap_comm": stage == 2}, managed_gradient_accumulation=False
-        )
-        for step in range(2):
-            for index in range(2):
-                engine.backward(loss_of(engine(data(2 * step + index))) / 2)
+        # does so; a block that forgets to reduce at its end, or does so for each backward.
+        own = {"zero": {"overlap_comm": stage == 2}, "managed_gradient_accumulation": False}
+        engine = make_engine(stage, 4, **own)
+        for window in ((0, 1), (2, 3)):
+            for index in window:
+                engine.backward(loss_at(engine, index) / 2)
             engine.step()
         assert engine.global_steps == 2
-        assert_close(engine, reference_params([[0, 1], [2, 3]]))
-
-    def test_unmanaged_accumulation_counts_the_samples_that_were_seen(self) -> None:
+        check(engine, [[0, 1], [2, 3]])
         # Kills: a whole configured batch for each step; the backwards of steps before again.
-        engine = make_engine(2, 4, managed_gradient_accumulation=False)
+        engine = make_engine(stage, 4, **own)
         seen = []
-        for backwards in (2, 5, 3):
+        for backwards in (2, 5, 3) if stage == 2 else ():
             for index in range(backwards):
                 with engine.no_sync() if index == 0 else nullcontext():
-                    engine.backward(loss_of(engine(data(index))))
+                    engine.backward(loss_at(engine, index))
             engine.step()
             seen.append(engine.global_samples // (ROWS * self.world_size))
-        assert seen == [2, 7, 10]
+        assert seen == ([2, 7, 10] if stage == 2 else [])
+        engine = make_engine(stage)
+        with engine.coalesce_grad_reduction():
+            engine.backward(loss_at(engine, 0) / 2)
+            engine.backward(loss_at(engine, 1) / 2)
+        engine.step()
+        check(engine, [[0, 1]])
 
     @each(stage=STAGES)
     def test_the_optimizer_is_stepped_by_itself(self, stage: int) -> None:
         # Kills: weights that go apart without a word where gradients wait for a boundary that only
         # engine.step() reaches (Fabric calls the optimizer's step).
+        precision = "fp32" if stage else "bf16+fp32"
         for accumulation in (1, 2):
-            engine = make_engine(stage, accumulation, "bf16+fp32" if stage == 0 else "fp32")
+            engine = make_engine(stage, accumulation, precision)
             for index in range(2):
-                loss = loss_of(engine(inputs(engine, index)))
-                engine.backward(loss / 2 if accumulation == 1 else loss)
+                engine.backward(loss_at(engine, index) * accumulation / 2)
             if accumulation == 2 and stage < 2:
                 with pytest.raises(RuntimeError, match=r"call engine\.step\(\) after"):
                     engine.optimizer.step()
                 continue
             engine.optimizer.step()
-            assert_close(
-                engine, reference_params([[0, 1]]), TOLERANCE["bf16+fp32" if stage == 0 else "fp32"]
-            )
+            check(engine, [[0, 1]], precision)
 
     @each(stage=(*STAGES, 3), precision=("fp32", "bf16", "bf16+fp32", "fp16"))
     def test_a_step_without_a_backward(self, stage: int, precision: str) -> None:
@@ -258,48 +235,41 @@ class TestAccumulationControl(DistributedTest):
         engine = make_engine(stage, 1, precision)
         _log_once.cache_clear()
         with Warnings() as said:
-            engine.backward(loss_of(engine(inputs(engine, 0))))
-            engine.step()
+            usage.train(engine, [0])
             assert not said.texts
             for _ in range(2):
                 engine.step()
-            own = [text for text in said.texts if "without a backward" in text]
-            assert (
-                len(own) == 1
-                and f"engine.step() without a backward since the last step, on "
-                f"rank {dist.get_rank()}"
-                in own[0]
-            ), said.texts
+            (own,) = (text for text in said.texts if "without a backward" in text)
+            where = f"since the last step, on rank {dist.get_rank()}"
+            assert f"engine.step() without a backward {where}" in own, said.texts
             assert (engine.global_steps, engine.global_samples) == (3, 3 * ROWS * self.world_size)
-            assert_close(engine, reference_params([[0]]), TOLERANCE[precision])
-            engine.backward(loss_of(engine(inputs(engine, 1))))
-            engine.step()
+            check(engine, [[0]], precision)
+            usage.train(engine, [1])
             if (stage, precision) != (0, "fp32"):  # there it is the client's own
-                engine.backward(loss_of(engine(inputs(engine, 2))))
+                engine.backward(loss_at(engine, 2))
                 engine.optimizer.step()
                 assert len(said.texts) == 1, said.texts
                 engine.optimizer.step()
                 assert len(said.texts) == 2 and said.texts[1].startswith("optimizer.step() without")
                 engine.step()
-                engine.backward(loss_of(engine(inputs(engine, 3))))
+                engine.backward(loss_at(engine, 3))
                 engine.optimizer.zero_grad()
                 engine.step()
-                assert_close(engine, reference_params([[0], [1], [2]]), TOLERANCE[precision])
+                check(engine, [[0], [1], [2]], precision)
 
     @each(stage=STAGES)
     def test_a_step_without_a_backward_on_one_rank(self, stage: int) -> None:
         # Kills: a rank that counts or reduces otherwise than those that have a gradient.
-        engine, model = make_engine(stage), make_net()
+        engine = make_engine(stage)
         _log_once.cache_clear()
         with Warnings() as said:
             if dist.get_rank() == 0:
-                engine.backward(loss_of(engine(data(0))))
+                engine.backward(loss_at(engine, 0))
             engine.step()
         assert len(said.texts) == dist.get_rank() and engine.global_steps == 1
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        (loss_of(model(data(0, 0))) / self.world_size).backward()
-        optimizer.step()
-        assert_close(engine, {name: param.detach() for name, param in model.named_parameters()})
+        one = usage.OneProcess(make_net(), usage.LR, lambda net, x: loss_of(net(x)) / WORLD)
+        one.step([data(0, 0)])
+        assert_close(engine, one.params(), TOLERANCE["fp32"])
 
     def test_calls_that_mean_nothing(self) -> None:
         # Kills: a loss that starts no gradient, a boundary that nobody looks at. Upstream asserts.
@@ -313,25 +283,12 @@ class TestAccumulationControl(DistributedTest):
                 engine.backward(wrong)
         engine.backward(loss_of(output))
         engine.step()
-        assert_close(engine, reference_params([[0]]))
+        check(engine, [[0]])
         own = make_engine(0, zero={"overlap_comm": False}, managed_gradient_accumulation=False)
         with pytest.raises(AssertionError, match="managed_gradient_accumulation: false"):
             own.set_gradient_accumulation_boundary(True)
-        with (
-            pytest.raises(AssertionError, match="managed_gradient_accumulation: false"),
-            own.coalesce_grad_reduction(),
-        ):
-            pass
+        with pytest.raises(AssertionError, match="managed_gradient_accumulation: false"):
+            own.coalesce_grad_reduction().__enter__()
         for stage in (0, 1):
             with pytest.raises(AssertionError, match="overlap_comm only with ZeRO stage 2"):
                 make_engine(stage, managed_gradient_accumulation=False)
-
-    @each(stage=STAGES)
-    def test_coalesced_reduction(self, stage: int) -> None:
-        # Kills: a block that forgets to reduce at its end, or does so for each backward.
-        engine = make_engine(stage)
-        with engine.coalesce_grad_reduction():
-            engine.backward(loss_of(engine(data(0))) / 2)
-            engine.backward(loss_of(engine(data(1))) / 2)
-        engine.step()
-        assert_close(engine, reference_params([[0, 1]]))

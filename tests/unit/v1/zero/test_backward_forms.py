@@ -14,20 +14,25 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_grad
 from unit.common import DistributedTest
+from unit.one_process import OneProcess
 from unit.v1.looping import each, each_pair
 from unit.v1.zero.usage import (
     LR,
     STAGES,
     TOLERANCE,
     assert_close,
+    check,
     config_of,
     data,
     inputs,
+    loss_at,
     loss_of,
     make_engine,
     make_net,
     params_of,
     reference_params,
+    train,
+    windows_of,
 )
 
 
@@ -48,36 +53,16 @@ class TestBackwardForms(DistributedTest):
         # Kills: a plain backward that isn't noticed (never reduced), divided twice or not at all by
         # the accumulation steps.
         engine = make_engine(stage, accumulation, precision)
-        windows = [
-            [step * accumulation + micro for micro in range(accumulation)] for step in range(2)
-        ]
-        for index in itertools.chain(*windows):
-            loss = loss_of(engine(inputs(engine, index)))
-            if form == "managed":
-                engine.backward(loss)
-            elif form == "plain":
-                loss.backward()
-            else:
-                engine.scale(loss).backward()
-            engine.step()
+        windows = windows_of(accumulation)
+        if form == "scale":
+            for index in itertools.chain(*windows):
+                engine.scale(loss_at(engine, index)).backward()
+                engine.step()
+        else:
+            train(engine, itertools.chain(*windows), plain=form == "plain")
         assert engine.global_steps == 2 and engine.micro_steps == 2 * accumulation
-        assert_close(engine, reference_params(windows), TOLERANCE[precision])
+        check(engine, windows, precision)
         engine.destroy()
-
-    @each(stage=STAGES)
-    def test_fp16_needs_the_scale(self, stage: int) -> None:
-        # Kills: unscaled fp16 gradients that are divided by the loss scale afterwards, without a
-        # word.
-        engine = make_engine(stage, precision="fp16")
-        with pytest.raises(RuntimeError, match=r"Loss scaling is required.*engine\.scale\(loss\)"):
-            loss_of(engine(inputs(engine, 0))).backward()
-        engine.zero_grad()
-        engine.scale(loss_of(engine(inputs(engine, 0)))).backward()
-        engine.step()
-        assert_close(engine, reference_params([[0]]), TOLERANCE["fp16"])
-        with pytest.raises(RuntimeError, match=r"Loss scaling is required.*engine\.scale\(loss\)"):
-            loss_of(engine.module(inputs(engine, 0))).backward()
-            engine.step()
 
     @each_pair(
         stage=STAGES, accumulation=(1, 2), precision=("fp32", "bf16+fp32"), bucket=(20, 10**6)
@@ -88,27 +73,35 @@ class TestBackwardForms(DistributedTest):
         # Kills: a sum over micro-batches where the mean is wanted, because no forward of the engine
         # noticed the backward.
         engine = make_engine(stage, accumulation, precision, zero={"reduce_bucket_size": bucket})
-        windows = [
-            [step * accumulation + micro for micro in range(accumulation)] for step in range(2)
-        ]
+        windows = windows_of(accumulation)
         for index in itertools.chain(*windows):
             loss_of(engine.module(inputs(engine, index))).backward()
             engine.step()
-        assert_close(engine, reference_params(windows), TOLERANCE[precision])
+        check(engine, windows, precision)
         engine.destroy()
 
     @each(stage=STAGES)
-    def test_one_window_is_managed_or_plain(self, stage: int) -> None:
-        # Kills: a window whose micro-batches are divided by different numbers.
-        engine = make_engine(stage, accumulation=2)
-        engine.backward(loss_of(engine(inputs(engine, 0))))
-        engine.step()
-        with pytest.raises(RuntimeError, match="gradient_accumulation_steps \\(2\\)"):
-            loss_of(engine(inputs(engine, 1))).backward()
-        # Kills: an error that leaves the engine unusable.
+    def test_forms_that_are_refused(self, stage: int) -> None:
+        # Kills: unscaled fp16 gradients that are divided by the loss scale afterwards, without a
+        # word; a window whose micro-batches are divided by different numbers; an error that leaves
+        # the engine unusable.
+        needed = r"Loss scaling is required.*engine\.scale\(loss\)"
+        engine = make_engine(stage, precision="fp16")
+        with pytest.raises(RuntimeError, match=needed):
+            loss_at(engine, 0).backward()
         engine.zero_grad()
-        engine.backward(loss_of(engine(inputs(engine, 1))))
+        engine.scale(loss_at(engine, 0)).backward()
         engine.step()
+        check(engine, [[0]], "fp16")
+        with pytest.raises(RuntimeError, match=needed):
+            loss_of(engine.module(inputs(engine, 0))).backward()
+            engine.step()
+        engine = make_engine(stage, accumulation=2)
+        train(engine, [0])
+        with pytest.raises(RuntimeError, match="gradient_accumulation_steps \\(2\\)"):
+            loss_at(engine, 1).backward()
+        engine.zero_grad()
+        train(engine, [1])
 
     @each(stage=STAGES, precision=("fp32", "bf16+fp32"))
     def test_several_losses_and_backwards_per_step(self, stage: int, precision: str) -> None:
@@ -119,46 +112,35 @@ class TestBackwardForms(DistributedTest):
             output = engine(inputs(engine, step))
             engine.backward(loss_of(output), retain_graph=True)
             engine.backward(output.float().mean())
-            engine.backward(loss_of(engine(inputs(engine, 10 + step))))
+            engine.backward(loss_at(engine, 10 + step))
             engine.step()
 
-        def total(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            return loss_of(model(x)) + model(x).mean()
+        def total(model: nn.Module, at: tuple[int, int]) -> torch.Tensor:
+            output, more = model(data(*at)), model(data(10 + at[0], at[1]))
+            return loss_of(output) + output.mean() + loss_of(more)
 
-        model = make_net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        world = dist.get_world_size()
-        for step in range(2):
-            optimizer.zero_grad()
-            for rank in range(world):
-                (
-                    (total(model, data(step, rank)) + loss_of(model(data(10 + step, rank)))) / world
-                ).backward()
-            optimizer.step()
-        assert_close(
-            engine, {n: p.detach() for n, p in model.named_parameters()}, 4 * TOLERANCE[precision]
-        )
+        one = OneProcess(make_net(), LR, total)
+        assert_close(engine, one.train(lambda *at: at, 2), 4 * TOLERANCE[precision])
 
     @each(stage=STAGES, plain=(False, True))
     def test_a_module_used_twice(self, stage: int, plain: bool) -> None:
         # Kills: a plain backward that ends at the first output's gradient, and a parameter whose
         # second use is lost.
+        def both(model: Any, rank: int) -> torch.Tensor:
+            return loss_of(model(data(0, rank)) - 2 * model(data(1, rank)).square())
+
         engine = make_engine(stage)
-        loss = loss_of(engine(data(0)) - 2 * engine(data(1)).square())
+        loss = both(engine, dist.get_rank())
         loss.backward() if plain else engine.backward(loss)
         engine.step()
-        model = make_net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        world = dist.get_world_size()
-        for rank in range(world):
-            (loss_of(model(data(0, rank)) - 2 * model(data(1, rank)).square()) / world).backward()
-        optimizer.step()
-        assert_close(engine, {n: p.detach() for n, p in model.named_parameters()})
+        one = OneProcess(make_net(), LR, both)
+        one.step(range(dist.get_world_size()))
+        assert_close(engine, one.params())
 
     @each(stage=STAGES)
-    def test_a_backward_that_raises_and_then_a_good_one(self, stage: int) -> None:
-        # Kills: state of the broken backward (counts, buckets, the running flag) that leaks into
-        # the next one.
+    def test_what_is_not_to_count(self, stage: int) -> None:
+        # Kills: state of a broken backward (counts, buckets, the running flag) that leaks into the
+        # next one.
         engine = make_engine(stage)
         for plain in (False, True):
             output = engine(data(7))
@@ -172,21 +154,15 @@ class TestBackwardForms(DistributedTest):
             with pytest.raises(KeyError, match="on purpose"):
                 loss.backward() if plain else engine.backward(loss)
             engine.zero_grad()
-        for index in range(2):
-            engine.backward(loss_of(engine(data(index))))
-            engine.step()
-        assert_close(engine, reference_params([[0], [1]]))
-
-    @each(stage=STAGES)
-    def test_zero_grad_forgets_reduced_and_accumulated_gradients(self, stage: int) -> None:
+        train(engine, range(2))
+        check(engine, [[0], [1]])
         # Kills: gradients that lie in a shard or an accumulator and survive zero_grad.
         for precision in ("fp32", "bf16+fp32"):
             engine = make_engine(stage, precision=precision)
-            engine.backward(loss_of(engine(inputs(engine, 9))))
+            engine.backward(loss_at(engine, 9))
             engine.zero_grad()
-            engine.backward(loss_of(engine(inputs(engine, 0))))
-            engine.step()
-            assert_close(engine, reference_params([[0]]), TOLERANCE[precision])
+            train(engine, [0])
+            check(engine, [[0]], precision)
 
 
 class SharedLayers(nn.Module):
@@ -225,16 +201,12 @@ class TestCheckpointing(DistributedTest):
         # what comes later; a plain backward that is closed by an inner autograd task.
         zero = {"overlap_comm": overlap, "reduce_bucket_size": bucket}
         engine = make_engine(stage, 2, model=make_net(cls=SharedLayers), zero=zero)
-        windows = [[0, 1], [2, 3]]
-        for index in itertools.chain(*windows):
-            loss = loss_of(engine(data(index)))
-            loss.backward() if plain else engine.backward(loss)
-            engine.step()
+        train(engine, range(4), plain)
 
         def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
             return loss_of(model(x, recompute=False))
 
-        assert_close(engine, reference_params(windows, loss, make_net(cls=SharedLayers)))
+        assert_close(engine, reference_params(windows_of(2), loss, make_net(cls=SharedLayers)))
         engine.destroy()
 
 
@@ -244,7 +216,7 @@ class TestInitializeForms(DistributedTest):
     world_size = 2
 
     @each(stage=STAGES)
-    def test_optimizer_and_scheduler_as_callables(self, stage: int) -> None:
+    def test_optimizers_parameters_and_schedulers(self, stage: int) -> None:
         # Kills: a callable that is taken for an optimizer, gets no parameters, or a schedule on
         # groups that nobody reads.
         seen: list[int] = []
@@ -261,60 +233,45 @@ class TestInitializeForms(DistributedTest):
             model=make_net(), optimizer=optimizer, lr_scheduler=schedule, config=config_of(stage)
         )
         assert seen == [6] and made is engine.lr_scheduler
-        for index in range(2):  # the second step has learning rate 0
-            engine.backward(loss_of(engine(data(index))))
-            engine.step()
+        train(engine, range(2))  # the second step has learning rate 0
         assert engine.get_lr() == [0.0] == [group["lr"] for group in wrapped.param_groups]
-        assert_close(engine, reference_params([[0]]))
-
-    @each(stage=STAGES)
-    def test_model_parameters_as_generator_and_groups(self, stage: int) -> None:
+        check(engine, [[0]])
         # Kills: a generator that is consumed twice, and groups that are flattened (the second one
         # has learning rate 0).
-        sgd = {"optimizer": {"type": "SGD", "params": {"lr": LR}}}
+        config = config_of(stage, optimizer={"type": "SGD", "params": {"lr": LR}})
         model = make_net()
-        config = config_of(stage, **sgd)
-        engine = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=config
-        )[0]
-        engine.backward(loss_of(engine(data(0))))
-        engine.step()
-        assert_close(engine, reference_params([[0]]))
+        params: Any = model.parameters()
+        engine = deepspeed.initialize(model=model, model_parameters=params, config=config)[0]
+        train(engine, [0])
+        check(engine, [[0]])
         model = make_net()
-        groups = [
+        params = [
             {"params": list(model.first.parameters())},
             {"params": list(model.third.parameters()), "lr": 0.0},
         ]
-        engine = deepspeed.initialize(
-            model=model, model_parameters=groups, config=config_of(stage, **sgd)
-        )[0]
-        engine.backward(loss_of(engine(data(0))))
-        engine.step()
+        engine = deepspeed.initialize(model=model, model_parameters=params, config=config)[0]
+        train(engine, [0])
         wanted, initial = reference_params([[0]]), dict(make_net().named_parameters())
         for name, param in engine.module.named_parameters():
             moved = wanted[name] if name.startswith("first") else initial[name].detach()
             torch.testing.assert_close(param.detach(), moved, rtol=2e-6, atol=1e-7)
 
-    def test_args_namespace(self, tmp_path) -> None:
+    def test_arguments_and_initial_weights(self, tmp_path: Any) -> None:
         # Kills: ignoring --deepspeed_config, and taking it silently when config= is given too.
         path = tmp_path / f"config{dist.get_rank()}.json"
         path.write_text(json.dumps(config_of(1, optimizer={"type": "SGD", "params": {"lr": LR}})))
         parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
         parser.add_argument("--local_rank", type=int, default=-1)
-        args = parser.parse_args(
-            ["--deepspeed", "--deepspeed_config", str(path), "--local_rank", str(dist.get_rank())]
-        )
+        given = ["--deepspeed", "--deepspeed_config", str(path), "--local_rank"]
+        args = parser.parse_args([*given, str(dist.get_rank())])
         engine = deepspeed.initialize(args=args, model=make_net())[0]
         assert engine.zero_optimization_stage() == 1 and engine.local_rank == dist.get_rank()
-        engine.backward(loss_of(engine(data(0))))
-        engine.step()
-        assert_close(engine, reference_params([[0]]))
-
-    def test_ranks_start_from_rank_zero(self) -> None:
+        train(engine, [0])
+        check(engine, [[0]])
         # Kills: ranks that keep their own initial weights.
         engine = make_engine(1, model=make_net(seed=100 + dist.get_rank()))
         initial = dict(make_net(seed=100).named_parameters())
-        assert all(torch.equal(value, initial[name]) for name, value in params_of(engine))
+        assert all(torch.equal(value, initial[name]) for name, value in params_of(engine).items())
 
 
 class TestOneRank(DistributedTest):
@@ -327,26 +284,19 @@ class TestOneRank(DistributedTest):
         # Kills: a path that is only taken with several ranks and leaves gradients unaccumulated or
         # unscaled here.
         engine = make_engine(stage, accumulation, precision)
-        windows = [
-            [step * accumulation + micro for micro in range(accumulation)] for step in range(2)
-        ]
-        for index in itertools.chain(*windows):
-            engine.backward(loss_of(engine(inputs(engine, index))))
-            engine.step()
-        assert_close(engine, reference_params(windows), TOLERANCE[precision])
+        train(engine, range(2 * accumulation))
+        check(engine, windows_of(accumulation), precision)
 
     @each(stage=STAGES)
     def test_gradient_is_readable_before_the_step(self, stage: int) -> None:
         # Kills: a plain backward whose gradient can't be read, or isn't divided, before the step.
         for plain in (False, True):
             engine = make_engine(stage, 2)
-            for index in range(2):
-                loss = loss_of(engine(data(index)))
-                loss.backward() if plain else engine.backward(loss)
-                if index == 1:
-                    grad = safe_get_full_grad(engine.module.third.bias).clone()
-                engine.step()
+            train(engine, [0], plain)
+            loss = loss_at(engine, 1)
+            loss.backward() if plain else engine.backward(loss)
+            bias = engine.module.third.bias
+            grad = safe_get_full_grad(bias).clone()
+            engine.step()
             moved = make_net().third.bias.detach() - LR * grad
-            torch.testing.assert_close(
-                engine.module.third.bias.detach(), moved, rtol=1e-6, atol=1e-7
-            )
+            torch.testing.assert_close(bias.detach(), moved, rtol=1e-6, atol=1e-7)

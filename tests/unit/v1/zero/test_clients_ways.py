@@ -1,5 +1,10 @@
-"""What client libraries and their users do at every stage, as upstream lets them."""
+"""What client libraries and their users do with a model and its engines at every stage, as upstream
+lets them: evaluate, copy, gather, destroy, print a norm, give a half model.
+"""
 
+import copy
+import gc
+import io
 from typing import Any
 
 import pytest
@@ -9,66 +14,135 @@ from torch import nn
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.utils import is_zero_param
-from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from unit.common import DistributedTest
 from unit.v1.looping import each
-from unit.v1.zero.usage import Warnings
+from unit.v1.zero.usage import (
+    ROWS,
+    STAGES,
+    Warnings,
+    check,
+    config_of,
+    data,
+    inputs,
+    loss_at,
+    loss_of,
+    make_engine,
+    make_net,
+    params_of,
+    reference_params,
+    train,
+)
 
-LR = 0.1
-
-
-def data(step: int, rank: int) -> torch.Tensor:
-    """Exact in half precision."""
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randint(-4, 5, (2, 4), generator=generator) / 4
-
-
-def make(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    return model if dtype == torch.float32 else model.to(dtype)
-
-
-def start(model: nn.Module, stage: int, **keys: Any) -> Any:
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **keys,
-    }
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+ALL_STAGES = (*STAGES, 3)
 
 
-def step(engine: Any, index: int, dtype: torch.dtype, factor: float = 1.0) -> None:
-    loss = engine(data(index, dist.get_rank()).to(dtype)).float().square().mean()
-    engine.backward(loss * factor)
-    engine.step()
+def hook_count(model: nn.Module) -> int:
+    """Hooks of all kinds that an engine could have left on parameters."""
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return sum(len(getattr(param, kind) or {}) for param in model.parameters() for kind in kinds)
 
 
-def trained_in_fp32(start_from: nn.Module, steps: int) -> dict[str, torch.Tensor]:
-    """One process, fp32, the whole batch; from the same weights."""
-    model = make()
-    model.load_state_dict(start_from.state_dict())
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    for index in range(steps):
-        losses = [model(data(index, rank)).square().mean() for rank in range(dist.get_world_size())]
-        optimizer.zero_grad()
-        torch.stack(losses).mean().backward()
-        optimizer.step()
-    return {name: param.detach() for name, param in model.named_parameters()}
+class TestLifetime(DistributedTest):
+    """Around training: destroying, evaluating, several engines, no optimizer."""
+
+    world_size = 2
+
+    @each(stage=STAGES, precision=("fp32", "bf16+fp32"))
+    def test_copied_and_destroyed(self, stage: int, precision: str) -> None:
+        half = {"bf16": {"enabled": True, "immediate_grad_update": True}}
+        engine = make_engine(stage, precision=precision, **({} if precision == "fp32" else half))
+        # Kills: links on parameters that drag the optimizer, and process groups that can't be
+        # pickled, into the file.
+        file = io.BytesIO()
+        torch.save(engine.module, file)
+        file.seek(0)
+        for twin in (torch.load(file, weights_only=False), copy.deepcopy(engine.module)):
+            assert safe_get_full_grad(twin.first.weight) is None
+            assert torch.equal(twin.first.weight, engine.module.first.weight)
+        # Kills: hooks or links that stay on parameters, parameters that are views of a freed or
+        # shared buffer.
+        train(engine, [0])
+        model, dtype, before = engine.module, engine.model_dtype, params_of(engine)
+        assert stage != 2 or hook_count(model) > 0, "this would not notice hooks that stay"
+        engine.destroy()
+        del engine
+        gc.collect()
+        assert hook_count(model) == 0
+        params = dict(model.named_parameters())
+        assert not any(hasattr(param, "_hp_mapping") for param in params.values())
+        assert all(torch.equal(value, params[name]) for name, value in before.items())
+        places = {param.untyped_storage().data_ptr() for param in params.values()}
+        assert len(places) == len(params)
+        loss_of(model(data(1).to(dtype))).backward()
+        assert all(param.grad is not None for param in params.values())
+
+    @each(stage=STAGES)
+    def test_between_micro_batches(self, stage: int) -> None:
+        # Kills: a forward under no_grad or eval that is counted as a micro-batch or confuses the
+        # running one.
+        engine = make_engine(stage, 2)
+        for index in range(4):
+            engine.eval()
+            assert not engine.module.training
+            with torch.no_grad():
+                assert not engine(data(50)).requires_grad
+            engine.train()
+            engine.backward(loss_at(engine, index))
+            with torch.no_grad():
+                engine(data(51))
+            engine.step()
+        assert engine.global_steps == 2
+        check(engine, [[0, 1], [2, 3]])
+        # Kills: state that engines share (a global tracker, a callback of the wrong engine).
+        left, right = make_engine(stage, 2), make_engine(stage, 1, model=make_net(4))
+        for index in range(2):
+            first, second = left(data(index)), right(data(10 + index))
+            left.backward(loss_of(first))
+            loss_of(second).backward()
+            right.step()
+            left.step()
+        check(left, [[0, 1]])
+        check(right, [[10], [11]], seed=4)
+
+    def test_two_engines_on_one_module(self) -> None:
+        # Kills: two optimizers that both move one module's parameters into their own buffers,
+        # silently training different weights.
+        for stages in ((0, 0), (1, 2)):
+            model = nn.ModuleDict({"left": make_net(3), "right": make_net(4)})
+            left = make_engine(stages[0], model=model["left"])
+            right = make_engine(stages[1], model=model["right"])
+            loss = loss_of(left(data(0))) + loss_of(right(data(0)))
+            loss.backward()
+            left.step()
+            right.step()
+            check(left, [[0]])
+            check(right, [[0]], seed=4)
+
+    def test_engine_without_optimizer(self) -> None:
+        # Kills: an engine that can't evaluate without an optimizer, or fails far from the cause
+        # when asked to train.
+        engine, *others = deepspeed.initialize(model=make_net(), config=config_of(0))
+        assert others == [None, None, None]
+        assert engine(data(0)).shape == (ROWS, 3)
+        for call in (lambda: engine.backward(loss_at(engine, 0)), engine.step):
+            with pytest.raises(RuntimeError, match="needs an optimizer"):
+                call()
+        with pytest.raises(deepspeed.DeepSpeedConfigError, match="requires an optimizer"):
+            deepspeed.initialize(model=make_net(), config=config_of(2))
 
 
 class TestHalfModels(DistributedTest):
     world_size = 2
 
-    @each(stage=(0, 1, 2, 3), dtype=(torch.bfloat16, torch.float16))
+    @each(stage=ALL_STAGES, dtype=(torch.bfloat16, torch.float16))
     def test_without_a_precision_block(self, stage: int, dtype: torch.dtype) -> None:
         # Kills: masters that nobody asked for at stage 0, none where state is sharded, a model
         # that comes out in another dtype.
-        model = make(dtype)
-        wanted = trained_in_fp32(model, 3)
+        model = make_net().to(dtype)
+        wanted = reference_params([[0], [1], [2]], model=copy.deepcopy(model).float())
         with Warnings() as said:
-            engine = start(model, stage)
+            engine = make_engine(stage, model=model)
         told = [text for text in said.texts if "no precision block is enabled" in text]
         name = "bf16" if dtype == torch.bfloat16 else "fp16"
         has = {
@@ -78,8 +152,7 @@ class TestHalfModels(DistributedTest):
             (1, "fp16"): 'without a loss scale. Set "fp16": {"enabled": true} for these',
         }[min(stage, 1), name]
         assert [has in text for text in told] == [True] * (dist.get_rank() == 0)
-        for index in range(3):
-            step(engine, index, dtype)
+        train(engine, range(3))
         assert engine.model_dtype == dtype and engine.get_data_types() == (dtype, dtype)
         assert {param.dtype for param in engine.module.parameters()} == {dtype}
         for param_name, param in engine.module.named_parameters():
@@ -90,46 +163,43 @@ class TestHalfModels(DistributedTest):
         engine.destroy()
 
     def test_of_several_dtypes(self) -> None:
-        model = make()
-        model[0].bfloat16()
-        model[0].register_forward_hook(lambda module, args, output: output.float())
-        engine = start(model, 0)
+        model = make_net()
+        model.first.bfloat16()
+        model.first.register_forward_hook(lambda module, args, output: output.float())
+        engine = make_engine(0, model=model)
         assert engine.model_dtype == torch.float32
-        step(engine, 0, torch.bfloat16)
-        assert [p.dtype for p in model.parameters()] == 2 * [torch.bfloat16] + 2 * [torch.float32]
+        engine.backward(loss_of(engine(data(0).bfloat16())))
+        engine.step()
+        assert [p.dtype for p in model.parameters()] == 2 * [torch.bfloat16] + 4 * [torch.float32]
         engine.destroy()
         for stage in (1, 2, 3):
             with pytest.raises(ValueError, match="trainable parameters are of 2 dtypes"):
-                start(model, stage)
+                make_engine(stage, model=model)
 
 
 class TestNorm(DistributedTest):
     world_size = 2
 
-    @each(
-        stage=(0, 1, 2, 3),
-        precision=(torch.float32, torch.bfloat16, torch.float16),
-        clipping=(0.0, 1.0),
-    )
-    def test_after_a_skipped_step(
-        self, stage: int, precision: torch.dtype, clipping: float
-    ) -> None:
+    @each(stage=ALL_STAGES, precision=("fp32", "bf16", "fp16"), clipping=(0.0, 1.0))
+    def test_after_a_skipped_step(self, stage: int, precision: str, clipping: float) -> None:
         # Kills: infinity in the log and the progress bar of whoever prints the norm.
-        block = {
-            torch.float32: {},
-            torch.bfloat16: {"bf16": {"enabled": True}},
-            torch.float16: {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}},
-        }[precision]
-        engine = start(make(), stage, gradient_clipping=clipping, **block)
+        scale = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}
+        keys = {"gradient_clipping": clipping, **(scale if precision == "fp16" else {})}
+        engine = make_engine(stage, precision=precision, **keys)
+
+        def step(index: int, factor: float = 1.0) -> None:
+            engine.backward(loss_of(engine(inputs(engine, index))) * factor)
+            engine.step()
+
         assert engine.get_global_grad_norm() is None
-        step(engine, 0, precision, factor=float("inf"))
+        step(0, float("inf"))
         assert engine.get_global_grad_norm() == 0.0 and not engine.was_step_applied()
-        step(engine, 1, precision)
+        step(1)
         norm = float(engine.get_global_grad_norm())
         assert norm > 0
-        step(engine, 2, precision, factor=float("nan"))
+        step(2, float("nan"))
         assert float(engine.get_global_grad_norm()) == norm and not engine.was_step_applied()
-        step(engine, 3, precision)
+        step(3)
         assert float(engine.get_global_grad_norm()) != norm and engine.was_step_applied()
         assert engine.skipped_steps == 2
         engine.destroy()
@@ -138,24 +208,22 @@ class TestNorm(DistributedTest):
 class TestZeroNames(DistributedTest):
     world_size = 2
 
-    @each(stage=(0, 1, 2, 3))
+    @each(stage=ALL_STAGES)
     def test_of_every_stage(self, stage: int) -> None:
         # Kills: a model that is cut for a stage that does not gather it; edits of ordinary
         # parameters that are refused or lost.
-        config = {"zero_optimization": {"stage": stage}}
-        with deepspeed.zero.Init(config_dict_or_path=config):
-            model = make()
-        assert is_zero_param(model[0].weight) == (stage == 3)
-        with deepspeed.zero.Init(
-            config_dict_or_path={"zero_optimization": {"stage": 3}}, enabled=False
-        ):
-            plain = make()
+        with deepspeed.zero.Init(config_dict_or_path={"zero_optimization": {"stage": stage}}):
+            model = make_net()
+        assert is_zero_param(model.first.weight) == (stage == 3)
+        whole: Any = {"zero_optimization": {"stage": 3}}
+        with deepspeed.zero.Init(config_dict_or_path=whole, enabled=False):
+            plain = make_net()
         with deepspeed.zero.GatheredParameters(list(plain.parameters()), modifier_rank=0):
-            plain[0].weight.data.fill_(2.0)
-        with deepspeed.zero.GatheredParameters(plain[0].weight):
-            assert bool((plain[0].weight == 2.0).all())
-        engine = start(model, stage)
+            plain.first.weight.data.fill_(2.0)
+        with deepspeed.zero.GatheredParameters(plain.first.weight):
+            assert bool((plain.first.weight == 2.0).all())
+        engine = make_engine(stage, model=model)
         with deepspeed.zero.GatheredParameters(list(engine.parameters())):
-            assert engine.module[0].weight.shape == (4, 4)
-        step(engine, 0, torch.float32)
+            assert engine.module.first.weight.shape == (7, 5)
+        train(engine, [0])
         engine.destroy()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,29 +13,23 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.logging import _log_dist_once, logger
-from unit.models import drawn
+from unit import models
+from unit.models import drawn, seeded
 from unit.one_process import OneProcess
 
 LR = 0.1
-
-
 STAGES = (0, 1, 2)
-
-
 ROWS = 4
-
-
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
     "bf16+fp32": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
     "fp16": {"fp16": {"enabled": True, "loss_scale": 128}},
 }
-
-
 # fp32: summation order. Half precision: a few roundings of the gradient (1/256 for bf16), times the
 # learning rate.
 TOLERANCE = {"fp32": 2e-6, "bf16": 5e-3, "bf16+fp32": 5e-3, "fp16": 1e-3}
+Params = dict[str, torch.Tensor]
 
 
 class Net(nn.Module):
@@ -51,9 +45,8 @@ class Net(nn.Module):
         return self.third(self.second(self.first(x).tanh()).tanh())
 
 
-def make_net(seed: int = 3, cls: type[nn.Module] = Net) -> nn.Module:
-    torch.manual_seed(seed)
-    return cls()
+def make_net(seed: int = 3, cls: type[nn.Module] = Net) -> Any:
+    return seeded(cls, seed=seed)
 
 
 def config_of(
@@ -62,22 +55,12 @@ def config_of(
     precision: str = "fp32",
     zero: dict[str, Any] | None = None,
     **more: Any,
-) -> Any:
-    """Many small buckets and overlap, where ordering mistakes show."""
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": 20,
-            "overlap_comm": True,
-            **(zero or {}),
-        },
-        **PRECISIONS[precision],
-        **more,
-    }
-    return config
+) -> dict[str, Any]:
+    """Many small buckets and overlap, where ordering mistakes show; at stage 3 all is sharded."""
+    sharded = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    zero = {"reduce_bucket_size": 20, "overlap_comm": True, **sharded, **(zero or {})}
+    keys = {**PRECISIONS[precision], **more}
+    return models.config_of(stage, ROWS, accumulation, zero_optimization=zero, **keys)
 
 
 def make_engine(
@@ -117,25 +100,48 @@ def data(index: int, rank: int | None = None) -> torch.Tensor:
     return drawn(1000 * index + (dist.get_rank() if rank is None else rank), ROWS, 5)
 
 
+def inputs(engine: Any, index: int) -> torch.Tensor:
+    return data(index).to(engine.model_dtype)
+
+
 def loss_of(output: torch.Tensor) -> torch.Tensor:
     return output.float().square().mean()
 
 
+def loss_at(engine: Any, index: int) -> torch.Tensor:
+    """Of this rank's micro-batch."""
+    return loss_of(engine(inputs(engine, index)))
+
+
+def train(engine: Any, indices: Iterable[int], plain: bool = False) -> None:
+    """Go through micro-batches as a script does, perhaps with `loss.backward()`."""
+    for index in indices:
+        loss = loss_at(engine, index)
+        loss.backward() if plain else engine.backward(loss)
+        engine.step()
+
+
+def windows_of(accumulation: int, steps: int = 2) -> list[list[int]]:
+    """The micro-batches of each step."""
+    return [[step * accumulation + i for i in range(accumulation)] for step in range(steps)]
+
+
 def reference_params(
-    micro_batches: list[list[int]],
-    loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda model, x: loss_of(model(x)),
+    windows: Iterable[Iterable[int]],
+    loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
     model: nn.Module | None = None,
-) -> dict[str, torch.Tensor]:
-    """Plain torch over all ranks' data; one list of micro-batch indices per optimizer step."""
+) -> Params:
+    """Plain torch over all ranks' data; one list of micro-batch indices per optimizer step.
+    ``loss`` is given a micro-batch's input.
+    """
+    loss = loss or (lambda net, x: loss_of(net(x)))
     one = OneProcess(make_net() if model is None else model, LR, loss)
-    for indices in micro_batches:
+    for indices in windows:
         one.step(data(index, rank) for index in indices for rank in range(dist.get_world_size()))
     return one.params()
 
 
-def assert_close(
-    engine: Any, wanted: dict[str, torch.Tensor], tolerance: float = TOLERANCE["fp32"]
-) -> None:
+def assert_close(engine: Any, wanted: Params, tolerance: float = TOLERANCE["fp32"]) -> None:
     """fp32 parameters of the engine, relative to their norm."""
     for name, param in engine.module.named_parameters():
         found = safe_get_full_fp32_param(param)
@@ -144,9 +150,12 @@ def assert_close(
             raise AssertionError(f"{name} is off by {error:.2e} (allowed {tolerance:.0e})")
 
 
-def inputs(engine: Any, index: int) -> torch.Tensor:
-    return data(index).to(engine.model_dtype)
+def check(
+    engine: Any, windows: Iterable[Iterable[int]], precision: str = "fp32", seed: int = 3
+) -> None:
+    """The engine has trained the net of this seed as plain torch does."""
+    assert_close(engine, reference_params(windows, model=make_net(seed)), TOLERANCE[precision])
 
 
-def params_of(engine: Any) -> list[tuple[str, torch.Tensor]]:
-    return [(name, param.detach().clone()) for name, param in engine.module.named_parameters()]
+def params_of(engine: Any) -> Params:
+    return {name: param.detach().clone() for name, param in engine.module.named_parameters()}
