@@ -1,27 +1,41 @@
 """A small training run that can be stopped and resumed, and everything of it that must survive."""
 
+import os
 import random
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
+import pytest
 import torch
 from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.checkpoint.ds_to_universal import main, parse_arguments
+from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_fp32_params,
     safe_get_full_optimizer_state,
     safe_get_full_optimizer_states,
 )
+from unit.common import get_master_port
 
 WIDTH = 8
 # 5 micro-batches of 2 per rank and epoch: with 2 accumulation steps every other step spans two
 # epochs.
 SAMPLES = 20
 BF16 = {"bf16": {"enabled": True}}
-ACCUMULATE = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}  # BF16_Optimizer
+SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+ACCUMULATE = {**BF16, **SUMS}  # BF16_Optimizer
+ADAM: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+TORCH_ADAM = {"optimizer": {**ADAM, "params": {**ADAM["params"], "torch_adam": True}}}
+CPU = {"offload_optimizer": {"device": "cpu"}}
+TAG = "universal"
+UNIVERSAL = {"checkpoint": {"load_universal": True}}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -64,7 +78,7 @@ def config(**keys: Any) -> dict[str, Any]:
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 0.1,
         "steps_per_print": 1000,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "optimizer": ADAM,
         "scheduler": {
             "type": "WarmupDecayLR",
             "params": {"warmup_num_steps": 3, "total_num_steps": 9, "warmup_max_lr": 1e-2},
@@ -73,19 +87,110 @@ def config(**keys: Any) -> dict[str, Any]:
     }
 
 
+def zero(stage: int, **keys: Any) -> dict[str, Any]:
+    """Buckets of 50 elements: every parameter's gradient is spread over several."""
+    return {"zero_optimization": {"stage": stage, "reduce_bucket_size": 50, **keys}}
+
+
+def decay_groups(module: nn.Module) -> list[dict[str, Any]]:
+    """What is trained: weights, and biases without weight decay."""
+    trained = [param for param in module.parameters() if param.requires_grad]
+    plain = {"params": [param for param in trained if param.dim() <= 1], "weight_decay": 0.0}
+    return [{"params": [param for param in trained if param.dim() > 1]}, plain]
+
+
 def start(configuration: dict[str, Any], seed: int = 1, **more: Any) -> Any:
-    """An engine over a fresh model, with its own dataloader."""
+    """An engine over a fresh `Net` or another `model`, with its own dataloader."""
     torch.manual_seed(seed)
-    model = Net()
-    decayed = [p for n, p in model.named_parameters() if p.requires_grad and p.dim() > 1]
-    plain = [p for n, p in model.named_parameters() if p.requires_grad and p.dim() <= 1]
-    groups = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
-    more = {"model_parameters": groups, "training_data": samples(), **more}
+    model = more.pop("model", None) or Net()
+    more = {"model_parameters": decay_groups(model), "training_data": samples(), **more}
     engine = deepspeed.initialize(model=model, config=configuration, **more)[0]
     for seeding in (torch.manual_seed, numpy.random.seed, random.seed):
         seeding(100 * seed + dist.get_rank())
     engine.batches = deepspeed.utils.RepeatingLoader(engine.training_dataloader)
     return engine
+
+
+def saved(folder: Any, steps: int = 1, tag: str | None = None, **keys: Any) -> Any:
+    """An engine of `config(**keys)` that has trained and is saved."""
+    engine = start(config(**keys))
+    train(engine, steps)
+    engine.save_checkpoint(folder, tag=tag)
+    return engine
+
+
+def loaded(folder: Any, steps: int = 0, tag: str | None = None, seed: int = 2, **keys: Any) -> Any:
+    """Another engine of `config(**keys)` that has loaded after steps of its own."""
+    engine = start(config(**keys), seed)
+    train(engine, steps)
+    engine.load_checkpoint(folder, tag=tag)
+    return engine
+
+
+def refused(why: str) -> Any:
+    """Expect a CheckpointError of this pattern inside."""
+    return pytest.raises(CheckpointError, match=why)
+
+
+def put(path: Path, content: bytes | None) -> None:
+    """Make that the file's content, or remove it."""
+    path.unlink(missing_ok=True)
+    if content is not None:
+        path.write_bytes(content)
+
+
+def environment_of_two() -> dict[str, str]:
+    """This process's, for programs that are two ranks."""
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": get_master_port()}
+    return {**os.environ, **world, "OMP_NUM_THREADS": "1"}
+
+
+def output_of(*command: Any, **how: Any) -> str:
+    """What a program prints that ends well."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, **how)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def on_rank_0(action: Callable[[], Any]) -> None:
+    """Change files while no rank reads them."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        action()
+    dist.barrier()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files below a folder."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+class Call:
+    """Is pickled as the instruction to call `function` with `arguments`."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.called = (function, arguments)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.called
+
+
+def convert(folder: Any, *options: str) -> None:
+    """Make `<folder>/universal` of the newest checkpoint in `folder`."""
+    newest = Path(folder, "latest").read_text()
+    folders = ["--input_folder", f"{folder}/{newest}", "--output_folder", f"{folder}/{TAG}"]
+    main(parse_arguments([*folders, *options]))
+
+
+def keep(folder: str, seen: Any) -> None:
+    """Lay what a run held beside its checkpoint, for `kept` in other processes."""
+    on_rank_0(lambda: torch.save(seen, f"{folder}.pt"))
+
+
+def kept(folder: str) -> Any:
+    """What the run held that was saved in `folder`."""
+    return torch.load(f"{folder}.pt", weights_only=False)
 
 
 def train(engine: Any, steps: int) -> list[dict[str, Any]]:
@@ -124,26 +229,25 @@ def look(engine: Any) -> dict[str, Any]:
     for index, tensor in enumerate(getattr(optimizer, "single_partition_of_fp32_groups", [])):
         state[f"master.{index}"] = tensor.detach().clone()
     for position, entry in enumerate(optimizer.state.values()):
-        state.update(
-            {
-                f"state.{position}.{key}": torch.as_tensor(value).clone()
-                for key, value in entry.items()
-            }
-        )
-    host: Any = numpy.random.get_state()
+        for key, value in entry.items():
+            state[f"state.{position}.{key}"] = torch.as_tensor(value).clone()
     scaler = vars(optimizer.loss_scaler) if hasattr(optimizer, "loss_scaler") else {}
     return {
         **state,
+        **progress(engine),
         "scaler": dict(scaler),
-        "counters": (
-            engine.global_steps,
-            engine.skipped_steps,
-            engine.global_samples,
-            engine.micro_steps,
-        ),
         "schedule": engine.lr_scheduler.state_dict(),
-        "random": (torch.get_rng_state(), random.getstate(), host[1].tolist(), host[2]),
         "data": engine.training_dataloader.state_dict(),
+    }
+
+
+def progress(engine: Any) -> dict[str, Any]:
+    """Counters and random states."""
+    host: Any = numpy.random.get_state()
+    counters = ("global_steps", "skipped_steps", "global_samples", "micro_steps")
+    return {
+        "counters": tuple(getattr(engine, name) for name in counters),
+        "random": (torch.get_rng_state(), random.getstate(), host[1].tolist(), host[2]),
     }
 
 
@@ -179,9 +283,22 @@ def by_name(engine: Any) -> dict[str, Any]:
     for name, param in trained.items():
         if name not in sharded:
             master = safe_get_full_fp32_param(param)
-            found[f"master.{name}"] = None if master is None else master.clone()
+            found[f"master.{name}"] = (param if master is None else master).detach().clone()
             found |= {f"{key}.{name}": moment(engine, param, key) for key in MOMENTS}
     return found
+
+
+def of_kind(held: dict[str, Any], kind: str) -> dict[str, Any]:
+    """What `by_name` has of a kind, under the parameters' own names."""
+    start = f"{kind}."
+    return {name.removeprefix(start): v for name, v in held.items() if name.startswith(start)}
+
+
+def masters_off(found: dict[str, Any], wanted: dict[str, Any], tolerance: float) -> list[str]:
+    """Masters, of what `by_name` has found, that are further than that from the wanted."""
+    own = of_kind(found, "master")
+    off = {n: float((own[n] - v).abs().max()) for n, v in of_kind(wanted, "master").items()}
+    return [f"{name} is off by {far:.1e}" for name, far in off.items() if not far <= tolerance]
 
 
 def moment(engine: Any, param: nn.Parameter, key: str) -> torch.Tensor:
@@ -212,8 +329,5 @@ def differences(left: Any, right: Any, path: str = "") -> list[str]:
             return [f"{path}: {len(left)} is not {len(right)} long"]
         pairs = enumerate(zip(left, right, strict=True))
         return [found for index, (a, b) in pairs for found in differences(a, b, f"{path}[{index}]")]
-    return (
-        []
-        if left == right or left != left and right != right
-        else [f"{path}: {left!r} is not {right!r}"]
-    )
+    same = left == right or left != left and right != right
+    return [] if same else [f"{path}: {left!r} is not {right!r}"]

@@ -11,28 +11,34 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint import files, torch_files
-from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.runtime.checkpoint_engine import torch_checkpoint_engine
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.checkpointing.folders import StorageNode
 from deepspeed.runtime.checkpointing.save_job import SaveJob, put_converter
-from unit.common import DistributedFixture, DistributedTest, get_master_port
+from unit.common import DistributedFixture, DistributedTest
 from unit.launcher import forked
+from unit.v1.looping import each
 
 from . import disk_run
 from .kills import CASES, Campaign
-from .runs import config, differences, look, start, train
+from .runs import (
+    BF16,
+    config,
+    contents,
+    differences,
+    environment_of_two,
+    look,
+    on_rank_0,
+    put,
+    refused,
+    saved,
+    start,
+    train,
+    zero,
+)
 
-KEYS = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+KEYS = {**BF16, **zero(2)}
 
 
 class TestFailedSaves(DistributedTest):
@@ -40,14 +46,13 @@ class TestFailedSaves(DistributedTest):
 
     world_size = 2
 
-    @pytest.mark.parametrize("tag", ["good", "next"])
+    @each(tag=("good", "next"))
     def test_a_full_disk_on_one_rank(
-        self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch, tag: str
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str
     ) -> None:
-        engine = start(config(**KEYS))
-        train(engine, 1)
-        engine.save_checkpoint(str(tmpdir), tag="good")
-        before = contents(Path(str(tmpdir)))
+        folder = tmp_path / tag
+        engine = saved(folder, tag="good", **KEYS)
+        before = contents(folder)
         dist.barrier()
         train(engine, 1)
         write = torch_files.write_file
@@ -59,25 +64,19 @@ class TestFailedSaves(DistributedTest):
             return record
 
         monkeypatch.setattr(torch_checkpoint_engine, "write_file", full)
-        with pytest.raises(
-            CheckpointError, match=rf"saving {tag} failed\. rank 1: OSError.*No space left"
-        ):
-            engine.save_checkpoint(str(tmpdir), tag=tag)
+        with refused(rf"saving {tag} failed\. rank 1: OSError.*No space left"):
+            engine.save_checkpoint(folder, tag=tag)
         dist.barrier()
         # `latest`, the older checkpoint of that tag, and nothing half-written.
-        assert contents(Path(str(tmpdir))) == before
+        assert contents(folder) == before
         monkeypatch.undo()
-        engine.save_checkpoint(str(tmpdir), tag=tag)
-        assert Path(str(tmpdir), "latest").read_text() == tag
+        engine.save_checkpoint(folder, tag=tag)
+        assert (folder / "latest").read_text() == tag
 
     def test_a_kill_between_the_two_renames(
-        self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        engine = start(config(**KEYS))
-        train(engine, 1)
-        engine.save_checkpoint(str(tmpdir), tag="same")
-        first = look(engine)
-        train(engine, 1)
+        first = look(saved(tmp_path, tag="same", **KEYS))
         rename = os.rename
 
         def killed(source: str, target: str) -> None:
@@ -88,12 +87,11 @@ class TestFailedSaves(DistributedTest):
         if dist.get_rank() == 0:
             monkeypatch.setattr(os, "rename", killed)
             with pytest.raises(KeyboardInterrupt):
-                files.replace_folder(str(tmpdir.join(".same.saving")), str(tmpdir.join("same")))
+                files.replace_folder(str(tmp_path / ".same.saving"), str(tmp_path / "same"))
             monkeypatch.undo()
         dist.barrier()
         other = start(config(**KEYS), seed=2)
-        path, _ = other.load_checkpoint(str(tmpdir))
-        assert path == str(tmpdir.join("same"))
+        assert other.load_checkpoint(tmp_path)[0] == str(tmp_path / "same")
         assert differences(first, look(other)) == []
 
 
@@ -103,9 +101,7 @@ class Killed(DistributedFixture):
     world_size = 1
 
     def run(self, class_tmpdir: Any) -> None:
-        engine = start(config(**KEYS))
-        train(engine, 1)
-        engine.save_checkpoint(str(class_tmpdir))
+        engine = saved(class_tmpdir, **KEYS)
         train(engine, 1)
         pid = os.fork()
         if pid == 0:
@@ -144,94 +140,39 @@ class TestBadFiles(DistributedTest):
 
     world_size = 2
 
-    def saved(self, folder: Any) -> Any:
+    def test_named_on_every_rank_and_nothing_changes(self, tmp_path: Path) -> None:
         # Unchecked: the damage must be found without a manifest too, as in upstream's folders.
-        engine = start(config(**KEYS, checkpoint={"verify": "off"}))
-        train(engine, 1)
-        engine.save_checkpoint(str(folder), tag="good")
-        return engine
-
-    def test_a_damaged_file_is_named_on_every_rank_and_nothing_changes(self, tmpdir: Any) -> None:
-        engine = self.saved(tmpdir)
+        engine = saved(tmp_path, tag="good", **KEYS, checkpoint={"verify": "off"})
         train(engine, 1)
         before = look(engine)
-        for name in (
-            "mp_rank_00_model_states.pt",
-            "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
-        ):
-            path = Path(str(tmpdir), "good", name)
+        shards = [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
+        for name in ("mp_rank_00_model_states.pt", shards[1]):
+            path = tmp_path / "good" / name
             whole = path.read_bytes()
-            damages = {
-                "truncated": whole[: len(whole) // 2],
-                "empty": b"",
-                "noise": b"x" * 999,
-                "missing": None,
-            }
+            half = whole[: len(whole) // 2]
+            damages = {"truncated": half, "empty": b"", "noise": b"x" * 999, "missing": None}
             for damage, left in damages.items():
-                self.replace(path, left)
+                on_rank_0(lambda path=path, left=left: put(path, left))
                 reason = "does not exist" if left is None else "cannot be read.*truncated, damaged"
-                with pytest.raises(CheckpointError, match=rf"(?s){name}.*{reason}"):
-                    engine.load_checkpoint(str(tmpdir))
+                with refused(rf"(?s){name}.*{reason}"):
+                    engine.load_checkpoint(tmp_path)
                 assert differences(before, look(engine)) == [], damage
-            self.replace(path, whole)
-        engine.load_checkpoint(str(tmpdir))
+            on_rank_0(lambda path=path, whole=whole: put(path, whole))
+        engine.load_checkpoint(tmp_path)
         assert engine.global_steps == 1
 
-    @staticmethod
-    def replace(path: Path, content: bytes | None) -> None:
-        """Rank 0 writes other content, or removes the file, between two barriers."""
-        dist.barrier()
-        if dist.get_rank() == 0:
-            path.unlink(missing_ok=True)
-            if content is not None:
-                path.write_bytes(content)
-        dist.barrier()
-
-    def test_a_wrong_tag_and_code_in_a_file(self, tmpdir: Any) -> None:
-        engine = self.saved(tmpdir)
-        with pytest.raises(CheckpointError, match=r"tag 'bad' is not in .*; there are: good"):
-            engine.load_checkpoint(str(tmpdir), tag="bad")
-        marker = Path(str(tmpdir), "ran")
-        if dist.get_rank() == 0:
-            torch.save(
-                {"module": Evil(str(marker))},
-                Path(str(tmpdir), "good", "mp_rank_00_model_states.pt"),
-            )
-        dist.barrier()
-        with pytest.raises(CheckpointError, match="cannot be read"):
-            engine.load_checkpoint(str(tmpdir))
-        assert not marker.exists()
-
-    def test_another_model_and_shards_without_their_files(self, tmpdir: Any) -> None:
-        engine = self.saved(tmpdir)
-        path = Path(
-            str(tmpdir), "good", f"bf16_zero_pp_rank_{dist.get_rank()}_mp_rank_00_optim_states.pt"
-        )
-        content = torch.load(path, weights_only=False)
+        with refused(r"tag 'bad' is not in .*; there are: good"):
+            engine.load_checkpoint(tmp_path, tag="bad")
+        own = tmp_path / "good" / shards[dist.get_rank()]
+        content = torch.load(own, weights_only=False)
         content["optimizer_state_dict"]["partition_count"] = [4, 4]
-        torch.save(content, path)
+        torch.save(content, own)
         dist.barrier()
-        with pytest.raises(
-            CheckpointError,
-            match=r"rank_00_optim_states\.pt is one of 4 shards, but there are files of 2",
-        ):
-            engine.load_checkpoint(str(tmpdir))
+        with refused(r"rank_00_optim_states\.pt is one of 4 shards, but there are files of 2"):
+            engine.load_checkpoint(tmp_path)
         engine.module.last = torch.nn.Linear(7, 4).bfloat16()
-        with pytest.raises(
-            CheckpointError,
-            match=r"of another model: last\.weight has shape \(3, 7\), this model's \(4, 7\)",
-        ):
-            engine.load_checkpoint(str(tmpdir), load_module_only=True)
-
-
-class Evil:
-    """Pickles into a call that makes a file."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return (open, (self.path, "w"))
+        with refused(r"of another model: last\.weight has shape \(3, 7\), this model's \(4, 7\)"):
+            engine.load_checkpoint(tmp_path, load_module_only=True)
 
 
 NAMES = [case.name for case in CASES]
@@ -266,10 +207,9 @@ def test_full_and_read_only_disks(tmp_path: Path) -> None:
         possible = False
     if not possible:
         pytest.skip("nothing can be mounted here: it takes unshare, and to be root")
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": get_master_port()}
     ranks = forked.start(
         [sys.executable, disk_run.__file__, str(folder)],
-        {**os.environ, **world, "OMP_NUM_THREADS": "1"},
+        environment_of_two(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,5 +1,7 @@
 """Checkpoints of models with experts: files per expert, other numbers of ranks that share them."""
 
+import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,41 +11,48 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.checkpoint import ds_to_universal
 from deepspeed.checkpoint.experts import renumbered
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.checkpointing.model_files import ModelExperts
 from deepspeed.utils import groups
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as fp32_weights
 from unit.common import DistributedFixture, DistributedTest
 from unit.v1.gathering import from_all_ranks
 
-from .runs import ACCUMULATE, BF16, by_name, counts, differences
-from .runs import whole as whole_weight
+from .runs import (
+    ACCUMULATE,
+    BF16,
+    TORCH_ADAM,
+    UNIVERSAL,
+    by_name,
+    convert,
+    counts,
+    differences,
+    keep,
+    kept,
+    masters_off,
+    of_kind,
+    on_rank_0,
+    zero,
+)
 
 WIDTH = 6
 EXPERTS = 4
 ROWS, STEPS, AFTER = 16, 2, 2
 # Ranks, and those that share one set of experts.
 DIVIDED = [(2, 1), (2, 2), (4, 2), (4, 4)]
-STAGE_3 = {"stage": 3, "stage3_param_persistence_threshold": 10}
+STAGE_3 = zero(3, stage3_param_persistence_threshold=10)
+DATA_FIRST = {"use_data_before_expert_parallelism": True}
 CASES: dict[str, dict[str, Any]] = {
     "fp32-0": {},
-    "fp32-2": {"zero_optimization": {"stage": 2, "reduce_bucket_size": 50}},
-    "bf16-1": {**BF16, "zero_optimization": {"stage": 1}},
-    "accumulate-1": {**ACCUMULATE, "zero_optimization": {"stage": 1}},
-    "fp32-3": {"zero_optimization": STAGE_3},
+    "fp32-2": zero(2),
+    "bf16-1": {**BF16, **zero(1)},
+    "accumulate-1": {**ACCUMULATE, **zero(1)},
+    "fp32-3": STAGE_3,
     "fp16-0": {"fp16": {"enabled": True, "initial_scale_power": 6}},
-    "fp32-2-data-first": {
-        "zero_optimization": {"stage": 2},
-        "use_data_before_expert_parallelism": True,
-    },
-    "fp32-0-data-first": {"use_data_before_expert_parallelism": True},
-    "bf16-3-data-first": {
-        **BF16,
-        "zero_optimization": STAGE_3,
-        "use_data_before_expert_parallelism": True,
-    },
+    "fp32-2-data-first": {**zero(2), **DATA_FIRST},
+    "fp32-0-data-first": DATA_FIRST,
+    "bf16-3-data-first": {**BF16, **STAGE_3, **DATA_FIRST},
 }
 
 
@@ -54,14 +63,8 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.some = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), EXPERTS, ep_size, drop_tokens=False)
-        self.more = MoE(
-            WIDTH,
-            nn.Linear(WIDTH, WIDTH),
-            EXPERTS,
-            min(2, ep_size),
-            drop_tokens=False,
-            use_residual=True,
-        )
+        more = {"drop_tokens": False, "use_residual": True}
+        self.more = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), EXPERTS, min(2, ep_size), **more)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in (self.some, self.more):
@@ -95,10 +98,7 @@ def make(ep_size: int, seed: int, **keys: Any) -> Any:
         "train_micro_batch_size_per_gpu": 4,
         "gradient_clipping": 0.5,
         "steps_per_print": 1000,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True},
-        },
+        **TORCH_ADAM,
         **keys,
     }
     return deepspeed.initialize(model=model, config=configuration)[0]
@@ -122,16 +122,6 @@ def whole(engine: Any) -> dict[str, Any]:
     return {name: value for found in from_all_ranks(own) for name, value in found.items()}
 
 
-def weights_differ(engine: Any, wanted: dict[str, Any]) -> list[str]:
-    """Names of this rank's parameters that are not those of `wanted`."""
-    first = ModelExperts(engine.module).first
-    return [
-        name
-        for name, param in engine.module.named_parameters()
-        if not torch.equal(whole_weight(param), wanted[f"weight.{renumbered(name, first)}"])
-    ]
-
-
 class SavedExperts(DistributedFixture):
     """All cases, with what they held."""
 
@@ -144,13 +134,11 @@ class SavedExperts(DistributedFixture):
                 if world == dist.get_world_size():
                     engine = make(ep_size, 1, **keys)
                     train(engine, STEPS)
-                    engine.save_checkpoint(f"{class_tmpdir}/{case}-{world}-{ep_size}")
+                    folder = f"{class_tmpdir}/{case}-{world}-{ep_size}"
+                    engine.save_checkpoint(folder)
                     held = whole(engine)
                     train(engine, AFTER)
-                    later = whole(engine)
-                    if dist.get_rank() == 0:
-                        torch.save(held, f"{class_tmpdir}/{case}-{world}-{ep_size}.pt")
-                        torch.save(later, f"{class_tmpdir}/{case}-{world}-{ep_size}-later.pt")
+                    keep(folder, (held, whole(engine)))
 
 
 class TestOtherExpertGroups(DistributedTest):
@@ -167,33 +155,22 @@ class TestOtherExpertGroups(DistributedTest):
                         name = f"{class_tmpdir}/{case}-{world}-{ep_size}"
                         engine = make(own_size, 2, **keys)
                         engine.load_checkpoint(name)
-                        wanted = torch.load(f"{name}.pt", weights_only=False)
-                        assert differences(wanted, whole(engine)) == [], (
-                            case,
-                            world,
-                            ep_size,
-                            own_size,
-                        )
+                        held, later = kept(name)
+                        assert differences(held, whole(engine)) == [], (name, own_size)
                         steps = AFTER if case.startswith("fp32") and own_size == 2 else 1
-                        self.goes_on(engine, case, f"{name}-later.pt", steps)
+                        self.goes_on(engine, case, later, steps)
         # One test: the fixture runs for each.
         groups.reset()
         if dist.get_world_size() == 2:
             self.stage_3_and_others(class_tmpdir)
 
-    def goes_on(self, engine: Any, case: str, later: str, steps: int = AFTER) -> None:
-        """The next steps are the saver's, which is in the file `later` after all of them."""
+    def goes_on(self, engine: Any, case: str, later: dict[str, Any], steps: int = AFTER) -> None:
+        """The next steps are the saver's, who held `later` after all of them."""
         train(engine, steps)
         assert counts(engine) == {STEPS + steps - engine.skipped_steps}, case
         if steps == AFTER:
-            found, wanted = whole(engine), torch.load(later)
-            off = {
-                name: float((found[name] - value).abs().max())
-                for name, value in wanted.items()
-                if name.startswith("master.")
-            }
             # A tenth of the rate, 1e-2, is what a step counted twice makes.
-            assert max(off.values()) < 1e-4, (case, max(off, key=lambda name: off[name]), off)
+            assert masters_off(whole(engine), later, 1e-4) == [], case
 
     def stage_3_and_others(self, class_tmpdir: Any) -> None:
         # Kills: experts of stage 3 that are looked for in files of their own, or numbered by each
@@ -205,29 +182,25 @@ class TestOtherExpertGroups(DistributedTest):
             ("fp32-2-2-2", "fp32-0"),
         ):
             name = f"{class_tmpdir}/{case}"
-            wanted = torch.load(f"{name}.pt", weights_only=False)
+            held, later = kept(name)
             engine = make(2, 2, **CASES[other])
             engine.load_checkpoint(name)
-            assert differences(wanted, whole(engine)) == [], (case, other)
-            self.goes_on(engine, case, f"{name}-later.pt")
+            assert differences(held, whole(engine)) == [], (case, other)
+            self.goes_on(engine, case, later)
             again = make(2, 3, **CASES[other])
+            train(again, 1)
             again.load_checkpoint(name, load_module_only=True)
-            assert weights_differ(again, wanted) == [], (case, other)
+            weights = (of_kind(seen, "weight") for seen in (held, whole(again)))
+            assert differences(*weights) == [], (case, other)
         name = f"{class_tmpdir}/fp32-3-4-2"
-        wanted = torch.load(f"{name}.pt", weights_only=False)
-        exported = get_fp32_state_dict_from_zero_checkpoint(name)
-        names = [key.removeprefix("master.") for key in wanted if key.startswith("master.")]
-        assert all(torch.equal(exported[key], wanted[f"master.{key}"]) for key in names)
-        universal = f"{class_tmpdir}/universal"
-        if dist.get_rank() == 0:
-            arguments = ["--input_folder", f"{name}/global_step2", "--output_folder"]
-            parsed = ds_to_universal.parse_arguments([*arguments, f"{universal}/all"])
-            ds_to_universal.main(parsed)
-        dist.barrier()
+        held, _ = kept(name)
+        exported, masters = fp32_weights(name), of_kind(held, "master")
+        assert differences(masters, {key: exported[key] for key in masters}) == []
+        on_rank_0(lambda: convert(name))
         for case in ("fp32-2", "fp32-3"):
-            engine = make(2, 4, **CASES[case], checkpoint={"load_universal": True})
-            engine.load_checkpoint(universal)
-            assert differences(wanted, whole(engine)) == [], case
+            engine = make(2, 4, **CASES[case], **UNIVERSAL)
+            engine.load_checkpoint(name)
+            assert differences(held, whole(engine)) == [], case
             train(engine, 1)
 
 
@@ -236,30 +209,24 @@ class TestFiles(DistributedTest):
 
     world_size = 2
 
-    def test_names_and_keys(self, tmpdir: Any) -> None:
+    def test_names_and_keys(self, tmp_path: Path) -> None:
         for case in ("fp32-0", "bf16-1"):
             engine = make(2, 1, **CASES[case])
             train(engine, 1)
-            engine.save_checkpoint(str(tmpdir), tag=case)
+            engine.save_checkpoint(tmp_path, tag=case)
             dist.barrier()
-            folder = Path(str(tmpdir), case)
-            weights = [
-                f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
-                for layer in (0, 1)
-                for expert in range(EXPERTS)
-            ]
+            folder = tmp_path / case
+            each = itertools.product((0, 1), range(EXPERTS))
+            weights = [f"layer_{at}_expert_{e}_mp_rank_00_model_states.pt" for at, e in each]
             prefix = "expp_rank" if case == "fp32-0" else "bf16_zero_pp_rank"
             states = [f"{prefix}_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
             hosts = [f"host_state_rank_{rank}.pt" for rank in range(2)]
-            names = sorted(path.name for path in folder.iterdir())
-            assert names == sorted(
-                ["manifest.json", "mp_rank_00_model_states.pt", *weights, *states, *hosts]
-            )
-            experts = "some.deepspeed_moe.experts.deepspeed_experts"
-            assert list(torch.load(folder / weights[3], weights_only=True)) == [
-                f"{experts}.3.weight",
-                f"{experts}.3.bias",
+            dense = ["manifest.json", "mp_rank_00_model_states.pt"]
+            assert sorted(os.listdir(folder)) == sorted([*dense, *weights, *states, *hosts])
+            last = [
+                f"some.deepspeed_moe.experts.deepspeed_experts.3.{n}" for n in ("weight", "bias")
             ]
+            assert list(torch.load(folder / weights[3], weights_only=True)) == last
             model = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=True)
             assert not [name for name in model["module"] if "deepspeed_experts" in name]
             assert model["num_experts"] == [EXPERTS, EXPERTS]

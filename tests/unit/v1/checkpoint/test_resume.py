@@ -11,27 +11,33 @@ import torch
 from deepspeed import comm as dist
 from unit.common import DistributedFixture, DistributedTest
 
-from .runs import BF16, config, differences, start, train
+from .runs import (
+    ACCUMULATE,
+    BF16,
+    CPU,
+    SUMS,
+    TORCH_ADAM,
+    config,
+    differences,
+    loaded,
+    saved,
+    start,
+    train,
+    zero,
+)
 
 FP16 = {
     "fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2, "hysteresis": 2}
 }
-ACCUMULATE = {"data_types": {"grad_accum_dtype": "fp32"}}
-TORCH_ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}}
+IMMEDIATE = {**SUMS, "bf16": {"enabled": True, "immediate_grad_update": True}}
 LION = {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}
 
-
-def zero(stage: int, **keys: Any) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": stage, "reduce_bucket_size": 50, **keys}}
-
-
-CPU = {"offload_optimizer": {"device": "cpu"}}
 CASES: dict[str, dict[str, Any]] = {
     "stage0-fp32": {},
     "stage0-fp32-sgd": SGD,
     "stage0-bf16": BF16,
-    "stage0-bf16-accumulate": {**BF16, **ACCUMULATE},
+    "stage0-bf16-accumulate": ACCUMULATE,
     "stage0-fp16": FP16,
     "stage0-fp16-per-parameter": {**FP16, **TORCH_ADAM},
     "stage0-fp16-consecutive": {"fp16": {**FP16["fp16"], "consecutive_hysteresis": True}},
@@ -39,13 +45,9 @@ CASES: dict[str, dict[str, Any]] = {
     "stage1-fp32": zero(1),
     "stage1-bf16": {**BF16, **zero(1)},
     "stage1-fp16": {**FP16, **zero(1)},
-    "stage1-bf16-accumulate": {**BF16, **ACCUMULATE, **zero(1)},
-    "stage1-bf16-immediate": {
-        "bf16": {"enabled": True, "immediate_grad_update": True},
-        **ACCUMULATE,
-        **zero(1),
-    },
-    "stage1-bf16-accumulate-offload": {**BF16, **ACCUMULATE, **zero(1, **CPU)},
+    "stage1-bf16-accumulate": {**ACCUMULATE, **zero(1)},
+    "stage1-bf16-immediate": {**IMMEDIATE, **zero(1)},
+    "stage1-bf16-accumulate-offload": {**ACCUMULATE, **zero(1, **CPU)},
     "stage1-sgd": {**SGD, **zero(1)},
     "stage2-fp32": zero(2),
     "stage2-bf16": {**BF16, **zero(2)},
@@ -66,11 +68,9 @@ class TestResume(DistributedTest):
     world_size = 2
 
     @pytest.mark.parametrize("stage", ["stage0", "stage1", "stage2"])
-    def test_bit_equal(self, tmpdir: Any, stage: str) -> None:
+    def test_bit_equal(self, tmp_path: Path, stage: str) -> None:
         cases = [case for case in CASES if case.startswith(stage)]
-        wrong = {
-            case: found for case in cases if (found := self.resume(Path(str(tmpdir)) / case, case))
-        }
+        wrong = {case: found for case in cases if (found := self.resume(tmp_path / case, case))}
         assert wrong == {}
 
     def resume(self, folder: Path, case: str) -> list[str]:
@@ -91,37 +91,30 @@ class TestResume(DistributedTest):
         return differences(straight, train(resumed, STEPS - SAVED_AT))
 
     @pytest.mark.parametrize("case", ["stage0-fp16", "stage2-fp16"])
-    def test_after_every_step(self, tmpdir: Any, case: str) -> None:
+    def test_after_every_step(self, tmp_path: Path, case: str) -> None:
         """Whatever the scaler's, the schedule's and the epoch's state is when it is saved."""
-        configuration = config(**CASES[case])
-        engine = start(configuration)
+        engine = start(config(**CASES[case]))
         for step in range(1, 6):
             train(engine, 1)
-            engine.save_checkpoint(str(tmpdir), tag=f"at{step}")
+            engine.save_checkpoint(tmp_path, tag=f"at{step}")
         last = train(engine, 1)
         for step in range(1, 6):
-            resumed = start(configuration, seed=step + 1)
-            resumed.load_checkpoint(str(tmpdir), tag=f"at{step}")
+            resumed = loaded(tmp_path, tag=f"at{step}", seed=step + 1, **CASES[case])
             assert differences(last[-1], train(resumed, 6 - step)[-1]) == [], step
 
-    def test_saving_changes_nothing(self, tmpdir: Any) -> None:
-        configuration = config(**CASES["stage2-bf16"])
-        plain = train(start(configuration), 4)
-        engine = start(configuration)
-        saved = train(engine, 2)
-        engine.save_checkpoint(str(tmpdir))
-        assert differences(plain, saved + train(engine, 2)) == []
+    def test_saving_changes_nothing(self, tmp_path: Path) -> None:
+        plain = train(start(config(**CASES["stage2-bf16"])), 4)
+        engine = saved(tmp_path, 2, **CASES["stage2-bf16"])
+        assert differences(plain[2:], train(engine, 2)) == []
 
-    def test_a_plain_loop_over_the_loader_goes_on_mid_epoch(self, tmpdir: Any) -> None:
-        configuration = config(**CASES["stage1-fp32"])
-        engine = start(configuration)
+    def test_a_plain_loop_over_the_loader_goes_on_mid_epoch(self, tmp_path: Path) -> None:
+        engine = start(config(**CASES["stage1-fp32"]))
         batches = iter(engine.training_dataloader)
         for _ in range(2):
             next(batches)
-        engine.save_checkpoint(str(tmpdir))
+        engine.save_checkpoint(tmp_path)
         rest = [x for x, _ in batches]
-        resumed = start(configuration, seed=2)
-        resumed.load_checkpoint(str(tmpdir))
+        resumed = loaded(tmp_path, **CASES["stage1-fp32"])
         assert differences(rest, [x for x, _ in resumed.training_dataloader]) == []
         assert len(rest) == 3
 
@@ -132,9 +125,7 @@ class Saved(DistributedFixture):
     world_size = 2
 
     def run(self, class_tmpdir: Any) -> None:
-        engine = start(config(**CASES["stage2-bf16"]))
-        train(engine, SAVED_AT)
-        engine.save_checkpoint(str(class_tmpdir))
+        engine = saved(class_tmpdir, SAVED_AT, **CASES["stage2-bf16"])
         torch.save(train(engine, STEPS - SAVED_AT), f"{class_tmpdir}/straight{dist.get_rank()}.pt")
 
 
@@ -145,6 +136,5 @@ class TestNewProcesses(DistributedTest):
         straight = torch.load(f"{class_tmpdir}/straight{dist.get_rank()}.pt", weights_only=False)
         random.seed(0)
         numpy.random.seed(0)
-        resumed = start(config(**CASES["stage2-bf16"]), seed=7)
-        resumed.load_checkpoint(str(class_tmpdir))
+        resumed = loaded(class_tmpdir, seed=7, **CASES["stage2-bf16"])
         assert differences(straight, train(resumed, STEPS - SAVED_AT)) == []

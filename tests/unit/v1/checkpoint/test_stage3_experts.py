@@ -1,5 +1,6 @@
 """Experts of ZeRO stage 3 in files: those that are not trained, and all of them for export."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,27 +9,24 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.checkpoint import ds_to_universal
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import load_sharded_safetensors
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as fp32_weights
 from unit.common import DistributedFixture, DistributedTest
 
-from .runs import differences
+from .runs import UNIVERSAL, convert, differences, keep, kept, of_kind, on_rank_0, zero
 from .test_experts import whole
 
 WIDTH, EXPERTS = 5, 4
-STAGE_3 = {
-    "stage": 3,
-    "stage3_param_persistence_threshold": 6,
-    "stage3_gather_16bit_weights_on_model_save": True,
-}
+WHOLE = {"stage3_gather_16bit_weights_on_model_save": True}
+STAGE_3 = zero(3, stage3_param_persistence_threshold=6, **WHOLE)
 DATA_FIRST = "use_data_before_expert_parallelism"
+PREFIX = "some.deepspeed_moe.experts.deepspeed_experts"
 # What of the model is not trained, by the beginning of names.
 FROZEN: dict[str, tuple[str, ...]] = {
     "experts": ("first", "some.deepspeed_moe.experts", "more.deepspeed_moe.experts"),
     # Only some of an expert's parameters; of `more`, experts alone are trained.
-    "parts": tuple(f"some.deepspeed_moe.experts.deepspeed_experts.{e}.out" for e in range(EXPERTS)),
+    "parts": tuple(f"{PREFIX}.{e}.out" for e in range(EXPERTS)),
     "dense": ("first", "some.deepspeed_moe.gate", "more.deepspeed_moe.gate"),
 }
 
@@ -80,7 +78,7 @@ def make(ep_size: int, seed: int, frozen: str, **keys: Any) -> Any:
         "train_micro_batch_size_per_gpu": 4,
         "steps_per_print": 1000,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
-        "zero_optimization": STAGE_3,
+        **STAGE_3,
         **keys,
     }
     return deepspeed.initialize(model=model, config=configuration)[0]
@@ -93,13 +91,13 @@ def train(engine: Any, steps: int) -> None:
         engine.step()
 
 
-def weights(held: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Parameters by name, of what `whole` returns."""
-    return {
-        name.removeprefix("weight."): value
-        for name, value in held.items()
-        if name.startswith("weight.")
-    }
+def save(folder: str, engine: Any) -> dict[str, Any]:
+    """Save after a step; returns what it held."""
+    train(engine, 1)
+    engine.save_checkpoint(folder)
+    held = whole(engine)
+    keep(folder, held)
+    return held
 
 
 class SavedFrozen(DistributedFixture):
@@ -109,16 +107,6 @@ class SavedFrozen(DistributedFixture):
 
     def run(self, class_tmpdir: Any) -> None:
         save(f"{class_tmpdir}/experts-2", make(2, 1, "experts"))
-
-
-def save(folder: str, engine: Any) -> dict[str, Any]:
-    train(engine, 1)
-    engine.save_checkpoint(folder)
-    held = whole(engine)
-    if dist.get_rank() == 0:
-        torch.save(held, f"{folder}.pt")
-    dist.barrier()
-    return held
 
 
 class TestFrozen(DistributedTest):
@@ -137,41 +125,35 @@ class TestFrozen(DistributedTest):
         deepspeed.utils.groups.reset()
         folder = f"{tmpdir}/{frozen}-4-{data_first}"
         held = save(folder, make(2, 1, frozen, **order))
-        exported = get_fp32_state_dict_from_zero_checkpoint(folder)
-        wanted = weights(held)
+        exported = fp32_weights(folder)
+        wanted = of_kind(held, "weight")
         assert differences(wanted, {name: exported[name] for name in wanted}) == [], frozen
         tied = [name for name in exported if ".again." in name]
         assert len(tied) == EXPERTS
         assert all(torch.equal(exported[n], exported[n.replace("again", "into")]) for n in tied)
         ways: list[tuple[str, int, dict[str, Any]]] = [(folder, 4, STAGE_3)]
         if frozen == "experts":
-            ways += [(folder, 2, {"stage": 2}), (f"{tmpdir}/experts-2", 4, STAGE_3)]
+            ways += [(folder, 2, zero(2)), (f"{tmpdir}/experts-2", 4, STAGE_3)]
         for name, ep_size, stage in ways:
-            found = make(ep_size, 2, frozen, zero_optimization=stage, **order)
+            found = make(ep_size, 2, frozen, **stage, **order)
             found.load_checkpoint(name)
-            expected = torch.load(f"{name}.pt", weights_only=False)
-            assert differences(expected, whole(found)) == [], (frozen, name, ep_size, stage)
-            self.check_buffers(found, 1, ep_size, data_first)
+            assert differences(kept(name), whole(found)) == [], (frozen, name, ep_size, stage)
+            self.check_buffers(found)
             train(found, 1)
 
-    def check_buffers(self, engine: Any, seed: int, ep_size: int, data_first: bool) -> None:
+    def check_buffers(self, engine: Any) -> None:
         numbers = engine.module.some.global_expert_ids
         own = engine.module.some.deepspeed_moe.experts.deepspeed_experts
-        assert [expert.seen[0].item() for expert in own] == [10.0 * seed + n for n in numbers]
+        assert [expert.seen[0].item() for expert in own] == [10.0 + n for n in numbers]
 
     def universal(self, tmpdir: str) -> None:
         deepspeed.utils.groups.reset()
         folder = f"{tmpdir}/experts-4-False"
-        universal = f"{folder}-universal"
-        if dist.get_rank() == 0:
-            arguments = ["--input_folder", f"{folder}/global_step1", "--output_folder"]
-            ds_to_universal.main(ds_to_universal.parse_arguments([*arguments, f"{universal}/all"]))
-        dist.barrier()
-        found = make(4, 3, "experts", checkpoint={"load_universal": True})
-        found.load_checkpoint(universal)
-        held = torch.load(f"{folder}.pt", weights_only=False)
-        assert differences(held, whole(found)) == []
-        self.check_buffers(found, 1, 4, False)
+        on_rank_0(lambda: convert(folder))
+        found = make(4, 3, "experts", **UNIVERSAL)
+        found.load_checkpoint(folder)
+        assert differences(kept(folder), whole(found)) == []
+        self.check_buffers(found)
 
 
 class TestWhole(DistributedTest):
@@ -179,19 +161,25 @@ class TestWhole(DistributedTest):
 
     world_size = 4
 
-    def test_export(self, tmpdir: Any) -> None:
-        for ep_size, stage, data_first in ((4, STAGE_3, False), (2, STAGE_3, True), (2, {}, True)):
+    def test_export(self, tmp_path: Path) -> None:
+        for ep_size, stage, data_first in (
+            (4, STAGE_3, False),
+            (2, STAGE_3, True),
+            (2, zero(0), True),
+        ):
             deepspeed.utils.groups.reset()
             order = {DATA_FIRST: data_first}
-            engine = make(ep_size, 1, "dense", zero_optimization=stage, **order)
+            engine = make(ep_size, 1, "dense", **stage, **order)
             train(engine, 1)
-            wanted = weights(whole(engine))
-            engine.save_16bit_model(str(tmpdir), f"{ep_size}.bin")
-            found = engine._zero3_consolidated_16bit_state_dict() if stage else None
-            assert (found is not None) == (bool(stage) and dist.get_rank() == 0)
+            wanted = of_kind(whole(engine), "weight")
+            engine.save_16bit_model(tmp_path, f"{ep_size}.bin")
+            gathers = stage is STAGE_3
+            found = engine._zero3_consolidated_16bit_state_dict() if gathers else None
+            assert (found is not None) == (gathers and dist.get_rank() == 0)
+            exported = tmp_path / f"{ep_size}.safetensors"
             dist.barrier()
             if dist.get_rank() == 0:
-                saved = torch.load(tmpdir.join(f"{ep_size}.bin"))
+                saved = torch.load(tmp_path / f"{ep_size}.bin")
                 plain = Net(1)
                 assert list(saved) == list(plain.state_dict())
                 plain.load_state_dict(saved)
@@ -199,26 +187,15 @@ class TestWhole(DistributedTest):
                 assert differences(wanted, {name: saved[name] for name in wanted}) == []
                 own = plain.some.deepspeed_moe.experts.deepspeed_experts
                 assert [expert.seen[0].item() for expert in own] == [10, 11, 12, 13]
-                tied = [
-                    f"some.deepspeed_moe.experts.deepspeed_experts.3.{n}.weight"
-                    for n in ("into", "again")
-                ]
-                assert saved[tied[0]].data_ptr() == saved[tied[1]].data_ptr()
-                save_file(
-                    {n: v for n, v in saved.items() if ".again." not in n},
-                    str(tmpdir.join(f"{ep_size}.safetensors")),
-                )
+                into, again = (saved[f"{PREFIX}.3.{n}.weight"] for n in ("into", "again"))
+                assert into.data_ptr() == again.data_ptr()
+                save_file({n: v for n, v in saved.items() if ".again." not in n}, exported)
             dist.barrier()
-            if stage:
-                again = make(ep_size, 2, "dense", zero_optimization=stage, **order)
-                train(again, 1)
-                load_sharded_safetensors(again.module, tmpdir.join(f"{ep_size}.safetensors"))
-                assert differences(wanted, weights(whole(again))) == []
-                self.check_masters(again, wanted)
-
-    def check_masters(self, engine: Any, wanted: dict[str, Any]) -> None:
-        held = whole(engine)
-        masters = [name for name in held if name.startswith("master.")]
-        assert masters and all(
-            torch.equal(held[name], wanted[name.removeprefix("master.")]) for name in masters
-        )
+            if gathers:
+                loaded = make(ep_size, 2, "dense", **stage, **order)
+                train(loaded, 1)
+                load_sharded_safetensors(loaded.module, exported)
+                held = whole(loaded)
+                assert differences(wanted, of_kind(held, "weight")) == []
+                masters = of_kind(held, "master")
+                assert masters and differences({n: wanted[n] for n in masters}, masters) == []

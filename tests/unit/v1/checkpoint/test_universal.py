@@ -1,67 +1,57 @@
-"""Universal checkpoints go on in any other division over ranks, bit-equal by name."""
+"""Universal checkpoints go on in any other division over ranks, bit-equal by name; slices of
+tensor-parallel ranks are joined and cut by the client's patterns.
+"""
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import deepspeed
 from deepspeed import comm as dist
-from deepspeed.checkpoint.constants import UNIVERSAL_FOLDER
-from deepspeed.checkpoint.ds_to_universal import main, parse_arguments
-from deepspeed.checkpoint.files import CheckpointError
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO, UNIVERSAL_FOLDER
 from deepspeed.utils import groups
 from unit.common import DistributedFixture, DistributedTest
+from unit.one_process import train as train_on
+from unit.v1.tensor.megatron import CUT, Mpu, Parallel, batch
 
 from . import test_experts
 from . import test_pipeline as pipeline
-from .runs import differences
-from .test_resharding import CASES, STEPS, expected, make, masters_and_moments, train
+from .runs import (
+    BF16,
+    TAG,
+    TORCH_ADAM,
+    UNIVERSAL,
+    by_name,
+    convert,
+    differences,
+    keep,
+    kept,
+    on_rank_0,
+    refused,
+    train,
+    zero,
+)
+from .test_resharding import STEPS, expected, make, masters_and_moments
 
-TAG = "universal"
-
-
-def convert(source: str, *options: str, tag: str | None = None) -> None:
-    """Make `<source>/universal` of a checkpoint in `source`, the newest if no tag is given."""
-    if tag is None:
-        with open(os.path.join(source, "latest")) as file:
-            tag = file.read()
-    folders = [
-        "--input_folder",
-        os.path.join(source, tag),
-        "--output_folder",
-        os.path.join(source, TAG),
-    ]
-    main(parse_arguments([*folders, *options]))
-
-
-UNIVERSAL = {"checkpoint": {"load_universal": True}}
 # Saved as the first, loaded as the second.
 ACROSS = [
     ("fp32-2-dealt", "fp32-1"),
     ("fp32-0", "fp32-2"),
     ("bf16-0", "bf16-0"),
     ("bf16-2", "accumulate-1"),
-]
-ACROSS += [
     ("fp16-2", "fp16-2"),
     ("fp16-2", "fp16-0"),
     ("fp16-0-whole", "fp16-2"),
     ("fp32-2-elastic", "fp32-0"),
 ]
-STAGE_1, STAGE_2 = ({"zero_optimization": {"stage": stage}} for stage in (1, 2))
-PIPELINES: dict[str, dict[str, Any]] = {
-    "fp32-1": {**STAGE_1, "grouped": True},
-    "fp32-0": {},
-    "bf16-1": {"bf16": {"enabled": True}, **STAGE_1},
-}
-EXPERTS: dict[str, dict[str, Any]] = {
-    "fp32-0": {},
-    "fp32-2": STAGE_2,
-    "bf16-1": {"bf16": {"enabled": True}, **STAGE_1},
-}
+BF16_1 = {**BF16, **zero(1)}
+PIPELINES = {"fp32-1": {**zero(1), "grouped": True}, "fp32-0": {}, "bf16-1": BF16_1}
+EXPERTS: dict[str, dict[str, Any]] = {"fp32-0": {}, "fp32-2": zero(2), "bf16-1": BF16_1}
 
 
 class SavedByTwo(DistributedFixture):
@@ -88,16 +78,15 @@ class SavedByTwo(DistributedFixture):
     @staticmethod
     def save(engine: Any, folder: str, held: Any) -> None:
         engine.save_checkpoint(folder)
-        if dist.get_rank() == 0:
-            torch.save(held, f"{folder}.pt")
-            convert(folder)
+        keep(folder, held)
+        on_rank_0(lambda: convert(folder))
 
 
 def load(engine: Any, folder: str) -> Any:
     """Load the universal checkpoint in `folder`; returns what the run that saved it held."""
     path, _ = engine.load_checkpoint(folder)
-    assert path == os.path.join(folder, TAG)
-    return torch.load(f"{folder}.pt", weights_only=False)
+    assert path == f"{folder}/{TAG}"
+    return kept(folder)
 
 
 class TestOtherDivisions(DistributedTest):
@@ -117,8 +106,7 @@ class TestOtherDivisions(DistributedTest):
 
     def other_worlds(self, folder: str) -> None:
         for case, into in ACROSS:
-            CASES["universal"] = {**CASES[into], **UNIVERSAL}
-            engine = make("universal", seed=2)
+            engine = make(into, seed=2, **UNIVERSAL)
             train(engine, 1)  # state that loading must replace
             wanted, found = load(engine, f"{folder}/{case}"), expected(engine)
             if case != into:
@@ -148,53 +136,132 @@ class TestIncomplete(DistributedTest):
 
     world_size = 1
 
-    def test_refused_and_nothing_changed(self, tmpdir: Any) -> None:
-        CASES["universal"] = {
-            **CASES["fp32-2"],
-            "checkpoint": {"load_universal": True, "verify": "off"},
-        }
-        engine = make("universal")
+    def test_refused_and_nothing_changed(self, tmp_path: Path) -> None:
+        unchecked = {"checkpoint": {"load_universal": True, "verify": "off"}}
+        engine = make("fp32-2", **unchecked)
         train(engine, 1)
-        engine.save_checkpoint(str(tmpdir), tag="t")
-        convert(str(tmpdir))
+        engine.save_checkpoint(tmp_path, tag="t")
+        convert(tmp_path)
         train(engine, 1)
         before = expected(engine)
-        good = Path(str(tmpdir), TAG, UNIVERSAL_FOLDER)
-        for damage, message in (
-            (
-                lambda zero: shutil.rmtree(zero / "last.weight"),
-                r"of the \d+ elements .* of first\.weight",
-            ),
-            (
-                lambda zero: (zero / "first.bias" / "exp_avg.pt").unlink(),
-                "only some of .* have optimizer state 'exp_avg'",
-            ),
-            (
-                lambda zero: os.truncate(zero / "first.bias" / "exp_avg_sq.pt", 700),
-                r"exp_avg_sq\.pt .* cannot be read",
-            ),
-            (
-                lambda zero: shutil.copytree(zero / "last.bias", zero / "more.bias"),
-                "more.bias is not in this model",
-            ),
-            (
-                lambda zero: shutil.copy(zero / "last.bias" / "fp32.pt", zero / "first.bias"),
-                r"first\.bias has shape \(3,\)",
-            ),
-            (
-                lambda zero: (zero / "optimizer_state.pt").unlink(),
-                r"optimizer_state\.pt does not exist",
-            ),
-            (shutil.rmtree, "is no universal checkpoint.*ds_to_universal"),
-        ):
-            zero = (
-                Path(shutil.copytree(good.parent, Path(str(tmpdir), "bad"), dirs_exist_ok=True))
-                / UNIVERSAL_FOLDER
-            )
-            damage(zero)
-            with pytest.raises(CheckpointError, match=message):
-                engine.load_checkpoint(str(tmpdir), tag="bad")
+        bad = tmp_path / "bad" / UNIVERSAL_FOLDER
+        first, last = bad / "first.bias", bad / "last.bias"
+        damages: dict[str, Callable[[], Any]] = {
+            r"of the \d+ elements .* of first\.weight": lambda: shutil.rmtree(bad / "last.weight"),
+            "only some of .* have optimizer state 'exp_avg'": (first / "exp_avg.pt").unlink,
+            r"exp_avg_sq\.pt .* cannot be read": lambda: os.truncate(first / "exp_avg_sq.pt", 700),
+            "more.bias is not in this model": lambda: shutil.copytree(last, bad / "more.bias"),
+            r"first\.bias has shape \(3,\)": lambda: shutil.copy(last / "fp32.pt", first),
+            r"optimizer_state\.pt does not exist": (bad / "optimizer_state.pt").unlink,
+            "is no universal checkpoint.*ds_to_universal": lambda: shutil.rmtree(bad),
+        }
+        for message, damage in damages.items():
+            shutil.copytree(tmp_path / TAG, bad.parent)
+            damage()
+            with refused(message):
+                engine.load_checkpoint(tmp_path, tag="bad")
             assert differences(before, expected(engine)) == []
-            shutil.rmtree(zero.parent)
-        engine.load_checkpoint(str(tmpdir))
+            shutil.rmtree(bad.parent)
+        engine.load_checkpoint(tmp_path)
         assert differences(before, expected(engine)) != []
+
+
+# Another number of tensor-parallel ranks
+
+INFO = {
+    "universal_checkpoint_version": 0.4,
+    "parameter_with_row_parallelism_patterns": [r"row\.weight"],
+    "tp_replicated_parameter_patterns": [r"norm\.", r"head\.", r"row\.bias"],
+}
+SLICED: dict[str, dict[str, Any]] = {"fp32-0": {}, "fp32-2": zero(2), "bf16-1": BF16_1}
+
+
+def make_sliced(size: int, case: str = "fp32-0", **keys: Any) -> Any:
+    """An engine of `size` tensor-parallel ranks; one case freezes the row-parallel weight."""
+    groups.reset()
+    mpu = Mpu(size)
+    model = Parallel(mpu)
+    model.row.weight.requires_grad_(case != "fp32-2")
+    keys = {"train_micro_batch_size_per_gpu": 4, **TORCH_ADAM, **SLICED[case], **keys}
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return deepspeed.initialize(model=model, model_parameters=trained, config=keys, mpu=mpu)[0]
+
+
+def train_sliced(engine: Any, steps: int) -> list[float]:
+    several = (batch(engine.global_steps + step, 1, 1) for step in range(steps))
+    return train_on(engine, ((x[0, 0].to(engine.model_dtype), y[0, 0]) for x, y in several))
+
+
+def whole(engine: Any) -> dict[str, Any]:
+    """`by_name`, whole over the tensor-parallel ranks."""
+    found, group = by_name(engine), groups.get_tensor_model_parallel_group()
+    for key, value in found.items():
+        if (name := key.split(".", 1)[1]) in CUT:
+            parts = [torch.empty_like(value) for _ in range(dist.get_world_size(group=group))]
+            dist.all_gather(parts, value.contiguous(), group=group)
+            found[key] = torch.cat(parts, CUT[name])
+    return found
+
+
+class SavedSlices(DistributedFixture):
+    """Runs of one and of two tensor-parallel ranks, with what they held and how they went on."""
+
+    world_size = 2
+
+    def run(self, class_tmpdir: Any) -> None:
+        for case in SLICED:
+            for size in (1, 2):
+                folder = f"{class_tmpdir}/{case}-{size}"
+                engine = make_sliced(size, case)
+                train_sliced(engine, 2)
+                engine.save_checkpoint(folder, client_state={UNIVERSAL_CHECKPOINT_INFO: INFO})
+                keep(folder, (whole(engine), train_sliced(engine, 2)))
+                on_rank_0(lambda folder=folder: convert(folder))
+
+
+class TestOtherTensorRanks(DistributedTest):
+    """Kills: a wrong dimension, replicated weights joined, rank 0's slice for all, frozen ones."""
+
+    world_size = 2
+
+    def test_goes_on(self, SavedSlices: Any, class_tmpdir: Any) -> None:
+        ways = ((1, 2, True), (2, 1, True), (1, 2, False), (2, 1, False), (2, 2, True))
+        for case in SLICED:
+            for size, saved, universal in ways:
+                self.goes_on(f"{class_tmpdir}/{case}-{saved}", case, size, universal)
+
+    def goes_on(self, folder: str, case: str, size: int, universal: bool) -> None:
+        engine = make_sliced(size, case, **(UNIVERSAL if universal else {}))
+        with torch.no_grad():
+            for param in engine.module.parameters():
+                param.zero_()  # the frozen one, too, must be loaded
+        path, client_state = engine.load_checkpoint(folder)
+        assert os.path.basename(path) == (TAG if universal else "global_step2")
+        assert client_state[UNIVERSAL_CHECKPOINT_INFO] == INFO
+        held, went_on = kept(folder)
+        assert differences(held, whole(engine)) == [], (folder, size, universal)
+        # Sums over ranks are rounded otherwise.
+        tolerance = 1e-5 if case.startswith("fp32") else 2e-2
+        assert train_sliced(engine, 2) == pytest.approx(went_on, rel=tolerance)
+
+    def test_refusals(self, tmp_path: Path) -> None:
+        # Kills: slices concatenated in dimension 0 because nothing said otherwise, and trained on.
+        engine = make_sliced(2)
+        train_sliced(engine, 1)
+        wrong = {**INFO, "parameter_with_row_parallelism_patterns": []}
+        state = {UNIVERSAL_CHECKPOINT_INFO: wrong}
+        engine.save_checkpoint(tmp_path, tag="wrong", client_state=state)
+        engine.save_checkpoint(tmp_path, tag="silent")
+        engine = make_sliced(1)
+        train_sliced(engine, 1)
+        before = whole(engine)
+        with refused("this run has 1: only the model knows.*universal_checkpoint_info"):
+            engine.load_checkpoint(tmp_path, tag="silent")
+        shape = r"row\.weight has shape \(12, 4\)"
+        with refused(f"{shape}.*does not say how row.weight is sliced"):
+            engine.load_checkpoint(tmp_path, tag="wrong")
+        assert differences(before, whole(engine)) == []
+        if dist.get_rank() == 0:
+            with refused("The client saves it by save_checkpoint"):
+                convert(tmp_path)
+        dist.barrier()
