@@ -20,8 +20,12 @@ from deepspeed import comm as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
 from unit.common import DistributedTest
 
+from .runs import BF16, saved
+
 COMPAT = Path(__file__).resolve().parents[5] / "shared" / "compat" / "checkpoints"
 UPSTREAM = os.environ.get("DS_UPSTREAM_PYTHON", "")
+WHOLE = ("zero0_fp32_w2", "zero1_bf16_fp32acc_w2", "zero2_fp32_w2", "zero3_bf16_w2")
+PIPELINE = "pipe2_zero1_bf16_w2"
 WIDTH, ROWS = 16, 4
 MICRO_BATCHES = 2  # per rank of the recorded runs
 # Those that the recorded runs are comparable by: fp32 up to the order of sums; bf16 rounds to
@@ -53,11 +57,8 @@ def check(recorded: dict[str, Any], step: int, loss: float, norm: float) -> None
     """Loss and norm of a step are the recorded ones; upstream records no norm at stage 0."""
     tolerance = TOLERANCES["bf16" if "bf16" in recorded["config"] else "fp32"]
     assert loss == pytest.approx(recorded["losses"][step], rel=tolerance), (recorded["case"], step)
-    if recorded["grad_norms"][step]:
-        assert norm == pytest.approx(recorded["grad_norms"][step], rel=tolerance), (
-            recorded["case"],
-            step,
-        )
+    if wanted := recorded["grad_norms"][step]:
+        assert norm == pytest.approx(wanted, rel=tolerance), (recorded["case"], step)
 
 
 def train_step(engine: Any, step: int, recorded_world: int) -> tuple[float, float]:
@@ -83,31 +84,22 @@ class TestRecorded(DistributedTest):
     world_size = [1, 2, 4]
 
     def test_goes_on(self) -> None:
-        cases = ("zero0_fp32_w2", "zero1_bf16_fp32acc_w2", "zero2_fp32_w2", "zero3_bf16_w2")
-        for case in cases:
-            recorded = json.loads((COMPAT / f"{case}.json").read_text())
-            steps = recorded["world"] * MICRO_BATCHES // dist.get_world_size()
-            torch.manual_seed(8)
-            model = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
-            engine = deepspeed.initialize(
-                model=model, config={**recorded["config"], "gradient_accumulation_steps": steps}
-            )[0]
-            engine.load_checkpoint(str(COMPAT / case))
-            assert engine.global_steps == recorded["saved_after_step"]
-            for step in range(engine.global_steps, len(recorded["losses"])):
-                check(recorded, step, *train_step(engine, step, recorded["world"]))
-
-    def test_goes_on_below_stage_3(self) -> None:
+        for case in WHOLE:
+            self.goes_on(case)
         # Kills: placeholders of zero elements taken for weights, cuts taken for ranges.
-        case = "zero3_bf16_w2"
+        self.goes_on("zero3_bf16_w2", stage=2 if dist.get_world_size() == 4 else 1)
+
+    def goes_on(self, case: str, stage: int | None = None) -> None:
         recorded = json.loads((COMPAT / f"{case}.json").read_text())
         steps = recorded["world"] * MICRO_BATCHES // dist.get_world_size()
         torch.manual_seed(8)
         model = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
-        config = {**recorded["config"], "zero_optimization": {"stage": 1 + steps % 2}}
-        config["gradient_accumulation_steps"] = steps
+        config = {**recorded["config"], "gradient_accumulation_steps": steps}
+        if stage is not None:
+            config["zero_optimization"] = {"stage": stage}
         engine = deepspeed.initialize(model=model, config=config)[0]
         engine.load_checkpoint(str(COMPAT / case))
+        assert engine.global_steps == recorded["saved_after_step"]
         for step in range(engine.global_steps, len(recorded["losses"])):
             check(recorded, step, *train_step(engine, step, recorded["world"]))
 
@@ -119,15 +111,12 @@ class TestRecordedPipeline(DistributedTest):
     world_size = [1, 2]
 
     def test_goes_on(self) -> None:
-        recorded = json.loads((COMPAT / "pipe2_zero1_bf16_w2.json").read_text())
-        layers = [
-            LayerSpec(nn.Linear, WIDTH, 32),
-            LayerSpec(nn.GELU),
-            LayerSpec(nn.Linear, 32, WIDTH),
-        ]
+        recorded = json.loads((COMPAT / f"{PIPELINE}.json").read_text())
+        first, last = LayerSpec(nn.Linear, WIDTH, 32), LayerSpec(nn.Linear, 32, WIDTH)
+        layers = [first, LayerSpec(nn.GELU), last]
         module = PipelineModule(layers, num_stages=dist.get_world_size(), loss_fn=squares)
         engine = deepspeed.initialize(model=module, config=recorded["config"])[0]
-        engine.load_checkpoint(str(COMPAT / "pipe2_zero1_bf16_w2"))
+        engine.load_checkpoint(str(COMPAT / PIPELINE))
         assert engine.global_steps == recorded["saved_after_step"]
         for step in range(engine.global_steps, len(recorded["losses"])):
             loss = float(engine.train_batch(recorded_batches(step, 1, torch.bfloat16)))
@@ -139,24 +128,12 @@ class TestStaticScale(DistributedTest):
 
     world_size = 1
 
-    def test_keys(self, tmpdir: Any) -> None:
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
-        }
-        engine = deepspeed.initialize(model=nn.Linear(2, 2), config=config)[0]
-        engine.save_checkpoint(str(tmpdir), tag="t")
-        state = torch.load(Path(str(tmpdir), "t", "mp_rank_00_model_states.pt"), weights_only=True)[
-            "optimizer"
-        ]
-        assert {
-            "dynamic_loss_scale",
-            "cur_scale",
-            "cur_iter",
-            "optimizer_state_dict",
-            "fp32_groups",
-        } <= state.keys()
+    def test_keys(self, tmp_path: Path) -> None:
+        adam = {"type": "AdamW", "params": {"torch_adam": True}}
+        saved(tmp_path, 0, tag="t", **BF16, optimizer=adam)
+        model = torch.load(tmp_path / "t" / "mp_rank_00_model_states.pt", weights_only=True)
+        keys = "dynamic_loss_scale cur_scale cur_iter optimizer_state_dict fp32_groups"
+        assert {*keys.split()} <= model["optimizer"].keys()
 
 
 @pytest.mark.slow

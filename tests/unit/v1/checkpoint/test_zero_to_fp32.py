@@ -12,52 +12,61 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
-import deepspeed
 from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import PICKLED_CLASSES
 from deepspeed.runtime.checkpointing.save_job import put_converter
 from deepspeed.utils import zero_to_fp32
 from deepspeed.utils.tensor_fragment import fragment_address
-from deepspeed.utils.zero_to_fp32 import (
-    GatheredTensor,
-    convert_zero_checkpoint_to_fp32_state_dict,
-    get_fp32_state_dict_from_zero_checkpoint,
-    load_state_dict_from_zero_checkpoint,
-    to_torch_tensor,
-)
+from deepspeed.utils.zero_to_fp32 import GatheredTensor, to_torch_tensor
+from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as fp32_weights
+from deepspeed.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint as load_into
 from unit.common import DistributedTest
 
 from . import test_experts
 from . import test_pipeline as pipeline
-from .runs import ACCUMULATE, BF16, Net, by_name, config, differences, samples, start, train
+from .runs import (
+    ACCUMULATE,
+    BF16,
+    Net,
+    by_name,
+    config,
+    contents,
+    differences,
+    of_kind,
+    on_rank_0,
+    output_of,
+    saved,
+    start,
+    train,
+    zero,
+)
+from .test_interop import COMPAT, PIPELINE, WHOLE, recordings
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 6}}
-COMPAT = Path(__file__).resolve().parents[5] / "shared" / "compat" / "checkpoints"
+MODEL = "mp_rank_00_model_states.pt"
 
 
 def expected_of(held: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Masters where there are any, else weights, of what `by_name` returns."""
-    masters = {
-        name.removeprefix("master."): value
-        for name, value in held.items()
-        if name.startswith("master.") and value is not None
-    }
-    weights = {
-        name.removeprefix("weight."): value.float()
-        for name, value in held.items()
-        if name.startswith("weight.")
-    }
-    return {**weights, **masters}
+    weights = {name: value.float() for name, value in of_kind(held, "weight").items()}
+    return {**weights, **of_kind(held, "master")}
+
+
+def differs(wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """What of the wanted is not found as it is."""
+    return differences(wanted, {name: found[name] for name in wanted})
 
 
 class TestDense(DistributedTest):
@@ -66,69 +75,46 @@ class TestDense(DistributedTest):
     world_size = [2, 3]
     exec_timeout = 120
 
-    def test_equals_the_masters(self, tmpdir: Any) -> None:
+    def test_equals_the_masters(self, tmp_path: Path) -> None:
         cases: dict[str, dict[str, Any]] = {
             "fp32-0": {},
             "bf16-0": BF16,
             "fp16-0": FP16,
-            "bf16-1-accumulate": {**ACCUMULATE, "zero_optimization": {"stage": 1}},
-            "fp16-1-elastic": {
-                **FP16,
-                "zero_optimization": {"stage": 1, "elastic_checkpoint": True},
-            },
-            "bf16-2": {**BF16, "zero_optimization": {"stage": 2, "reduce_bucket_size": 50}},
-            "fp32-2-round-robin": {
-                "zero_optimization": {"stage": 2, "round_robin_gradients": True}
-            },
+            "bf16-1-accumulate": {**ACCUMULATE, **zero(1)},
+            "fp16-1-elastic": {**FP16, **zero(1, elastic_checkpoint=True)},
+            "bf16-2": {**BF16, **zero(2)},
+            "fp32-2-round-robin": zero(2, round_robin_gradients=True),
         }
         # With padding on more than one rank some of the cases will do.
         for case, keys in list(cases.items())[:: 1 if dist.get_world_size() == 2 else 3]:
-            folder = str(tmpdir.join(case))
-            engine = start(config(**keys))
-            train(engine, 2)
-            engine.save_checkpoint(folder)
+            folder = tmp_path / case
+            engine = saved(folder, 2, **keys)
             wanted = expected_of(by_name(engine))
             wanted["again.weight"] = wanted["tied.weight"]
             wanted["calls"] = engine.module.calls.float()
-            found = get_fp32_state_dict_from_zero_checkpoint(folder)
+            found = fp32_weights(folder)
             assert differences(wanted, dict(found)) == [], case
             assert found["again.weight"].data_ptr() == found["tied.weight"].data_ptr()
-            trained = get_fp32_state_dict_from_zero_checkpoint(
-                folder, exclude_frozen_parameters=True
-            )
+            trained = fp32_weights(folder, exclude_frozen_parameters=True)
             assert found.keys() - trained.keys() == {"frozen.weight", "frozen.bias"}
-            engine.save_checkpoint(
-                folder, tag="trained", exclude_frozen_parameters=True, save_latest=False
-            )
-            again = get_fp32_state_dict_from_zero_checkpoint(folder, tag="trained")
-            assert differences(dict(trained), dict(again)) == [], case
+            aside = {"tag": "trained", "save_latest": False}
+            engine.save_checkpoint(folder, **aside, exclude_frozen_parameters=True)
+            assert differences(trained, fp32_weights(folder, tag="trained")) == [], case
 
-    def test_empty_groups_and_several_instances(self, tmpdir: Any) -> None:
+    def test_empty_groups_and_several_instances(self, tmp_path: Path) -> None:
         """Kills: groups counted without the empty ones, shards under the ranks of all instances."""
         for stage in (2, 3):
-            torch.manual_seed(1)
-            model = Net()
-            groups = [
-                {"params": []},
-                {"params": list(model.first.parameters())},
-                {"params": []},
-                {"params": [*model.last.parameters()]},
-            ]
-            keys: dict[str, Any] = {**BF16, "zero_optimization": {"stage": stage}}
-            if dist.get_world_size() == 2:
-                keys["zero_optimization"]["num_optimizer_instances"] = 2
+            model, instances = Net(), 2 if dist.get_world_size() == 2 else 1
+            trained: list[Any] = [[], model.first.parameters(), [], model.last.parameters()]
+            groups = [{"params": list(params)} for params in trained]
             for name in ("tied", "again", "frozen"):
                 getattr(model, name).requires_grad_(False)
-            engine = deepspeed.initialize(
-                model=model, model_parameters=groups, config=config(**keys), training_data=samples()
-            )[0]
-            engine.batches = deepspeed.utils.RepeatingLoader(engine.training_dataloader)
+            keys = config(**BF16, **zero(stage, num_optimizer_instances=instances))
+            engine = start(keys, model=model, model_parameters=groups)
             train(engine, 1)
-            folder = f"{tmpdir}/{stage}"
+            folder = f"{tmp_path}/{stage}"
             engine.save_checkpoint(folder)
-            wanted = expected_of(by_name(engine))
-            found = get_fp32_state_dict_from_zero_checkpoint(folder)
-            assert differences(wanted, {name: found[name] for name in wanted}) == [], stage
+            assert differs(expected_of(by_name(engine)), fp32_weights(folder)) == [], stage
 
 
 class TestDivided(DistributedTest):
@@ -137,34 +123,31 @@ class TestDivided(DistributedTest):
     world_size = 4
     exec_timeout = 120
 
-    def test_pipelines(self, tmpdir: Any) -> None:
+    def test_pipelines(self, tmp_path: Path) -> None:
         cases: dict[str, dict[str, Any]] = {
             "fp32-0": {"grouped": True},
-            "bf16-1": {**BF16, "zero_optimization": {"stage": 1}},
-            "accumulate-1": {**ACCUMULATE, "zero_optimization": {"stage": 1}, "grouped": True},
+            "bf16-1": {**BF16, **zero(1)},
+            "accumulate-1": {**ACCUMULATE, **zero(1), "grouped": True},
             "fp16-0": {"fp16": {"enabled": True, "initial_scale_power": 8}},
         }
         for number, (case, keys) in enumerate(cases.items()):
             stages = 4 if number % 2 else 2
-            folder = str(tmpdir.join(case))
+            folder = tmp_path / case
             engine = pipeline.make(stages, **keys)
             pipeline.train(engine, 1)
             engine.save_checkpoint(folder)
             wanted = expected_of(pipeline.whole(engine))
-            assert (
-                differences(wanted, dict(get_fp32_state_dict_from_zero_checkpoint(folder))) == []
-            ), (case, stages)
+            assert differences(wanted, fp32_weights(folder)) == [], (case, stages)
 
-    def test_experts(self, tmpdir: Any) -> None:
+    def test_experts(self, tmp_path: Path) -> None:
         for number, case, keys in test_experts.cases():
             ep_size = 4 if number in (0, 2) else 2
-            folder = str(tmpdir.join(case))
+            folder = tmp_path / case
             engine = test_experts.make(ep_size, 1, **keys)
             test_experts.train(engine, 1)
             engine.save_checkpoint(folder)
             wanted = expected_of(test_experts.whole(engine))
-            found = get_fp32_state_dict_from_zero_checkpoint(folder)
-            assert differences(wanted, {n: found[n] for n in wanted}) == [], (case, ep_size)
+            assert differs(wanted, fp32_weights(folder)) == [], (case, ep_size)
 
 
 class TestBeside(DistributedTest):
@@ -172,32 +155,43 @@ class TestBeside(DistributedTest):
 
     world_size = 2
 
-    def test_run_as_users_do(self, tmpdir: Any) -> None:
-        folder, out = str(tmpdir.join("saved")), str(tmpdir.join("out"))
-        engine = start(config(**BF16, zero_optimization={"stage": 2}))
-        train(engine, 1)
-        copy = Path(folder, "zero_to_fp32.py")
-        if dist.get_rank() == 0:
-            Path(folder).mkdir()
-            copy.write_text("raise SystemExit('an older one')")
-        dist.barrier()
-        engine.save_checkpoint(folder)
-        wanted = expected_of(by_name(engine))
+    def test_run_as_users_do(self, tmp_path: Path) -> None:
+        copy = tmp_path / "zero_to_fp32.py"
+        on_rank_0(lambda: copy.write_text("raise SystemExit('an older one')"))
+        wanted = expected_of(by_name(saved(tmp_path, **BF16, **zero(2))))
         if dist.get_rank() == 0:
             path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
-            done = subprocess.run(
-                [copy, folder, out],
-                env={**os.environ, "PATH": path},
-                capture_output=True,
-                text=True,
-                timeout=50,
-            )
-            assert done.returncode == 0, done.stderr
-            found = torch.load(Path(out, "pytorch_model.bin"), weights_only=True)
-            assert differences(wanted, {name: found[name] for name in wanted}) == []
+            output_of(copy, tmp_path, tmp_path / "out", env={**os.environ, "PATH": path})
+            found = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+            assert differs(wanted, found) == []
 
 
 # Folders made by hand
+
+
+def shards_of(weights: dict[str, torch.Tensor], ranks: int) -> list[dict[str, Any]]:
+    """What ZeRO-1 saves of one group of fp32 `weights` by rank; padding is NaN."""
+    flat = torch.cat([value.reshape(-1) for value in weights.values()])
+    size = -(-flat.numel() // ranks)
+    padding = size * ranks - flat.numel()
+    found = []
+    for rank, shard in enumerate(
+        nn.functional.pad(flat, (0, padding), value=torch.nan).split(size)
+    ):
+        mapping, at = OrderedDict(), -rank * size
+        for name, value in weights.items():
+            start, end = max(at, 0), min(at + value.numel(), size)
+            if start < end:
+                mapping[name] = fragment_address(start=start, numel=end - start)
+            at += value.numel()
+        state = {
+            "single_partition_of_fp32_groups": [shard.clone()],
+            "param_slice_mappings": [mapping],
+            "group_paddings": [padding if rank == ranks - 1 else 0],
+            "partition_count": [ranks],
+        }
+        found.append(state)
+    return found
 
 
 def make_folder(
@@ -206,28 +200,11 @@ def make_folder(
     """A ZeRO-1 folder of fp32 `weights`, one group, padded; returns the model file's content."""
     step = folder / "step"
     step.mkdir(parents=True)
-    flat = torch.cat([value.reshape(-1) for value in weights.values()])
-    size = -(-flat.numel() // ranks)
-    padding = size * ranks - flat.numel()
-    shards = torch.cat([flat, torch.full((padding,), float("nan"))]).split(size)
-    for rank, shard in enumerate(shards):
-        mapping, at = OrderedDict(), 0
-        for name, value in weights.items():
-            start, end = max(at, rank * size), min(at + value.numel(), (rank + 1) * size)
-            if start < end:
-                mapping[name] = fragment_address(start=start - rank * size, numel=end - start)
-            at += value.numel()
-        state = {
-            "zero_stage": 1,
-            "single_partition_of_fp32_groups": [shard.clone()],
-            "partition_count": [ranks],
-            "group_paddings": [padding if rank == ranks - 1 else 0],
-            **({"param_slice_mappings": [mapping]} if mapped else {}),
-        }
-        torch.save(
-            {"optimizer_state_dict": state},
-            step / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
-        )
+    for rank, state in enumerate(shards_of(weights, ranks)):
+        if not mapped:
+            del state["param_slice_mappings"]
+        name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": {"zero_stage": 1, **state}}, step / name)
     model = {
         "module": OrderedDict((name, value.bfloat16()) for name, value in weights.items()),
         "buffer_names": [],
@@ -254,7 +231,7 @@ def test_padded_shards(tmp_path: Path, ranks: int, mapped: bool) -> None:
     """Kills: file names sorted as text (10 before 2), padding among the elements."""
     weights = some_weights()
     make_folder(tmp_path, weights, ranks, mapped)
-    assert differences(weights, get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))) == []
+    assert differences(weights, fp32_weights(tmp_path)) == []
 
 
 # SHA-256 over names and values, of what upstream 0.19.6's tool returned for the folders that it can
@@ -265,21 +242,10 @@ UPSTREAM = {
 }
 
 
-@pytest.mark.skipif(
-    not COMPAT.is_dir(), reason="upstream's checkpoints are not beside this repository"
-)
-@pytest.mark.parametrize(
-    "case",
-    [
-        "zero0_fp32_w2",
-        "zero1_bf16_fp32acc_w2",
-        "zero2_fp32_w2",
-        "zero3_bf16_w2",
-        "pipe2_zero1_bf16_w2",
-    ],
-)
+@recordings
+@pytest.mark.parametrize("case", [*WHOLE, PIPELINE])
 def test_upstreams_folders(case: str) -> None:
-    found = get_fp32_state_dict_from_zero_checkpoint(str(COMPAT / case))
+    found = fp32_weights(str(COMPAT / case))
     if case in UPSTREAM:
         digest = hashlib.sha256()
         for name in sorted(found):
@@ -290,27 +256,17 @@ def test_upstreams_folders(case: str) -> None:
     assert {value.dtype for value in found.values()} == {torch.float32}
     folder = COMPAT / case / "step4"
     if case.startswith("pipe"):
-        saved = {
-            f"{layer}.{name}": value
-            for layer in (0, 2)
-            for name, value in torch.load(
-                folder / f"layer_0{layer}-model_states.pt", weights_only=True
-            ).items()
-        }
+        layers = {layer: torch.load(folder / f"layer_0{layer}-model_states.pt") for layer in (0, 2)}
+        own = {f"{layer}.{name}": v for layer, file in layers.items() for name, v in file.items()}
     elif "zero3" not in case:
-        saved = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+        own = dict(torch.load(folder / MODEL, weights_only=False)["module"])
     else:
         return
     # The model's own weights are the masters, rounded.
-    assert (
-        differences(
-            dict(saved), {name: found[name].to(value.dtype) for name, value in saved.items()}
-        )
-        == []
-    )
+    assert differences(own, {name: found[name].to(v.dtype) for name, v in own.items()}) == []
     if "bf16" in case:
         # Were they equal, they would be the rounded ones.
-        assert any(not torch.equal(value.float(), found[name]) for name, value in saved.items())
+        assert any(not torch.equal(value.float(), found[name]) for name, value in own.items())
 
 
 def test_stage3_parts() -> None:
@@ -326,10 +282,7 @@ def test_stage3_parts() -> None:
 def test_stage3_of_eleven_ranks(tmp_path: Path) -> None:
     """Kills: rank 10's files read before rank 2's, of trained parameters or of frozen ones."""
     whole = {"trained": torch.arange(25.0), "frozen": torch.arange(100.0, 130.0)}
-    parts = {
-        name: torch.nn.functional.pad(value, (0, 33 - len(value))).split(3)
-        for name, value in whole.items()
-    }
+    parts = {name: nn.functional.pad(v, (0, 33 - len(v))).split(3) for name, v in whole.items()}
     shapes = {name: OrderedDict({name: value.shape}) for name, value in whole.items()}
     for rank in range(11):
         model = {
@@ -340,35 +293,20 @@ def test_stage3_of_eleven_ranks(tmp_path: Path) -> None:
             "frozen_param_fragments": {"frozen": parts["frozen"][rank].half()},
         }
         torch.save(model, tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
-        state = {
-            "zero_stage": 3,
-            "partition_count": 11,
-            "fp32_flat_groups": [parts["trained"][rank].clone()],
-        }
-        torch.save(
-            {"optimizer_state_dict": state},
-            tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
-        )
-    assert (
-        differences(
-            whole, get_fp32_state_dict_from_zero_checkpoint(str(tmp_path.parent), tag=tmp_path.name)
-        )
-        == []
-    )
+        own = [parts["trained"][rank].clone()]
+        state = {"zero_stage": 3, "partition_count": 11, "fp32_flat_groups": own}
+        name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": state}, tmp_path / name)
+    assert differences(whole, fp32_weights(tmp_path.parent, tag=tmp_path.name)) == []
 
 
 def test_lazily(tmp_path: Path) -> None:
     weights = some_weights()
     make_folder(tmp_path, weights, shared_params={"also": "a"})
-    lazy = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), lazy_mode=True)
+    lazy = fp32_weights(tmp_path, lazy_mode=True)
     assert isinstance(lazy, OrderedDict) and lazy["also"] is lazy["a"]
-    assert (
-        differences(
-            {**weights, "also": weights["a"]},
-            {name: value.contiguous() for name, value in lazy.items()},
-        )
-        == []
-    )
+    found = {name: value.contiguous() for name, value in lazy.items()}
+    assert differences({**weights, "also": weights["a"]}, found) == []
     tensors = to_torch_tensor(lazy)
     assert tensors["also"] is tensors["a"]
 
@@ -383,98 +321,85 @@ def test_dtypes(tmp_path: Path) -> None:
     }
     model["module"].update(buffers)
     model["buffer_names"] = list(buffers)
-    torch.save(model, tmp_path / "step" / "mp_rank_00_model_states.pt")
-    found = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
-    assert (
-        differences({**buffers, "half": torch.ones(2)}, {name: found[name] for name in buffers})
-        == []
-    )
+    torch.save(model, tmp_path / "step" / MODEL)
+    assert differs({**buffers, "half": torch.ones(2)}, fp32_weights(tmp_path)) == []
 
 
 def test_load_into_a_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(2)
     source, model = nn.Linear(3, 2), nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    make_folder(
-        tmp_path, {f"0.{name}": value.detach() for name, value in source.named_parameters()}
-    )
-    assert load_state_dict_from_zero_checkpoint(model, str(tmp_path)) is model
+    make_folder(tmp_path, {f"0.{name}": v.detach() for name, v in source.named_parameters()})
+    assert load_into(model, tmp_path) is model
     assert differences(dict(source.state_dict()), dict(model[0].state_dict())) == []
     assert "4 names are not in the checkpoint: 1.weight" in caplog.text
     with pytest.raises(ValueError, match="is of another model"):
-        load_state_dict_from_zero_checkpoint(source, str(tmp_path))
+        load_into(source, tmp_path)
 
 
-def removed(folder: Path, name: str) -> None:
-    (folder / "step" / name).unlink()
+def edited(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """What changes the content of a file in a folder."""
+
+    def apply(folder: Path) -> None:
+        content = torch.load(folder / name, weights_only=False)
+        change(content)
+        torch.save(content, folder / name)
+
+    return apply
 
 
-def changed(folder: Path, name: str, change: Any) -> None:
-    content = torch.load(folder / "step" / name, weights_only=False)
-    change(content)
-    torch.save(content, folder / "step" / name)
+def mapping_of(shard: dict[str, Any]) -> dict[str, Any]:
+    """Where parameters lie, of a shard's file."""
+    return shard["optimizer_state_dict"]["param_slice_mappings"][0]
 
 
-SHARD_1, MODEL = "zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"
-FAULTS: dict[str, tuple[Any, str]] = {
-    "no latest": (lambda f: (f / "latest").unlink(), "Unable to find 'latest' file"),
-    "no tag": (lambda f: (f / "latest").write_text("other"), "other' doesn't exist"),
-    "no model": (lambda f: removed(f, MODEL), r"can't find mp_rank_\*_model_states.pt"),
+SHARD_0, SHARD_1 = (f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2))
+UNLIKE = {"files": {SHARD_1: [5, "xxh3_128:0", 1]}}
+FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no latest": (lambda f: (f.parent / "latest").unlink(), "Unable to find 'latest' file"),
+    "no tag": (lambda f: (f.parent / "latest").write_text("other"), "other' doesn't exist"),
+    "no model": (lambda f: (f / MODEL).unlink(), r"can't find mp_rank_\*_model_states.pt"),
     "a shard too few": (
-        lambda f: removed(f, SHARD_1),
+        lambda f: (f / SHARD_1).unlink(),
         "is one of 2 shards, but there are files of 1",
     ),
     "no shards": (
-        lambda f: [removed(f, SHARD_1), removed(f, SHARD_1.replace("1", "0", 1))],
+        lambda f: [(f / name).unlink() for name in (SHARD_0, SHARD_1)],
         r"holds none of the fp32 .*: \*_optim_states.pt are missing",
     ),
     "cut off": (
-        lambda f: os.truncate(f / "step" / SHARD_1, 1000),
+        lambda f: os.truncate(f / SHARD_1, 1000),
         rf"{SHARD_1} \(1000 bytes\) cannot be read",
     ),
     "elements missing": (
-        lambda f: changed(
-            f, SHARD_1, lambda c: c["optimizer_state_dict"]["param_slice_mappings"][0].popitem()
-        ),
+        edited(SHARD_1, lambda c: mapping_of(c).popitem()),
         "holds none of the fp32 elements of c",
     ),
     "part of a parameter": (
-        lambda f: changed(
-            f,
-            SHARD_1,
-            lambda c: vars(c["optimizer_state_dict"]["param_slice_mappings"][0]["b"]).update(
-                numel=7
-            ),
-        ),
+        edited(SHARD_1, lambda c: vars(mapping_of(c)["b"]).update(numel=7)),
         "b fp32 lacks elements|b fp32 has .*has 100",
     ),
     "twice": (
-        lambda f: shutil.copy(f / "step" / SHARD_1.replace("1", "0", 1), f / "step" / SHARD_1),
+        lambda f: shutil.copy(f / SHARD_0, f / SHARD_1),
         "holds none of the fp32 elements of c",
     ),
     "sliced": (
-        lambda f: changed(
-            f, MODEL, lambda c: c.update(checkpoint_parallel_dimensions={"tp_degree": 2})
-        ),
+        edited(MODEL, lambda c: c.update(checkpoint_parallel_dimensions={"tp_degree": 2})),
         "tensor parallelism.*ds_to_universal",
     ),
     "dcp": (
-        lambda f: changed(
-            f, SHARD_1, lambda c: c.update({"torch.distributed.checkpoint folder": "x.dcp"})
-        ),
+        edited(SHARD_1, lambda c: c.update({"torch.distributed.checkpoint folder": "x.dcp"})),
         "keeps its tensors in x.dcp.*checkpoint.writer",
     ),
     "a part missing": (
-        lambda f: changed(f, MODEL, lambda c: c.update(mp_world_size=2)),
+        edited(MODEL, lambda c: c.update(mp_world_size=2)),
         "by 2 model-parallel ranks",
     ),
     "manifest": (
-        lambda f: (f / "step" / "manifest.json").write_text(
-            json.dumps({"files": {SHARD_1: [5, "xxh3_128:0", 1]}})
-        ),
+        lambda f: (f / "manifest.json").write_text(json.dumps(UNLIKE)),
         f"{SHARD_1} is not the file that was saved",
     ),
     "bad manifest": (
-        lambda f: (f / "step" / "manifest.json").write_text('{"files": [1]}'),
+        lambda f: (f / "manifest.json").write_text('{"files": [1]}'),
         "manifest.json is damaged",
     ),
 }
@@ -485,69 +410,56 @@ def test_faults_are_named(tmp_path: Path, fault: str) -> None:
     """Kills: each check, one by one; nothing is written."""
     make_folder(tmp_path / "saved", some_weights())
     change, message = FAULTS[fault]
-    change(tmp_path / "saved")
+    change(tmp_path / "saved" / "step")
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path / "saved"), str(tmp_path / "out"))
+        convert(tmp_path / "saved", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_weights_without_masters(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A 16-bit run without ZeRO that upstream saved: its masters have no names."""
     (tmp_path / "t").mkdir()
-    module = {"a": torch.ones(2).half()}
-    torch.save(
-        {"module": module, "optimizer": {"state": {}}, "param_shapes": None}, tmp_path / "t" / MODEL
-    )
-    assert (
-        get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag="t")["a"].dtype == torch.float32
-    )
+    model = {"module": {"a": torch.ones(2).half()}, "optimizer": {"state": {}}}
+    torch.save({**model, "param_shapes": None}, tmp_path / "t" / MODEL)
+    assert fp32_weights(tmp_path, tag="t")["a"].dtype == torch.float32
     assert "no fp32 weights by name" in caplog.text
-    with pytest.raises(
-        ValueError, match="exclude_frozen_parameters: .* does not say what is trained"
-    ):
-        get_fp32_state_dict_from_zero_checkpoint(
-            str(tmp_path), tag="t", exclude_frozen_parameters=True
-        )
+    with pytest.raises(ValueError, match="exclude_frozen_parameters: .* not say what is trained"):
+        fp32_weights(tmp_path, tag="t", exclude_frozen_parameters=True)
 
 
 # What is written
 
 
+BOTH_FORMATS = pytest.mark.parametrize("safe", [False, True])
+
+
 def read_output(folder: Path, safe: bool) -> dict[str, torch.Tensor]:
-    if not safe:
-        return {
-            name: value
-            for path in folder.glob("*.bin")
-            for name, value in torch.load(path, weights_only=True).items()
-        }
-    from safetensors.torch import load_file
-
-    return {
-        name: value
-        for path in folder.glob("*.safetensors")
-        for name, value in load_file(path).items()
-    }
+    read = safetensors.torch.load_file if safe else torch.load
+    files = folder.glob("*.safetensors" if safe else "*.bin")
+    return {name: value for path in files for name, value in read(path).items()}
 
 
-@pytest.mark.parametrize("safe", [False, True])
+def made(folder: Path, **more: Any) -> tuple[Path, Path]:
+    """A folder of `some_weights`, and one beside it to write to."""
+    make_folder(folder / "saved", some_weights(), **more)
+    return folder / "saved", folder / "out"
+
+
+@BOTH_FORMATS
 def test_one_file_or_several(tmp_path: Path, safe: bool) -> None:
     """Kills: a limit that is passed, an index that names a file wrongly or is an earlier one's."""
-    if safe:
-        pytest.importorskip("safetensors")
-    weights = some_weights()
-    make_folder(tmp_path / "saved", weights)
+    saved, out = made(tmp_path)
     stem, suffix = ("model", "safetensors") if safe else ("pytorch_model", "bin")
-    out = tmp_path / "out"
     out.mkdir()
     (out / "config.json").write_text("{}")
 
-    def convert(limit: Any) -> list[str]:
-        convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path / "saved"), str(out), limit, safe)
-        assert differences(weights, read_output(out, safe)) == []
+    def written(limit: Any) -> list[str]:
+        convert(saved, out, limit, safe)
+        assert differences(some_weights(), read_output(out, safe)) == []
         return sorted(path.name for path in out.iterdir())
 
     names = [f"{stem}-0000{number}-of-00002.{suffix}" for number in (1, 2)]
-    assert convert(430) == sorted(["config.json", *names, f"{stem}.{suffix}.index.json"])
+    assert written(430) == sorted(["config.json", *names, f"{stem}.{suffix}.index.json"])
     index = json.loads((out / f"{stem}.{suffix}.index.json").read_text())
     first, second = names
     assert index == {
@@ -555,18 +467,15 @@ def test_one_file_or_several(tmp_path: Path, safe: bool) -> None:
         "weight_map": {"a": first, "scale": first, "none": first, "b": second, "c": second},
     }
     for limit in ("5GB", None, 824):
-        assert convert(limit) == ["config.json", f"{stem}.{suffix}"]
-    assert len(convert("1b")) == 1 + 5 + 1
+        assert written(limit) == ["config.json", f"{stem}.{suffix}"]
+    assert len(written("1b")) == 1 + 5 + 1
 
 
-@pytest.mark.parametrize("safe", [False, True])
+@BOTH_FORMATS
 def test_tied_weights_stay_tied(tmp_path: Path, safe: bool) -> None:
     """Kills: a tied weight stored twice, or its names in two files."""
-    make_folder(tmp_path / "saved", some_weights(), shared_params={"also": "a"})
-    out = tmp_path / "out"
-    if safe:
-        safetensors = pytest.importorskip("safetensors")
-    convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path / "saved"), str(out), 430, safe)
+    saved, out = made(tmp_path, shared_params={"also": "a"})
+    convert(saved, out, 430, safe)
     if safe:
         with safetensors.safe_open(out / "model-00001-of-00002.safetensors", "pt") as file:
             assert file.metadata() == {"format": "pt", "also": "a"}
@@ -578,10 +487,9 @@ def test_tied_weights_stay_tied(tmp_path: Path, safe: bool) -> None:
 
 def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kills: files written under their final names."""
-    make_folder(tmp_path / "saved", some_weights())
-    out = tmp_path / "out"
-    convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path / "saved"), str(out), 430)
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    saved, out = made(tmp_path)
+    convert(saved, out, 430)
+    before = contents(out)
     calls, save = [], torch.save
 
     def full(content: Any, path: str) -> None:
@@ -592,35 +500,28 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(OSError, match="No space left"):
-        convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path / "saved"), str(out), 430)
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+        convert(saved, out, 430)
+    assert contents(out) == before
 
 
 def test_two_at_once_to_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kills: a temporary file that ranks share, what an earlier run left removed twice."""
-    make_folder(tmp_path / "saved", some_weights())
-    out = tmp_path / "out"
+    saved, out = made(tmp_path)
     calls, write = [], zero_to_fp32._write_bin
-
-    def convert() -> None:
-        convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path / "saved"), str(out), 430)
 
     def write_beside(state: Any, path: str) -> Any:
         calls.append(path)
         stored = write(state, path)
         if len(calls) == 1:
-            convert()
+            convert(saved, out, 430)
             assert torch.load(path, weights_only=True).keys() == state.keys()
         return stored
 
     monkeypatch.setattr(zero_to_fp32, "_write_bin", write_beside)
-    convert()
+    convert(saved, out, 430)
     assert len(calls) == 4
-    assert sorted(path.name for path in out.iterdir()) == [
-        "pytorch_model-00001-of-00002.bin",
-        "pytorch_model-00002-of-00002.bin",
-        "pytorch_model.bin.index.json",
-    ]
+    parts = [f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
+    assert sorted(os.listdir(out)) == [*parts, "pytorch_model.bin.index.json"]
     remove = os.remove
 
     def removed_by_another(path: str) -> None:
@@ -628,30 +529,20 @@ def test_two_at_once_to_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         remove(path)
 
     monkeypatch.setattr(os, "remove", removed_by_another)
-    convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path / "saved"), str(out))
-    assert [path.name for path in out.iterdir()] == ["pytorch_model.bin"]
+    convert(saved, out)
+    assert os.listdir(out) == ["pytorch_model.bin"]
 
 
 def test_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_folder(tmp_path / "saved", some_weights())
+    saved, out = made(tmp_path)
     for size in ("5 parsecs", "", "-1GB", 0, True, "1.5GB"):
         with pytest.raises(ValueError, match=r"max_shard_size: .* is no size; give bytes"):
-            convert_zero_checkpoint_to_fp32_state_dict(
-                str(tmp_path / "saved"), str(tmp_path / "out"), size
-            )
-    assert [zero_to_fp32._parse_size(size) for size in ("5GB", "2 MiB", "7", 8)] == [
-        5e9,
-        2 * 2**20,
-        7,
-        8,
-    ]
+            convert(saved, out, size)
+    sizes = {"5GB": 5e9, "2 MiB": 2 * 2**20, "7": 7, 8: 8}
+    assert {size: zero_to_fp32._parse_size(size) for size in sizes} == sizes
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(
-        ImportError, match="safe_serialization needs the package safetensors: pip install"
-    ):
-        convert_zero_checkpoint_to_fp32_state_dict(
-            str(tmp_path / "saved"), str(tmp_path / "out"), safe_serialization=True
-        )
+    with pytest.raises(ImportError, match="safe_serialization needs .* safetensors: pip install"):
+        convert(saved, out, safe_serialization=True)
 
 
 # As a program of its own
@@ -676,13 +567,9 @@ def test_the_file_is_what_the_package_reads_by(tmp_path: Path) -> None:
     modules = re.findall(r"^# (deepspeed\.\S+)$", path.read_text(), re.MULTILINE)
     assert {"deepspeed.checkpoint.files", "deepspeed.utils.zero_to_fp32"} < {*modules}
     definitions = [node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    names = [node.name for node in definitions] + [
-        target.id
-        for node in body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    ]
+    targets = [name for node in body if isinstance(node, ast.Assign) for name in node.targets]
+    names = [node.name for node in definitions]
+    names += [target.id for target in targets if isinstance(target, ast.Name)]
     assert len(names) == len({*names})
     there = {ast.dump(node) for node in definitions}
     for module in modules:
@@ -696,28 +583,21 @@ def test_the_file_is_what_the_package_reads_by(tmp_path: Path) -> None:
 
 def test_the_file_works_alone(tmp_path: Path) -> None:
     """Kills: an import of the package, a class in the files that only the package has."""
-    weights = some_weights()
-    make_folder(tmp_path, weights)
-    command = [sys.executable, "-I", "-c", ALONE, str(copied(tmp_path)), str(tmp_path)]
-    done = subprocess.run(
-        [*command, str(tmp_path / "out"), "--max_shard_size", "430B"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert differences(weights, read_output(tmp_path / "out", False)) == []
+    saved, out = made(tmp_path)
+    command = [sys.executable, "-I", "-c", ALONE, copied(saved), saved, out]
+    output_of(*command, "--max_shard_size", "430B")
+    assert differences(some_weights(), read_output(out, False)) == []
 
 
 def test_the_command_names_what_is_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_folder(tmp_path, some_weights())
+    saved, out = map(str, made(tmp_path))
     with pytest.raises(SystemExit, match="1"):
-        zero_to_fp32.main([str(tmp_path), str(tmp_path / "out"), "-t", "missing"])
+        zero_to_fp32.main([saved, out, "-t", "missing"])
     assert "zero_to_fp32.py: Directory" in capsys.readouterr().err
     with pytest.raises(FileNotFoundError):
-        zero_to_fp32.main([str(tmp_path), str(tmp_path / "out"), "-t", "missing", "--debug"])
+        zero_to_fp32.main([saved, out, "-t", "missing", "--debug"])
 
 
 MEASURED = """
@@ -758,30 +638,19 @@ def test_memory_is_one_output_file(tmp_path: Path) -> None:
     Mapped pages of the shards do not count: they are the system's to drop.
     """
     # 160 MiB of weights.
-    make_folder(
-        tmp_path, {f"layer{number}": torch.full((2**20,), float(number)) for number in range(40)}
-    )
+    weights = {f"layer{number}": torch.full((2**20,), float(number)) for number in range(40)}
+    make_folder(tmp_path, weights)
     copied(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", MEASURED, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
+    measured = output_of(sys.executable, "-I", "-c", MEASURED, tmp_path)
     assert len(list((tmp_path / "out").glob("*.bin"))) == 10
     # One file of 16 MiB, one parameter, and what the allocator keeps, which depends on the torch.
-    assert float(done.stdout) < 16 + 4 + 20
+    assert float(measured) < 16 + 4 + 20
 
 
-@pytest.mark.parametrize("safe", [False, True])
+@BOTH_FORMATS
 def test_values_are_not_rounded_on_the_way(tmp_path: Path, safe: bool) -> None:
-    if safe:
-        pytest.importorskip("safetensors")
     weights = {"w": torch.tensor([1 + 2.0**-23, float("inf"), -0.0, 2.0**-149])}
     make_folder(tmp_path, weights)
-    convert_zero_checkpoint_to_fp32_state_dict(
-        str(tmp_path), str(tmp_path / "out"), safe_serialization=safe
-    )
+    convert(tmp_path, tmp_path / "out", safe_serialization=safe)
     found = read_output(tmp_path / "out", safe)["w"]
     assert torch.equal(found.view(torch.int32), weights["w"].view(torch.int32))
