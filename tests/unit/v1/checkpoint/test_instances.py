@@ -1,14 +1,30 @@
 """Checkpoints of several optimizer instances: one's files, from which any number goes on."""
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed import comm as dist
 from unit.common import DistributedFixture, DistributedTest
 
-from .runs import ACCUMULATE, BF16, by_name, config, differences, look, start, train
+from .runs import (
+    ACCUMULATE,
+    BF16,
+    by_name,
+    config,
+    differences,
+    keep,
+    kept,
+    loaded,
+    look,
+    saved,
+    start,
+    train,
+    zero,
+)
 
 SCALE = {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2, "hysteresis": 2}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -22,53 +38,37 @@ STEPS, SAVED_AT = 3, 2
 
 def configuration(case: str, instances: int) -> dict[str, Any]:
     stage, keys = CASES[case]
-    zero = {"stage": stage, "reduce_bucket_size": 50, "num_optimizer_instances": instances}
-    return config(**keys, zero_optimization=zero)
+    return {**keys, **zero(stage, num_optimizer_instances=instances)}
 
 
 class TestSameInstances(DistributedTest):
     world_size = 4
 
-    def test_bit_equal(self, tmpdir: Any) -> None:
+    def test_bit_equal(self, tmp_path: Path) -> None:
         # Kills: an instance that reads another rank's shard; shards of the second instance written
         # over those of the first.
         for case in CASES:
-            folder = Path(str(tmpdir)) / case
-            engine = start(configuration(case, 2))
-            train(engine, SAVED_AT)
-            engine.save_checkpoint(str(folder))
+            engine = saved(tmp_path / case, SAVED_AT, **configuration(case, 2))
             straight = train(engine, STEPS - SAVED_AT)
-            written = sorted(
-                path.name for path in (folder / f"global_step{SAVED_AT}").glob("*optim_states.pt")
-            )
+            files = tmp_path / case / f"global_step{SAVED_AT}"
+            shards = sorted(path.name for path in files.glob("*optim_states.pt"))
             # Upstream's tools take the ranks' files for the shards, and look for as many as the
             # model file says.
-            assert [name.partition("zero_")[2][:9] for name in written] == [
-                "pp_rank_0",
-                "pp_rank_1",
-            ]
-            models = sorted((folder / f"global_step{SAVED_AT}").glob("*model_states.pt"))
+            own = [name.partition("zero_")[2][:9] for name in shards]
+            assert own == ["pp_rank_0", "pp_rank_1"]
+            models = sorted(files.glob("*model_states.pt"))
             # At stage 3 each shard's owner in the first instance writes its own.
             assert len(models) == (2 if CASES[case][0] == 3 else 1)
-            saved = torch.load(models[0], weights_only=False)
-            assert saved["dp_world_size"] == 2
-            resumed = start(configuration(case, 2), seed=2)
-            train(resumed, 1)
-            resumed.load_checkpoint(str(folder))
+            assert torch.load(models[0], weights_only=False)["dp_world_size"] == 2
+            resumed = loaded(tmp_path / case, 1, **configuration(case, 2))
             assert differences(straight, train(resumed, STEPS - SAVED_AT)) == [], case
 
-    def test_shards_of_another_size_are_cut_anew(self, tmpdir: Any) -> None:
+    def test_shards_of_another_size_are_cut_anew(self, tmp_path: Path) -> None:
         # Kills: an instance's shards taken for those of all ranks, or the other way round.
         for case in ("stage2", "stage3"):
-            folder = f"{tmpdir}/{case}"
-            engine = start(configuration(case, 2))
-            train(engine, 2)
-            engine.save_checkpoint(folder)
-            wanted = by_name(engine)
+            wanted = by_name(saved(tmp_path / case, 2, **configuration(case, 2)))
             for instances in (1, 4):
-                other = start(configuration(case, instances), seed=2)
-                train(other, 1)
-                other.load_checkpoint(folder)
+                other = loaded(tmp_path / case, 1, **configuration(case, instances))
                 assert differences(wanted, by_name(other)) == [], (case, instances)
 
 
@@ -78,19 +78,14 @@ class SavedByTwoInstances(DistributedFixture):
     world_size = 4
 
     def run(self, class_tmpdir: Any) -> None:
-        engine = start(configuration("stage2", 2))
-        train(engine, SAVED_AT)
-        engine.save_checkpoint(str(class_tmpdir))
-        torch.save(owned(engine), f"{class_tmpdir}/owned{torch.distributed.get_rank()}.pt")
+        engine = saved(class_tmpdir, SAVED_AT, **configuration("stage2", 2))
+        torch.save(owned(engine), f"{class_tmpdir}/owned{dist.get_rank()}.pt")
 
 
 def owned(engine: Any) -> dict[str, Any]:
     """Masters, moments and weights of this rank."""
-    return {
-        name: value
-        for name, value in look(engine).items()
-        if name.startswith(("master.", "state.", "module."))
-    }
+    kinds = ("master.", "state.", "module.")
+    return {name: value for name, value in look(engine).items() if name.startswith(kinds)}
 
 
 class TestOtherNumberOfInstances(DistributedTest):
@@ -100,13 +95,10 @@ class TestOtherNumberOfInstances(DistributedTest):
         self, SavedByTwoInstances: Any, class_tmpdir: Any
     ) -> None:
         # Kills: files that only the number of ranks which wrote them can read.
-        engine = start(configuration("stage2", 1), seed=7)
-        engine.load_checkpoint(str(class_tmpdir))
-        saved = torch.load(
-            f"{class_tmpdir}/owned{torch.distributed.get_rank()}.pt", weights_only=False
-        )
-        assert differences(saved, owned(engine)) == []
-        assert any(name.startswith("state.") for name in saved)
+        engine = loaded(class_tmpdir, seed=7, **configuration("stage2", 1))
+        wanted = torch.load(f"{class_tmpdir}/owned{dist.get_rank()}.pt", weights_only=False)
+        assert differences(wanted, owned(engine)) == []
+        assert any(name.startswith("state.") for name in wanted)
 
 
 # Ways to divide state over ranks: keys of the block, of which `ranks` stands for half of the world.
@@ -120,7 +112,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "stage 3, MiCS": {"stage": 3, "mics_shard_size": "ranks"},
     "stage 3, hpZ": {"stage": 3, "zero_hpz_partition_size": "ranks"},
 }
-PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}}
+PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": BF16}
 WORLDS = (2, 4)
 TABLE = os.environ.get("DS_RESHARD_MATRIX")
 
@@ -142,32 +134,23 @@ class Crossing(NamedTuple):
         half = self.world // 2
         keys = {key: half if value == "ranks" else value for key, value in WAYS[self.way].items()}
         block = {"stage3_param_persistence_threshold": 7} if keys["stage"] == 3 else {}
-        zero = {"reduce_bucket_size": 50, **block, **keys}
-        return start(config(**PRECISIONS[self.precision], zero_optimization=zero), seed=seed)
+        return start(config(**PRECISIONS[self.precision], **zero(**block, **keys)), seed)
 
 
 def crossings(into: Crossing) -> list[Crossing]:
     """What is loaded into a way by a number of ranks: all in the campaign, else a share."""
-    every = (
-        Crossing(into.precision, way, world)
-        for way in WAYS
-        for world in WORLDS
-        if (way, world) != (into.way, into.world)
-    )
-    ways = list(WAYS)
-    return [
-        one
-        for one in every
-        if TABLE
-        or (one.precision == "bf16" and one.world == 4)
-        and (ways.index(into.way) + into.world // 2) % 2 == 0
-        and (ways.index(one.way) + ways.index(into.way)) % 4 == 0
-    ]
+    precision, ways = into.precision, list(WAYS)
+    every = (Crossing(precision, *one) for one in itertools.product(WAYS, WORLDS))
+    others = [one for one in every if one != into]
+    if TABLE:
+        return others
+    number = ways.index(into.way)
+    if precision != "bf16" or (number + into.world // 2) % 2:
+        return []
+    return [one for one in others if one.world == 4 and (ways.index(one.way) + number) % 4 == 0]
 
 
-EVERY = [
-    Crossing(precision, way, world) for precision in PRECISIONS for way in WAYS for world in WORLDS
-]
+EVERY = [Crossing(*one) for one in itertools.product(PRECISIONS, WAYS, WORLDS)]
 NEEDED = {one for into in EVERY for one in crossings(into)}
 
 
@@ -179,13 +162,11 @@ class SavedEveryWay(DistributedFixture):
 
     def run(self, class_tmpdir: Any) -> None:
         for number, one in enumerate(sorted(NEEDED)):
-            if one.world == torch.distributed.get_world_size():
+            if one.world == dist.get_world_size():
                 engine = one.start(seed=number + 1)
                 train(engine, SAVED_AT)
                 engine.save_checkpoint(f"{class_tmpdir}/{one.folder}")
-                held = by_name(engine)
-                if torch.distributed.get_rank() == 0:
-                    torch.save(held, f"{class_tmpdir}/{one.folder}.pt")
+                keep(f"{class_tmpdir}/{one.folder}", by_name(engine))
                 engine.destroy()
 
 
@@ -202,22 +183,18 @@ class TestEveryWayIntoEveryOther(DistributedTest):
     def test(self, SavedEveryWay: Any, class_tmpdir: Any) -> None:
         outcomes = {}
         for into in EVERY:
-            saved = crossings(into)
-            if into.world != torch.distributed.get_world_size() or not saved:
+            if into.world != dist.get_world_size() or not crossings(into):
                 continue
             engine = into.start(seed=77)
             train(engine, 1)
-            for one in saved:
+            for one in crossings(into):
                 engine.load_checkpoint(f"{class_tmpdir}/{one.folder}")
-                wanted = torch.load(f"{class_tmpdir}/{one.folder}.pt")
+                wanted = kept(f"{class_tmpdir}/{one.folder}")
                 outcomes[one, into] = differences(wanted, by_name(engine))
             train(engine, 1)
             engine.destroy()
-        if TABLE and torch.distributed.get_rank() == 0:
+        if TABLE and dist.get_rank() == 0:
             held = sum(not found for found in outcomes.values())
-            line = (
-                f"ways, into {torch.distributed.get_world_size()} ranks: {held} of {len(outcomes)}"
-            )
             with open(TABLE, "a") as file:
-                file.write(f"{line}\n")
+                file.write(f"ways, into {dist.get_world_size()} ranks: {held} of {len(outcomes)}\n")
         assert outcomes and not any(outcomes.values()), {k: v[:3] for k, v in outcomes.items() if v}
