@@ -49,13 +49,13 @@ v1/optimizers/test_whole_parameters.py -k TestCheckpoints
   state of whole parameters is taken for a sign that no masters were saved
     _Resharding.fill: FP32 not in fragment.values and (not fragment.is_state_alone) -> FP32 not in
       fragment.values
-v1/checkpoint/test_loaded_state.py -k one_count
+v1/checkpoint/test_updates.py -k one_count
   a step count that a file has for all is counted on by each
     load_apart: own[key] = own[key].clone() -> pass
 v1/checkpoint/test_updates.py -k TestUpdates
   padding has the state of another group
     _offer: target.resemble(fragment, likeness=2) -> target.resemble(fragment, likeness=1)
-v1/checkpoint/test_loaded_state.py -k TestRates
+v1/checkpoint/test_updates.py -k TestRates
   a schedule's rates stay with the number of a group
     restore_training: scheduler = loaded.optimizer.schedule(scheduler) -> pass
 """)

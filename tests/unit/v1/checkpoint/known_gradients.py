@@ -11,16 +11,15 @@ import torch
 from torch import nn
 
 import deepspeed
+from deepspeed import comm as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
+from unit import one_process
+from unit.models import config_of, tokens
+from unit.one_process import OneProcess
 
 FEATURES, BATCH, MICRO_BATCHES = 3, 8, 2
 # A matrix, a vector that no number of ranks divides, one element, and no dimensions at all.
-SHAPES: dict[str, tuple[int, ...]] = {
-    "0.value": (4, 3),
-    "1.value": (5,),
-    "2.value": (1,),
-    "3.value": (),
-}
+SHAPES = {"0.value": (4, 3), "1.value": (5,), "2.value": (1,), "3.value": ()}
 NAMES = list(SHAPES)
 # Names in each parameter group; groups without any are what adapters leave of a decay / no-decay
 # pair.
@@ -66,9 +65,7 @@ def made() -> nn.Module:
 
 def batch(step: int) -> torch.Tensor:
     """Of all ranks; the last column is what terms are added to."""
-    generator = torch.Generator().manual_seed(100 + step)
-    drawn = torch.randint(-3, 4, (BATCH, FEATURES), generator=generator).float()
-    return torch.cat([drawn, torch.zeros(BATCH, 1)], dim=1)
+    return torch.cat([tokens(100 + step, 7, BATCH, FEATURES) - 3.0, torch.zeros(BATCH, 1)], dim=1)
 
 
 def grouped(module: nn.Module, grouping: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
@@ -80,13 +77,11 @@ def grouped(module: nn.Module, grouping: Sequence[Sequence[str]]) -> list[dict[s
 def reference(make: MakeOptimizer, steps: int) -> list[dict[str, torch.Tensor]]:
     """Values before the first and after each step of one process of plain torch."""
     module = made()
-    optimizer = make(grouped(module, GROUPINGS["one"]))
-    seen = [values_of(module)]
+    one = OneProcess(module, make(grouped(module, [NAMES])), lambda m, x: loss_fn(m(x)))
+    seen = [one.params()]
     for step in range(steps):
-        optimizer.zero_grad()
-        loss_fn(module(batch(step))).backward()
-        optimizer.step()
-        seen.append(values_of(module))
+        one.step([batch(step)])
+        seen.append(one.params())
     return seen
 
 
@@ -98,37 +93,32 @@ def values_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def start(
-    grouping: str, stage: int, make: MakeOptimizer | None = None, stages: int = 0, **keys: Any
+    grouping: Sequence[Sequence[str]],
+    stage: int,
+    make: MakeOptimizer | None = None,
+    stages: int = 0,
+    lr_scheduler: Any = None,
+    **keys: Any,
 ) -> Any:
-    """An engine over a fresh model, of a grouping of `GROUPINGS`.
-
-    Args:
-        make: Gives a client's optimizer; None: `keys` name one.
-        stages: The number of pipeline stages; 0: no pipeline.
+    """An engine over a fresh model; `make` gives a client's optimizer, or `keys` name one;
+    `stages` of a pipeline, or 0.
     """
     module: Any = made()
     if stages:
-        module = PipelineModule(
-            [LayerSpec(Term, name) for name in NAMES],
-            num_stages=stages,
-            loss_fn=loss_fn,
-            partition_method="uniform",
-        )
-    groups = grouped(module, GROUPINGS[grouping])
-    given = {"model_parameters": groups} if make is None else {"optimizer": make(groups)}
-    settings = {
-        "train_batch_size": BATCH,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "gradient_clipping": 0.0,
-        "steps_per_print": 1000,
-        **keys,
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": 20,
-            **({"stage3_param_persistence_threshold": 3} if stage == 3 else {}),
-            **keys.get("zero_optimization", {}),
-        },
-    }
+        layers = [LayerSpec(Term, name) for name in NAMES]
+        how = {"loss_fn": loss_fn, "partition_method": "uniform"}
+        module = PipelineModule(layers, num_stages=stages, **how)
+    groups = grouped(module, grouping)
+    given: dict[str, Any] = (
+        {"model_parameters": groups} if make is None else {"optimizer": make(groups)}
+    )
+    if lr_scheduler is not None:
+        given["lr_scheduler"] = lr_scheduler(given["optimizer"])
+    at_stage_3 = {"stage3_param_persistence_threshold": 3} if stage == 3 else {}
+    zero = {"reduce_bucket_size": 20, **at_stage_3, **keys.pop("zero_optimization", {})}
+    ranks = dist.get_world_size() // max(stages, 1)
+    rows = BATCH // ranks // MICRO_BATCHES
+    settings = config_of(stage, rows, MICRO_BATCHES, zero_optimization=zero, **keys)
     return deepspeed.initialize(model=module, config=settings, **given)[0]
 
 
@@ -142,8 +132,6 @@ def train(engine: Any, steps: int) -> list[dict[str, torch.Tensor]]:
         if isinstance(engine.module, PipelineModule):
             engine.train_batch(iter([(part, part) for part in parts]))
         else:
-            for part in parts:
-                engine.backward(loss_fn(engine(part)))
-                engine.step()
+            one_process.train(engine, parts, lambda model, x: loss_fn(model(x)))
         seen.append(values_of(engine.module))
     return seen

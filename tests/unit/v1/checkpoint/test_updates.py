@@ -1,25 +1,41 @@
-"""After a change of layout an optimizer goes on as one process of plain torch that never stopped.
+"""After a change of layout an optimizer goes on as one process of plain torch that never stopped;
+it has state of its own, and its parameters' rates.
 
 The suite runs the cases that have been wrong, at every stage, and each optimizer in some; the
 contract product has every grouping, stage and number of ranks into every other.
 """
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
+from torch.optim import lr_scheduler
 
+import deepspeed
 from deepspeed import comm as dist
 from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.ops.muon.muon import MARK, MuonWithAuxAdam
+from deepspeed.runtime.zero import sharded_state
 from deepspeed.utils import groups
 from unit.common import DistributedFixture, DistributedTest
 
-from .known_gradients import GROUPINGS, LR, MakeOptimizer, reference, start, train, values_of
-from .runs import counts
-from .test_universal import UNIVERSAL, convert
+from .known_gradients import (
+    GROUPINGS,
+    LR,
+    NAMES,
+    MakeOptimizer,
+    grouped,
+    reference,
+    start,
+    train,
+    values_of,
+)
+from .runs import CPU, UNIVERSAL, convert, counts, differences, refused, zero
 
 WORLDS = (1, 2)
 STEPS, AFTER = 2, 2
@@ -70,14 +86,13 @@ OPTIMIZERS: dict[str, MakeOptimizer | None] = {
     "Muon": muon,
     "Adafactor": of_torch("Adafactor"),
 }
-OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 ELASTIC = {"elastic_checkpoint": True}
 # Of `zero_optimization`.
 KEYS: dict[str, dict[str, Any]] = {
     "": {},
-    "offload": OFFLOAD,
+    "offload": CPU,
     "elastic": ELASTIC,
-    "elastic, offload": {**OFFLOAD, **ELASTIC},
+    "elastic, offload": {**CPU, **ELASTIC},
 }
 
 
@@ -100,9 +115,8 @@ class Case(NamedTuple):
     universal: bool = False
 
     def __str__(self) -> str:
-        return f"{self.optimizer}: {tuple(self.saved)} -> {tuple(self.into)}" + (
-            ", universal" if self.universal else ""
-        )
+        layouts = f"{tuple(self.saved)} -> {tuple(self.into)}"
+        return f"{self.optimizer}: {layouts}{', universal' if self.universal else ''}"
 
 
 def seen_wrong(stage: int) -> list[tuple[Layout, Layout]]:
@@ -122,10 +136,8 @@ CASES += [
     Case(Layout(saved, "one", 1 + (saved + into) % 2), Layout(into, "lone", 1))
     for saved, into in itertools.permutations(range(4), 2)
 ]
-CASES += [
-    Case(Layout(1, "lone", 1), Layout(1, "lone", 2), optimizer)
-    for optimizer in list(OPTIMIZERS)[1:]
-]
+LONE = (Layout(1, "lone", 1), Layout(1, "lone", 2))
+CASES += [Case(*LONE, optimizer) for optimizer in list(OPTIMIZERS)[1:]]
 # Numbers beside the state of a parameter without dimensions.
 CASES += [Case(Layout(0, "lone", 1), Layout(2, "one", 1), name) for name in ("NAdam", "ASGD")]
 CASES += [
@@ -134,14 +146,9 @@ CASES += [
     Case(Layout(3, "two", 2), Layout(1, "empty", 1), "Adafactor"),
 ]
 CASES += [
-    Case(Layout(stage, saved, 2, 2), Layout(stage, into, world, pipeline))
-    for stage, saved, into, world, pipeline in (
-        (0, "lone", "two", 1, 1),
-        (1, "empty", "empty", 1, 1),
-        (1, "two", "lone", 2, 1),
-    )
-]
-CASES += [
+    Case(Layout(0, "lone", 2, 2), Layout(0, "two", 1, 1)),
+    Case(Layout(1, "empty", 2, 2), Layout(1, "empty", 1, 1)),
+    Case(Layout(1, "two", 2, 2), Layout(1, "lone", 2, 1)),
     Case(Layout(1, "one", 1, 1), Layout(1, "turned", 2, 2)),
     Case(Layout(2, "empty", 2), Layout(2, "empty", 1), universal=True),
     Case(Layout(3, "one", 2), Layout(1, "lone", 2), universal=True),
@@ -156,12 +163,8 @@ def product() -> list[Case]:
     """Every layout of AdamW into every other, some of the other optimizers', and pipelines."""
     every = [Layout(*one) for one in itertools.product(range(4), GROUPINGS, WORLDS)]
     some = [one for one in every if one.stage != 2 and one.grouping in ("one", "lone", "empty")]
-    pipelines = [
-        Layout(stage, grouping, world, pipeline)
-        for stage, grouping, (world, pipeline) in itertools.product(
-            (0, 1), GROUPINGS, ((1, 1), (2, 1), (2, 2))
-        )
-    ]
+    divided = itertools.product((0, 1), GROUPINGS, ((1, 1), (2, 1), (2, 2)))
+    pipelines = [Layout(stage, grouping, *ranks) for stage, grouping, ranks in divided]
     return [
         Case(*pair, optimizer)
         for optimizer in OPTIMIZERS
@@ -175,8 +178,8 @@ def begun(layout: Layout, optimizer: str, universal: bool = False) -> Any:
     groups.reset()  # a pipeline divides the ranks otherwise
     make = OPTIMIZERS[optimizer]
     keys = {**(UNIVERSAL if universal else {}), **({} if make else ADAMW)}
-    zero = {"zero_optimization": KEYS[layout.keys]}
-    return start(layout.grouping, layout.stage, make, layout.pipeline, **keys, **zero)
+    keys["zero_optimization"] = KEYS[layout.keys]
+    return start(GROUPINGS[layout.grouping], layout.stage, make, layout.pipeline, **keys)
 
 
 def folder_of(saved: Layout, optimizer: str, base: Any) -> str:
@@ -263,3 +266,162 @@ class TestEveryUpdate(TestUpdates):
 
     def test_goes_on(self, SavedOfAll: Any, class_tmpdir: Any) -> None:
         self.check(product(), class_tmpdir)
+
+
+# What optimizers have after loading
+
+# Stage, and how its files are.
+LAYOUTS = [*(Layout(stage, "two", 1) for stage in range(4)), Layout(2, "two", 1, keys="elastic")]
+
+
+def share_counts(engine: Any) -> None:
+    """Leave one step count to all states, as earlier versions did when they resharded."""
+    first, *others = engine.optimizer.state.values()
+    for own in others:
+        own["step"] = first["step"]
+
+
+class TestMemory(DistributedTest):
+    world_size = 1
+
+    def test_a_file_with_one_count_for_all(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Kills: state that is taken from a file as it is.
+        for layout in LAYOUTS:
+            folder = tmp_path / str(layout)
+            engine = begun(layout, "AdamW")
+            train(engine, STEPS)
+            share_counts(engine)
+            engine.save_checkpoint(folder)
+            engine = begun(layout, "AdamW")
+            engine.load_checkpoint(folder)
+            train(engine, AFTER)
+            assert counts(engine) == {STEPS + AFTER}, layout
+
+        # Kills: a way of loading that forgets it, and nobody notices.
+        def forgetful(optimizer: Any, state: Any) -> None:
+            optimizer.load_state_dict(state)
+
+        monkeypatch.setattr(sharded_state, "load_in_place", forgetful)
+        with pytest.raises(AssertionError, match="'step'"):
+            begun(LAYOUTS[2], "AdamW").load_checkpoint(tmp_path / str(LAYOUTS[2]))
+
+    def test_of_a_program_stays_its_own(self) -> None:
+        # Kills: two engines that count and average in the same tensors.
+        for stage in (1, 2, 3):
+            one, other = (begun(Layout(stage, "two", 1), "AdamW") for _ in range(2))
+            train(one, STEPS)
+            given = one.optimizer.state_dict()
+            state = given["base_optimizer_state" if stage < 3 else "optimizer_state_dict"]
+            before = copy.deepcopy(state)
+            other.optimizer.load_state_dict(given)
+            train(other, AFTER)
+            assert differences(state, before) == [], stage
+            assert (counts(one), counts(other)) == ({STEPS}, {STEPS + AFTER}), stage
+
+
+RATES = {"0.value": 2**-5, "2.value": 2**-7}
+
+
+def scaled(numerator: float, offset: float) -> Callable[[Any], Any]:
+    return lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda n: numerator / (offset + n))
+
+
+SCHEDULES: dict[str, Any] = {
+    "lambda": scaled(1, 1),
+    "sequence": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [scaled(1, 1)(optimizer), scaled(2, 3)(optimizer)], milestones=[3]
+    ),
+}
+DIVIDED = {
+    "saved": [NAMES[:2], NAMES[2:]],
+    "turned": [NAMES[2:], NAMES[:2]],
+    "split": [NAMES[3:], NAMES[1:2], NAMES[:1], NAMES[2:3]],
+}
+
+
+def scheduled(grouping: list[list[str]], schedule: str, rates: dict[str, float]) -> Any:
+    """An engine over these groups, each with the rate of its first parameter."""
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        pairs = zip(groups, grouping, strict=True)
+        return torch.optim.AdamW([{**group, "lr": rates[names[0]]} for group, names in pairs])
+
+    return start(grouping, 1, make, lr_scheduler=SCHEDULES[schedule])
+
+
+def rates_of(engine: Any, grouping: list[list[str]]) -> dict[str, float]:
+    return {
+        name: group["lr"]
+        for names, group in zip(grouping, engine.optimizer.param_groups, strict=True)
+        for name in names
+    }
+
+
+class TestRates(DistributedTest):
+    world_size = 1
+
+    @pytest.mark.parametrize("schedule", SCHEDULES)
+    def test_follow_parameters_into_other_groups(self, tmp_path: Path, schedule: str) -> None:
+        # Kills: base rates of a schedule by number of a group that is another now.
+        engine = scheduled(DIVIDED["saved"], schedule, RATES)
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        train(engine, 3)
+        wanted = rates_of(engine, DIVIDED["saved"])
+        assert len(set(wanted.values())) == 2
+        for name in ("turned", "split"):
+            engine = scheduled(DIVIDED[name], schedule, dict.fromkeys(NAMES, 0.5))
+            engine.load_checkpoint(tmp_path)
+            train(engine, 3)
+            assert rates_of(engine, DIVIDED[name]) == wanted, name
+
+    def test_are_not_one_tensor(self, tmp_path: Path) -> None:
+        # Kills: groups made of one, of which a schedule that writes in place changes all.
+        def make(groups: Any) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(groups, lr=torch.tensor(LR), foreach=False)
+
+        engine = start(GROUPINGS["one"], 1, make)
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path)
+        engine = start(GROUPINGS["two"], 1, make)
+        engine.load_checkpoint(tmp_path)
+        first, second = engine.optimizer.param_groups
+        first["lr"].fill_(0.5)
+        assert float(second["lr"]) == LR
+
+
+def decaying(grouping: list[list[str]], decays: list[float]) -> Any:
+    """An engine over two parameters of which two ranks have one each."""
+    module = nn.Module()
+    for name in ("first", "second"):
+        module.register_parameter(name, nn.Parameter(torch.ones(8)))
+    module.forward = lambda x: (x * module.first * module.second).sum()  # type: ignore[method-assign]
+    groups = grouped(module, grouping)
+    for group, decay in zip(groups, decays, strict=True):
+        group["weight_decay"] = decay
+    config = {"train_batch_size": 2, **zero(1), **ADAMW}
+    engine = deepspeed.initialize(model=module, model_parameters=groups, config=config)[0]
+    engine.backward(engine(torch.ones(8)))
+    engine.step()
+    return engine
+
+
+class SavedWithTwoDecays(DistributedFixture):
+    world_size = 1
+
+    def run(self, class_tmpdir: Any) -> None:
+        decaying([["first"], ["second"]], [0.1, 0.0]).save_checkpoint(class_tmpdir)
+
+
+class TestHyperparameters(DistributedTest):
+    world_size = 2
+
+    def test_that_differ_are_refused_by_every_rank(
+        self, SavedWithTwoDecays: Any, class_tmpdir: Any
+    ) -> None:
+        # Kills: a group that decays on one rank and not on the other, each having one of the two.
+        engine = decaying([["first", "second"]], [0.1])
+        with refused("first and second.*'weight_decay'"):
+            engine.load_checkpoint(class_tmpdir)
