@@ -13,12 +13,23 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from unit.common import DistributedFixture, DistributedTest
 from unit.v1.gathering import from_all_ranks
 
-from .runs import ACCUMULATE, BF16, by_name, differences
+from .runs import (
+    ACCUMULATE,
+    BF16,
+    TORCH_ADAM,
+    by_name,
+    decay_groups,
+    differences,
+    keep,
+    kept,
+    on_rank_0,
+    refused,
+    zero,
+)
 
 WIDTH = 6
 MICRO_BATCHES = 2
@@ -49,13 +60,6 @@ def layers() -> list[Any]:
     ]
 
 
-def decay_groups(module: nn.Module) -> list[dict[str, Any]]:
-    """Weights, biases without weight decay, and a group without parameters, as adapters leave."""
-    decayed = [param for param in module.parameters() if param.dim() > 1]
-    plain = [param for param in module.parameters() if param.dim() <= 1]
-    return [{"params": decayed}, {"params": plain, "weight_decay": 0.0}, {"params": []}]
-
-
 def configuration(replicas: int, **keys: Any) -> dict[str, Any]:
     """AdamW, a schedule, two micro-batches and clipping; with further keys."""
     return {
@@ -63,10 +67,7 @@ def configuration(replicas: int, **keys: Any) -> dict[str, Any]:
         "gradient_accumulation_steps": MICRO_BATCHES,
         "gradient_clipping": 0.5,
         "steps_per_print": 1000,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True},
-        },
+        **TORCH_ADAM,
         "scheduler": {
             "type": "WarmupLR",
             "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-2, "warmup_num_steps": 4},
@@ -76,7 +77,9 @@ def configuration(replicas: int, **keys: Any) -> dict[str, Any]:
 
 
 def make(stages: int, seed: int = 1, grouped: bool = False, **keys: Any) -> Any:
-    """An engine over a fresh pipeline of all ranks; `grouped`: biases have a group."""
+    """An engine over a fresh pipeline of all ranks; `grouped`: biases have a group, and one is
+    empty, as adapters leave.
+    """
     torch.manual_seed(seed)
     module = PipelineModule(
         layers(),
@@ -86,7 +89,7 @@ def make(stages: int, seed: int = 1, grouped: bool = False, **keys: Any) -> Any:
         base_seed=seed,
         partition_method="uniform",
     )
-    parameters = decay_groups(module) if grouped else None
+    parameters = [*decay_groups(module), {"params": []}] if grouped else None
     settings = configuration(dist.get_world_size() // stages, **keys)
     return deepspeed.initialize(model=module, model_parameters=parameters, config=settings)[0]
 
@@ -129,8 +132,8 @@ def whole(engine: Any) -> dict[str, Any]:
 STAGES = {1: (1,), 2: (1, 2), 4: (2, 4)}
 ALL = [(world, stages) for world, several in STAGES.items() for stages in several]
 CASES: dict[str, dict[str, Any]] = {
-    "fp32-1": {"zero_optimization": {"stage": 1}, "grouped": True},
-    "accumulate-1": {**ACCUMULATE, "zero_optimization": {"stage": 1}},
+    "fp32-1": {**zero(1), "grouped": True},
+    "accumulate-1": {**ACCUMULATE, **zero(1)},
 }
 STEPS = 2
 
@@ -148,10 +151,7 @@ class SavedPipelines(DistributedFixture):
                 engine = make(stages, **keys)
                 train(engine, STEPS)
                 engine.save_checkpoint(name)
-                held = whole(engine)
-                went_on = train(engine, 2)
-                if dist.get_rank() == 0:
-                    torch.save({"held": held, "went_on": went_on}, f"{name}.pt")
+                keep(name, (whole(engine), train(engine, 2)))
 
 
 class TestOtherStages(DistributedTest):
@@ -164,7 +164,7 @@ class TestOtherStages(DistributedTest):
         for number, (case, keys) in enumerate(CASES.items()):
             for place, (saved_world, saved_stages) in enumerate(ALL):
                 name = f"{class_tmpdir}/{case}-{saved_world}-{saved_stages}"
-                wanted = torch.load(f"{name}.pt", weights_only=False)
+                held, went_on = kept(name)
                 for stages in STAGES[dist.get_world_size()]:
                     into = ALL.index((dist.get_world_size(), stages))
                     if 4 not in (saved_stages, stages) or (place + into) % 2 != number:
@@ -172,27 +172,24 @@ class TestOtherStages(DistributedTest):
                     engine = make(stages, seed=2, **keys)
                     train(engine, 1)  # state that loading must replace
                     engine.load_checkpoint(name)
-                    told = (case, saved_world, saved_stages, dist.get_world_size(), stages)
-                    assert differences(wanted["held"], whole(engine)) == [], told
-                    assert (engine.global_steps, engine.global_samples) == (STEPS, STEPS * BATCH), (
-                        told
-                    )
+                    told = (name, stages)
+                    assert differences(held, whole(engine)) == [], told
+                    counters = (engine.global_steps, engine.global_samples)
+                    assert counters == (STEPS, STEPS * BATCH), told
                     # Partial sums over ranks and micro-batches are rounded otherwise: in the
                     # model's dtype for activations.
-                    tolerance = 1e-5 if case.startswith("fp32") else 2e-2
-                    assert train(engine, 2) == [
-                        pytest.approx(step, rel=tolerance) for step in wanted["went_on"]
-                    ], told
+                    rel = 1e-5 if case.startswith("fp32") else 2e-2
+                    assert train(engine, 2) == [pytest.approx(s, rel=rel) for s in went_on], told
 
 
 class TestFiles(DistributedTest):
     world_size = 2
 
-    def test_names_and_refusals(self, tmpdir: Any) -> None:
-        engine = make(2, **BF16, zero_optimization={"stage": 1})
+    def test_names_and_refusals(self, tmp_path: Path) -> None:
+        engine = make(2, **BF16, **zero(1))
         train(engine, 1)
-        engine.save_checkpoint(str(tmpdir), tag="t")
-        folder = Path(str(tmpdir), "t")
+        engine.save_checkpoint(tmp_path, tag="t")
+        folder = tmp_path / "t"
         # Layer 6 uses layer 0's module on another stage; layer 2 has no parameters, and a file as
         # upstream's.
         layers = [f"layer_0{index}-model_states.pt" for index in range(7)]
@@ -207,16 +204,13 @@ class TestFiles(DistributedTest):
         assert (model["dp_world_size"], model["mp_world_size"]) == (1, 2)
         assert model["checkpoint_parallel_dimensions"] == {"pp_degree": 2, "tp_degree": 1}
         with pytest.raises(ValueError, match="custom_load_fn: a PipelineModule"):
-            engine.load_checkpoint(str(tmpdir), custom_load_fn=print)
+            engine.load_checkpoint(tmp_path, custom_load_fn=print)
         before = whole(engine)
         train(engine, 1)
         changed = whole(engine)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            (folder / layers[5]).unlink()
-        dist.barrier()
-        with pytest.raises(CheckpointError, match=r"layer_05-model_states\.pt is missing"):
-            engine.load_checkpoint(str(tmpdir))
+        on_rank_0((folder / layers[5]).unlink)
+        with refused(r"layer_05-model_states\.pt is missing"):
+            engine.load_checkpoint(tmp_path)
         # Nothing was loaded on the stage that had all its files either.
         assert differences(changed, whole(engine)) == []
         assert differences(before, changed) != []
