@@ -16,8 +16,9 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.checkpoint import file_names
 from unit.common import TORCH, DistributedTest
+from unit.v1.looping import each
 
-from .runs import config, start, train
+from .runs import ACCUMULATE, BF16, saved, zero
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
@@ -57,6 +58,14 @@ SCALED = (
 ).split(", ")
 
 
+MODEL, HOSTS = "mp_rank_00_model_states.pt", [f"host_state_rank_{rank}.pt" for rank in range(2)]
+
+
+def absent(*keys: str) -> dict[str, str]:
+    """Types of keys that hold nothing; `frozen_param_shapes` is always one."""
+    return dict.fromkeys(("frozen_param_shapes", *keys), "NoneType")
+
+
 def keys_of(value: dict[str, Any]) -> list[str]:
     return [f"{key} {type(item).__name__}" for key, item in value.items()]
 
@@ -64,17 +73,13 @@ def keys_of(value: dict[str, Any]) -> list[str]:
 def tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from tensors(item)
 
 
 def save(folder: str, **keys: Any) -> dict[str, Any]:
     """A step of the model that golden lists were read off; returns files' contents by name."""
-    torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     engine = deepspeed.initialize(model=model, config={**CONFIG, **keys})[0]
     for _ in range(2):
@@ -83,10 +88,8 @@ def save(folder: str, **keys: Any) -> dict[str, Any]:
         engine.step()
     engine.save_checkpoint(folder, tag="step1", client_state={"note": "ours"})
     assert Path(folder, "latest").read_text() == "step1"
-    read = {
-        path.name: torch.load(path, weights_only=False)
-        for path in Path(folder, "step1").glob("*.pt")
-    }
+    paths = Path(folder, "step1").glob("*.pt")
+    read = {path.name: torch.load(path, weights_only=False) for path in paths}
     dist.barrier()
     return read
 
@@ -104,23 +107,20 @@ def check_shard(state: dict[str, Any]) -> None:
     base = state["base_optimizer_state"]
     assert keys_of(base) == ["state dict", "param_groups list"]
     assert list(base["state"]) == [0]
-    assert {key: (tuple(t.shape), t.dtype) for key, t in base["state"][0].items()} == {
-        "step": ((), torch.float32),
-        "exp_avg": ((536,), torch.float32),
-        "exp_avg_sq": ((536,), torch.float32),
-    }
+    found = {**base["state"][0], "master": state["single_partition_of_fp32_groups"][0]}
+    assert {t.dtype for t in found.values()} == {torch.float32}
+    shapes = {"step": (), "exp_avg": (536,), "exp_avg_sq": (536,), "master": (536,)}
+    assert {key: tuple(t.shape) for key, t in found.items()} == shapes
     assert sorted(keys_of(base["param_groups"][0])) == sorted(adam_group())
-    assert [(tuple(t.shape), t.dtype) for t in state["single_partition_of_fp32_groups"]] == [
-        ((536,), torch.float32)
-    ]
+    assert len(state["single_partition_of_fp32_groups"]) == 1
     assert (state["group_paddings"], state["partition_count"]) == ([0], [2])
     mapping = state["param_slice_mappings"][0]
-    assert {name: (a.numel, a.start) for name, a in mapping.items()} == {
-        "0.weight": (512, 0),
-        "0.bias": (24, 512),
-    }
-    assert f"{type(mapping['0.bias']).__module__}.{type(mapping['0.bias']).__name__}" == (
-        "deepspeed.utils.tensor_fragment.fragment_address"
+    places = {name: (address.numel, address.start) for name, address in mapping.items()}
+    assert places == {"0.weight": (512, 0), "0.bias": (24, 512)}
+    kind = type(mapping["0.bias"])
+    assert (kind.__module__, kind.__name__) == (
+        "deepspeed.utils.tensor_fragment",
+        "fragment_address",
     )
 
 
@@ -130,97 +130,66 @@ class TestLayout(DistributedTest):
     world_size = 2
 
     def check_model(self, model: dict[str, Any], dtype: torch.dtype, **types: str) -> None:
-        expected = [
-            f"{key} {types.get(key, kind)}" for key, kind in (entry.split() for entry in MODEL_FILE)
-        ]
-        assert sorted(keys_of(model)) == sorted(expected)
+        usual = dict(entry.split() for entry in MODEL_FILE)
+        assert sorted(keys_of(model)) == sorted(f"{k} {v}" for k, v in {**usual, **types}.items())
         assert {name: tuple(t.shape) for name, t in model["module"].items()} == WEIGHTS
         assert {t.dtype for t in model["module"].values()} == {dtype}
-        counts = (
-            "skipped_steps",
-            "global_steps",
-            "global_samples",
-            "dp_world_size",
-            "mp_world_size",
-        )
+        counts = "skipped_steps global_steps global_samples dp_world_size mp_world_size".split()
         assert [model[key] for key in counts] == [0, 1, 16, 2, 1]
         assert model["lr_scheduler"] == {"last_batch_iteration": 0}
         assert model["checkpoint_parallel_dimensions"] == {"pp_degree": 1, "tp_degree": 1}
         assert model["note"] == "ours"
 
-    def test_zero2_fp32(self, tmpdir: Any) -> None:
-        files = save(str(tmpdir), zero_optimization={"stage": 2})
+    def test_zero2_fp32(self, tmp_path: Path) -> None:
+        files = save(str(tmp_path), zero_optimization={"stage": 2})
         shards = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
-        hosts = [f"host_state_rank_{rank}.pt" for rank in range(2)]
-        assert sorted(files) == sorted(["mp_rank_00_model_states.pt", *shards, *hosts])
-        model, shard = files["mp_rank_00_model_states.pt"], files[shards[0]]
+        assert sorted(files) == sorted([MODEL, *shards, *HOSTS])
+        model, shard = files[MODEL], files[shards[0]]
         self.check_model(model, torch.float32)
-        assert [dict(group) for group in model["param_shapes"]] == [
-            {name: torch.Size(s) for name, s in WEIGHTS.items()}
-        ]
+        assert [dict(group) for group in model["param_shapes"]] == [WEIGHTS]
         assert keys_of(shard) == ["optimizer_state_dict dict", "ds_config dict", "ds_version str"]
         state = shard["optimizer_state_dict"]
         assert sorted(keys_of(state)) == sorted(SHARD + SCALED)
         assert type(state["loss_scaler"]).__module__ == "deepspeed.runtime.fp16.loss_scaler"
-        assert (state["zero_stage"], type(state["zero_stage"]).__module__) == (
-            2,
-            "deepspeed.runtime.zero.config",
-        )
+        assert type(state["zero_stage"]).__module__ == "deepspeed.runtime.zero.config"
+        assert state["zero_stage"] == 2
         # Kills: members of an enum written by getattr, as Python 3.11.2 does by itself.
         assert b"getattr" not in pickle.dumps(state["zero_stage"], protocol=2)
         check_shard(state)
 
-    def test_zero1_bf16_with_fp32_accumulation(self, tmpdir: Any) -> None:
-        more = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
-        files = save(str(tmpdir), zero_optimization={"stage": 1}, **more)
-        shard = files["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"]
-        absent = {"frozen_param_shapes": "NoneType", "frozen_param_fragments": "NoneType"}
-        self.check_model(files["mp_rank_00_model_states.pt"], torch.bfloat16, **absent)
-        assert sorted(keys_of(shard["optimizer_state_dict"])) == sorted(SHARD)
-        check_shard(shard["optimizer_state_dict"])
+    def test_zero1_bf16_with_fp32_accumulation_and_zero0_fp32(self, tmp_path: Path) -> None:
+        files = save(str(tmp_path / "1"), zero_optimization={"stage": 1}, **ACCUMULATE)
+        shard = files["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"]["optimizer_state_dict"]
+        self.check_model(files[MODEL], torch.bfloat16, **absent("frozen_param_fragments"))
+        assert sorted(keys_of(shard)) == sorted(SHARD)
+        check_shard(shard)
 
-    def test_zero0_fp32(self, tmpdir: Any) -> None:
-        files = save(str(tmpdir))
-        assert sorted(files) == [
-            "host_state_rank_0.pt",
-            "host_state_rank_1.pt",
-            "mp_rank_00_model_states.pt",
-        ]
-        model = files["mp_rank_00_model_states.pt"]
-        absent = ("param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments")
-        self.check_model(
-            model, torch.float32, optimizer="dict", **dict.fromkeys(absent, "NoneType")
-        )
-        assert list(model["optimizer"]["state"]) == [0, 1, 2, 3]
-        assert [tuple(s["exp_avg"].shape) for s in model["optimizer"]["state"].values()] == list(
-            WEIGHTS.values()
-        )
-        assert sorted(keys_of(model["optimizer"]["param_groups"][0])) == sorted(adam_group())
+        files = save(str(tmp_path / "0"))
+        assert sorted(files) == [*HOSTS, MODEL]
+        optimizer = files[MODEL]["optimizer"]
+        nothing = absent("param_shapes", "shared_params", "frozen_param_fragments")
+        self.check_model(files[MODEL], torch.float32, optimizer="dict", **nothing)
+        assert list(optimizer["state"]) == [0, 1, 2, 3]
+        moments = [tuple(state["exp_avg"].shape) for state in optimizer["state"].values()]
+        assert moments == list(WEIGHTS.values())
+        assert sorted(keys_of(optimizer["param_groups"][0])) == sorted(adam_group())
 
-    @pytest.mark.parametrize("stage", [0, 1, 2])
-    def test_files_hold_no_more_than_they_need(self, tmpdir: Any, stage: int) -> None:
-        precision = (
-            {"fp16": {"enabled": True, "initial_scale_power": 4}}
-            if stage == 0
-            else {"bf16": {"enabled": True}}
-        )
-        engine = start(config(zero_optimization={"stage": stage}, **precision))
-        train(engine, 2)
-        engine.save_checkpoint(str(tmpdir), tag="t")
-        for path in Path(str(tmpdir), "t").glob("*.pt"):
+    @each(stage=(0, 1, 2))
+    def test_files_hold_no_more_than_they_need(self, tmp_path: Path, stage: int) -> None:
+        fp16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
+        folder = tmp_path / str(stage)
+        saved(folder, 2, tag="t", **zero(stage), **(fp16 if stage == 0 else BF16))
+        for path in folder.glob("t/*.pt"):
             found = list(tensors(torch.load(path, weights_only=False)))
-            assert all(
-                t.untyped_storage().nbytes() == t.numel() * t.element_size() for t in found
-            ), path.name
+            assert all(t.untyped_storage().nbytes() == t.nbytes for t in found), path.name
             # Tied weights once, and a stage-2 file only this rank's part: a whole buffer per view
             # would be many times this.
-            once = {t.data_ptr(): t.numel() * t.element_size() for t in found if t.numel()}
+            once = {t.data_ptr(): t.nbytes for t in found if t.numel()}
             assert path.stat().st_size < sum(once.values()) + 400 * len(found) + 25000, path.name
         dist.barrier()
-        model = torch.load(Path(str(tmpdir), "t", "mp_rank_00_model_states.pt"), weights_only=False)
-        assert (
-            model["module"]["tied.weight"].data_ptr() == model["module"]["again.weight"].data_ptr()
-        )
+        model = torch.load(folder / "t" / MODEL, weights_only=False)
+        tied, again = (model["module"][f"{name}.weight"] for name in ("tied", "again"))
+        assert tied.data_ptr() == again.data_ptr()
         if stage:
             assert model["shared_params"] == {"again.weight": "tied.weight"}
             assert set(model["frozen_param_shapes"]) == {"frozen.weight", "frozen.bias"}
@@ -232,31 +201,31 @@ MAY_WRITE_NAMES = ("checkpoint/constants.py", "checkpoint/file_names.py")
 # Keys of transformers' configurations and of ours.
 OTHER_WORDS = ("layer_types", "layer_specs")
 PARTS_OF_NAMES = (
-    "mp_rank_ zero_pp_rank_ expp_rank_ host_state_rank_ window_rank_ layer_ _states.pt .dcp "
-    ".distcp .saving .replaced .removed .converting manifest.json"
-).split()
+    *("mp_rank_", "zero_pp_rank_", "expp_rank_", "host_state_rank_", "window_rank_", "layer_"),
+    *("_states.pt", ".dcp", ".distcp", ".saving", ".replaced", ".removed", ".converting"),
+    "manifest.json",
+)
 
 
 def test_names_are_upstreams() -> None:
-    assert file_names.model_file(3) == "mp_rank_03_model_states.pt"
-    assert file_names.stage3_model_file(12, 3) == "zero_pp_rank_12_mp_rank_03_model_states.pt"
-    assert (
-        file_names.optimizer_file(12, 3, bf16=False) == "zero_pp_rank_12_mp_rank_03_optim_states.pt"
-    )
-    assert (
-        file_names.optimizer_file(0, 113, bf16=True)
-        == "bf16_zero_pp_rank_0_mp_rank_113_optim_states.pt"
-    )
-    assert file_names.expert_optimizer_file(2, 0) == "expp_rank_2_mp_rank_00_optim_states.pt"
-    assert file_names.expert_file(1, 12, 3) == "layer_1_expert_12_mp_rank_03_model_states.pt"
     layer = file_names.layer_id(7)
-    assert file_names.layer_file(layer, "") == "layer_07-model_states.pt"
-    assert file_names.layer_file(layer, "model_01") == "layer_07-model_01-model_states.pt"
-    assert file_names.layer_file_glob(7) == "layer_07-*model_states.pt"
-    assert file_names.host_file(11) == "host_state_rank_11.pt"
-    assert file_names.window_file(11) == "window_rank_11.pt"
-    assert file_names.state_file("exp_avg") == "exp_avg.pt"
-    assert file_names.default_tag(1000) == "global_step1000"
+    shard = file_names.optimizer_file
+    names = {
+        file_names.model_file(3): "mp_rank_03_model_states.pt",
+        file_names.stage3_model_file(12, 3): "zero_pp_rank_12_mp_rank_03_model_states.pt",
+        shard(12, 3, bf16=False): "zero_pp_rank_12_mp_rank_03_optim_states.pt",
+        shard(0, 113, bf16=True): "bf16_zero_pp_rank_0_mp_rank_113_optim_states.pt",
+        file_names.expert_optimizer_file(2, 0): "expp_rank_2_mp_rank_00_optim_states.pt",
+        file_names.expert_file(1, 12, 3): "layer_1_expert_12_mp_rank_03_model_states.pt",
+        file_names.layer_file(layer, ""): "layer_07-model_states.pt",
+        file_names.layer_file(layer, "model_01"): "layer_07-model_01-model_states.pt",
+        file_names.layer_file_glob(7): "layer_07-*model_states.pt",
+        file_names.host_file(11): "host_state_rank_11.pt",
+        file_names.window_file(11): "window_rank_11.pt",
+        file_names.state_file("exp_avg"): "exp_avg.pt",
+        file_names.default_tag(1000): "global_step1000",
+    }
+    assert list(names) == list(names.values())
 
 
 @pytest.mark.parametrize("rank", [0, 7, 130])
@@ -319,6 +288,6 @@ def test_only_one_module_makes_names() -> None:
             for line, text in literals(ast.parse(path.read_text())):
                 if name in MAY_WRITE_NAMES or text in OTHER_WORDS:
                     continue
-                if any(text.startswith(part) or text.endswith(part) for part in PARTS_OF_NAMES):
+                if text.startswith(PARTS_OF_NAMES) or text.endswith(PARTS_OF_NAMES):
                     found.append(f"{name}:{line}: {text!r}")
     assert found == []

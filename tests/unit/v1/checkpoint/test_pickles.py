@@ -30,6 +30,8 @@ from deepspeed.checkpoint.constants import PICKLED_CLASSES
 from deepspeed.checkpoint.file_writer import file_record
 from deepspeed.checkpoint.files import CheckpointError, read_file, safe_classes
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
+from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheckpointEngine
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import zero_to_fp32
@@ -38,19 +40,25 @@ from unit.common import DistributedTest
 
 from . import test_experts
 from . import test_pipeline as pipeline
-from .runs import BF16, config, differences, look, start, train
+from .runs import (
+    BF16,
+    TAG,
+    UNIVERSAL,
+    Call,
+    config,
+    convert,
+    differences,
+    look,
+    on_rank_0,
+    output_of,
+    refused,
+    saved,
+    start,
+    train,
+    zero,
+)
 
 MODEL = "mp_rank_00_model_states.pt"
-
-
-class Call:
-    """Is pickled as the instruction to call `function` with `arguments`."""
-
-    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
-        self.called = (function, arguments)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return self.called
 
 
 class Stateful:
@@ -65,10 +73,12 @@ class Stateful:
 
 def attacks(marker: str) -> dict[str, Any]:
     """Objects that make the file `marker` when a plain unpickler reads them."""
-    inner = io.BytesIO()
-    torch.save(Call(os.system, f"touch {marker}"), inner)
+    inner, touch = io.BytesIO(), f"touch {marker}"
+    system = Call(os.system, touch)
+    torch.save(system, inner)
+    rebuilt = torch._utils._rebuild_parameter_with_state
     return {
-        "system": Call(os.system, f"touch {marker}"),
+        "system": system,
         "open": Call(open, marker, "w"),
         "eval": Call(eval, f"open({marker!r}, 'w')"),
         "exec": Call(exec, f"open({marker!r}, 'w')"),
@@ -76,17 +86,9 @@ def attacks(marker: str) -> dict[str, Any]:
         "state": Stateful(marker),
         # What torch's own files call, given something else to call or to read.
         "storage": Call(torch.storage._load_from_bytes, inner.getvalue()),  # type: ignore[no-untyped-call]
-        "rebuilt type": Call(
-            torch._tensor._rebuild_from_type_v2, os.system, int, (f"touch {marker}",), {}
-        ),
-        "rebuilt parameter": Call(
-            torch._utils._rebuild_parameter_with_state,
-            Call(os.system, f"touch {marker}"),
-            False,
-            {},
-            {},
-        ),
-        "key": {Call(os.system, f"touch {marker}"): 1},
+        "rebuilt type": Call(torch._tensor._rebuild_from_type_v2, os.system, int, (touch,), {}),
+        "rebuilt parameter": Call(rebuilt, system, False, {}, {}),
+        "key": {system: 1},
     }
 
 
@@ -118,17 +120,12 @@ FORMATS: dict[str, Callable[[Any, Path], None]] = {
     "plain": save_plain,
     "beside": save_beside,
 }
-ENGINES = "deepspeed.runtime.checkpoint_engine"
 READERS: dict[str, Callable[[str], Any]] = {
     "read_file": read_file,
     "read_file mapped": lambda path: read_file(path, mmap=True),
     "zero_to_fp32": lambda path: zero_to_fp32._read(path),
-    "torch": lambda path: (
-        pytest.importorskip(f"{ENGINES}.torch_checkpoint_engine").TorchCheckpointEngine().load(path)
-    ),
-    "fast": lambda path: (
-        pytest.importorskip(f"{ENGINES}.fast_checkpoint_engine").FastCheckpointEngine().load(path)
-    ),
+    "torch": lambda path: TorchCheckpointEngine().load(path),
+    "fast": lambda path: FastCheckpointEngine().load(path),
 }
 
 
@@ -200,13 +197,8 @@ def test_a_tool_reads_all_of_them_without_the_engine(tmp_path: Path) -> None:
         SubparamShape(["a"], (2, 3), 0),
     ]
     torch.save(content, tmp_path / "file.pt")
-    read = subprocess.run(
-        [sys.executable, "-c", READ_ALONE, str(tmp_path / "file.pt")],
-        capture_output=True,
-        text=True,
-    )
-    assert read.returncode == 0, read.stderr
-    assert read.stdout.split() == list(PICKLED_CLASSES)
+    read = output_of(sys.executable, "-c", READ_ALONE, tmp_path / "file.pt")
+    assert read.split() == list(PICKLED_CLASSES)
 
 
 @contextlib.contextmanager
@@ -235,42 +227,28 @@ def planted(
 
 
 def refuse(
-    engine: Any,
-    see: Callable[[Any], Any],
-    load_dir: str,
-    tag: str,
-    names: Sequence[str],
-    **options: Any,
+    engine: Any, see: Callable[[Any], Any], folder: Path, names: Sequence[str], **options: Any
 ) -> None:
-    """With an attack in one of the files no rank loads; with the real ones back, all do.
-
-    Args:
-        engine: Loads; all ranks call this.
-        see: Returns what must not change.
-        load_dir: Folder of the tags.
-        tag: Which.
-        names: The files.
-        options: Of `load_checkpoint`.
+    """With an attack in one of these files no rank loads the folder of a tag, and what `see` gives
+    stays; with the real ones back, all load. All ranks call this.
     """
-    marker = os.path.join(load_dir, "ran")
+    load_dir, marker = folder.parent, str(folder.parent / "ran")
     for number, name in enumerate(names):
         for form in ("zip", "legacy"):
             attack = ATTACKS[(2 * number + len(form)) % len(ATTACKS)]
             before = copy.deepcopy(see(engine))
             dist.barrier()
-            with (
-                planted(Path(load_dir, tag), name, marker, attack, form)
-                if dist.get_rank() == 0
-                else contextlib.nullcontext()
-            ):
+            with contextlib.ExitStack() as stack:
+                if dist.get_rank() == 0:
+                    stack.enter_context(planted(folder, name, marker, attack, form))
                 dist.barrier()
-                with pytest.raises(CheckpointError, match=f"{Path(name).name}.* cannot be read"):
-                    engine.load_checkpoint(load_dir, tag=tag, **options)
+                with refused(f"{Path(name).name}.* cannot be read"):
+                    engine.load_checkpoint(load_dir, tag=folder.name, **options)
                 assert differences(before, see(engine)) == [], (name, attack, form)
                 dist.barrier()
             assert not os.path.exists(marker), (name, attack, form)
     dist.barrier()
-    engine.load_checkpoint(load_dir, tag=tag, **options)
+    engine.load_checkpoint(load_dir, tag=folder.name, **options)
 
 
 def weights(engine: Any) -> dict[str, Any]:
@@ -284,109 +262,56 @@ class TestEngines(DistributedTest):
     world_size = 2
     exec_timeout = 120
 
-    def test_shards(self, tmpdir: Any) -> None:
-        engine = start(config(**BF16, zero_optimization={"stage": 2}))
-        train(engine, 1)
-        engine.save_checkpoint(str(tmpdir), tag="t")
-        model, others = (
-            MODEL,
-            ["bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "host_state_rank_1.pt"],
-        )
-        refuse(engine, look, str(tmpdir), "t", [model, *others])
-        refuse(engine, look, str(tmpdir), "t", [model], load_module_only=True)
-        refuse(
-            engine,
-            look,
-            str(tmpdir),
-            "t",
-            [model, *others],
-            load_module_strict=False,
-            load_optimizer_states=True,
-        )
-
-    def test_layers(self, tmpdir: Any) -> None:
-        engine = pipeline.make(2, **BF16, zero_optimization={"stage": 1})
-        pipeline.train(engine, 1)
-        engine.save_checkpoint(str(tmpdir), tag="t")
-        refuse(engine, weights, str(tmpdir), "t", ["layer_05-model_states.pt", MODEL])
-        refuse(
-            engine, weights, str(tmpdir), "t", ["layer_05-model_states.pt"], load_module_only=True
-        )
+    def test_shards_programs_and_universal(self, tmp_path: Path) -> None:
+        engine = saved(tmp_path, **BF16, **zero(2))
+        folder, marker = tmp_path / "global_step1", tmp_path / "ran"
+        shard = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+        every = [MODEL, shard, "host_state_rank_1.pt"]
+        refuse(engine, look, folder, every)
+        refuse(engine, look, folder, [MODEL], load_module_only=True)
+        options = {"load_module_strict": False, "load_optimizer_states": True}
+        refuse(engine, look, folder, every, **options)
         dist.barrier()
-        if dist.get_rank() == 0:
-            folder, marker = Path(str(tmpdir), "t"), str(tmpdir.join("ran"))
-            with planted(folder, "layer_00-model_states.pt", marker, "eval"):
-                with pytest.raises(CheckpointError, match="layer_00"):
-                    engine.module.load_state_dir(str(folder))
-            assert not os.path.exists(marker)
-
-    def test_experts(self, tmpdir: Any) -> None:
-        engine = test_experts.make(2, 1)
-        test_experts.train(engine, 1)
-        engine.save_checkpoint(str(tmpdir), tag="t")
-        names = [
-            "layer_1_expert_3_mp_rank_00_model_states.pt",
-            "expp_rank_1_mp_rank_00_optim_states.pt",
-        ]
-        refuse(engine, weights, str(tmpdir), "t", names)
-
-
-class TestPrograms(DistributedTest):
-    """Commands and functions that read a folder without an engine, and what they write."""
-
-    world_size = 2
-    exec_timeout = 120
-
-    def test_zero_to_fp32(self, tmpdir: Any) -> None:
-        engine = start(config(**BF16, zero_optimization={"stage": 2}))
-        engine.save_checkpoint(str(tmpdir), tag="t")
-        marker, out = str(tmpdir.join("ran")), str(tmpdir.join("out"))
-        dist.barrier()
-        for name in (
-            (MODEL, "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
-            if dist.get_rank() == 0
-            else ()
-        ):
-            with planted(Path(str(tmpdir), "t"), name, marker):
-                with pytest.raises(ValueError, match=rf"{name} \(\d+ bytes\) cannot be read"):
-                    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(str(tmpdir), out)
-                with pytest.raises(ValueError, match=rf"{name} \(\d+ bytes\) cannot be read"):
-                    zero_to_fp32.load_state_dict_from_zero_checkpoint(engine.module, str(tmpdir))
+        # Commands and functions that read a folder without an engine, and what they write.
+        out = str(tmp_path / "out")
+        for name in (MODEL, shard) if dist.get_rank() == 0 else ():
+            with planted(folder, name, str(marker)):
+                unread = rf"{name} \(\d+ bytes\) cannot be read"
+                with pytest.raises(ValueError, match=unread):
+                    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), out)
+                with pytest.raises(ValueError, match=unread):
+                    zero_to_fp32.load_state_dict_from_zero_checkpoint(engine.module, str(tmp_path))
                 with pytest.raises(SystemExit, match="1"):
-                    zero_to_fp32.main([str(tmpdir), out])
-            assert not os.path.exists(marker) and not os.path.exists(out)
-
-    def test_universal(self, tmpdir: Any) -> None:
-        from deepspeed.checkpoint.ds_to_universal import main, parse_arguments
-
-        engine = start(config(**BF16, zero_optimization={"stage": 2}))
-        train(engine, 1)
-        engine.save_checkpoint(str(tmpdir), tag="t")
-        marker, folder, universal = (
-            str(tmpdir.join("ran")),
-            Path(str(tmpdir), "t"),
-            Path(str(tmpdir), "u"),
-        )
-        options = [
-            "--input_folder",
-            str(folder),
-            "--output_folder",
-            str(universal),
-            "--inject_missing_state",
-        ]
-        dist.barrier()
-        if dist.get_rank() == 0:
-            for name in (MODEL, "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"):
-                with planted(folder, name, marker):
-                    with pytest.raises(CheckpointError, match=f"{name}.* cannot be read"):
-                        main(parse_arguments(options))
-                assert not universal.exists() and not os.path.exists(marker)
-            main(parse_arguments(options))
-        loading = start(
-            config(**BF16, zero_optimization={"stage": 1}, checkpoint={"load_universal": True}),
-            seed=2,
-        )
+                    zero_to_fp32.main([str(tmp_path), out])
+                with refused(f"{name}.* cannot be read"):
+                    convert(tmp_path, "--inject_missing_state")
+            assert not any(os.path.exists(path) for path in (marker, out, tmp_path / TAG))
+        on_rank_0(lambda: convert(tmp_path, "--inject_missing_state"))
+        loading = start(config(**BF16, **zero(1), **UNIVERSAL), seed=2)
         train(loading, 1)
         of_weight = ["zero/first.weight/fp32.pt", "zero/first.weight/exp_avg.pt"]
-        refuse(loading, look, str(tmpdir), "u", [*of_weight, "zero/optimizer_state.pt", MODEL])
+        parts = [*of_weight, "zero/optimizer_state.pt", MODEL]
+        refuse(loading, look, tmp_path / TAG, parts)
         assert differences(weights(engine)["first.weight"], weights(loading)["first.weight"]) == []
+
+    def test_layers(self, tmp_path: Path) -> None:
+        engine = pipeline.make(2, **BF16, **zero(1))
+        pipeline.train(engine, 1)
+        engine.save_checkpoint(tmp_path, tag="t")
+        folder, marker = tmp_path / "t", tmp_path / "ran"
+        refuse(engine, weights, folder, ["layer_05-model_states.pt", MODEL])
+        refuse(engine, weights, folder, ["layer_05-model_states.pt"], load_module_only=True)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            with planted(folder, "layer_00-model_states.pt", str(marker), "eval"):
+                with refused("layer_00"):
+                    engine.module.load_state_dir(str(folder))
+            assert not marker.exists()
+
+    def test_experts(self, tmp_path: Path) -> None:
+        engine = test_experts.make(2, 1)
+        test_experts.train(engine, 1)
+        engine.save_checkpoint(tmp_path, tag="t")
+        expert = "layer_1_expert_3_mp_rank_00_model_states.pt"
+        names = [expert, "expp_rank_1_mp_rank_00_optim_states.pt"]
+        refuse(engine, weights, tmp_path / "t", names)

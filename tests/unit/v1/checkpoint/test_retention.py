@@ -14,10 +14,13 @@ from deepspeed.checkpoint.manifest import newest_common_tag, published_tags, rem
 from deepspeed.runtime.checkpointing import background_save
 from deepspeed.runtime.checkpointing.folders import StorageNode
 from unit.common import DistributedTest
+from unit.v1.looping import each
 
 from . import test_experts
 from . import test_pipeline as pipeline
-from .runs import config, differences, look, start, train
+from .runs import BF16, config, differences, look, saved, start, train, zero
+
+BESIDE = ["latest", "zero_to_fp32.py"]
 
 
 def publish(folder: Path, *tags: str) -> None:
@@ -78,33 +81,29 @@ def test_the_tag_that_all_nodes_have() -> None:
 class TestSaving(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("decoupled", [False, True])
-    def test_three_saves_leave_two(self, tmpdir: Any, decoupled: bool) -> None:
+    @each(decoupled=(False, True))
+    def test_three_saves_leave_two(self, tmp_path: Path, decoupled: bool) -> None:
         keys = {"checkpoint": {"keep_last": 2, "writer": {"decoupled": decoupled}}}
         engine = start(config(**keys))
+        folder = tmp_path / str(decoupled)
         for _ in range(3):
             train(engine, 1)
-            engine.save_checkpoint(str(tmpdir))
+            engine.save_checkpoint(folder)
         for save in background_save.in_flight:
             save.join()
-        assert sorted(os.listdir(str(tmpdir))) == [
-            "global_step2",
-            "global_step3",
-            "latest",
-            "zero_to_fp32.py",
-        ]
+        assert sorted(os.listdir(folder)) == ["global_step2", "global_step3", *BESIDE]
         other = start(config(**keys), seed=2)
-        assert other.load_checkpoint(str(tmpdir))[0] == str(tmpdir.join("global_step3"))
+        assert other.load_checkpoint(folder)[0] == str(folder / "global_step3")
         assert differences(look(engine), {**look(other), "random": look(engine)["random"]}) == []
+        # A tag that is overwritten is one.
+        for tag in ("A", "B", "B", "B"):
+            engine.save_checkpoint(folder, tag=tag)
+        engine.destroy()
+        dist.barrier()
+        assert sorted(os.listdir(folder)) == ["A", "B", *BESIDE]
 
-    def test_an_overwritten_tag_is_one(self, tmpdir: Any) -> None:
-        engine = start(config(checkpoint={"keep_last": 2}))
-        for tag in ("one", "two", "two", "two"):
-            engine.save_checkpoint(str(tmpdir), tag=tag)
-        assert sorted(os.listdir(str(tmpdir))) == ["latest", "one", "two", "zero_to_fp32.py"]
 
-
-LOCAL: dict[str, Any] = {"use_node_local_storage": True}
+LOCAL: dict[str, Any] = {"checkpoint": {"use_node_local_storage": True}}
 
 
 def place_on_nodes(folder: Any) -> Path:
@@ -114,13 +113,8 @@ def place_on_nodes(folder: Any) -> Path:
     return Path(str(folder), f"node{node}")
 
 
-def files(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("*.pt"))
-
-
-def hosts() -> list[str]:
-    first = dist.get_rank() // 2 * 2
-    return [f"host_state_rank_{rank}.pt" for rank in (first, first + 1)]
+def plain(seed: int, **keys: Any) -> Any:
+    return start(config(**keys), seed)
 
 
 class TestTwoNodes(DistributedTest):
@@ -129,89 +123,55 @@ class TestTwoNodes(DistributedTest):
     world_size = 4
 
     def resumes(
-        self, folder: Path, make: Callable[[int], Any], run: Callable[[Any, int], Any]
+        self, folder: Path, make: Callable[..., Any], run: Callable[[Any, int], Any], **keys: Any
     ) -> list[str]:
         """Save, go on, and go on from that with another engine; returns this node's files."""
-        engine = make(1)
+        engine, other = (make(seed=seed, **keys, **LOCAL) for seed in (1, 2))
         run(engine, 1)
-        engine.save_checkpoint(str(folder), tag="t")
+        engine.save_checkpoint(folder, tag="t")
         straight = run(engine, 1)
-        other = make(2)
-        other.load_checkpoint(str(folder))
+        other.load_checkpoint(folder)
         assert differences(straight, run(other, 1)) == []
-        assert sorted(os.listdir(folder)) == ["latest", "t", "zero_to_fp32.py"]
-        return files(folder / "t")
+        assert sorted(os.listdir(folder)) == sorted([*BESIDE, "t"])
+        return sorted(path.name for path in (folder / "t").glob("*.pt"))
 
-    def test_each_node_has_what_its_ranks_load(self, tmpdir: Any) -> None:
-        folder = place_on_nodes(tmpdir)
-        first = dist.get_rank() // 2 * 2
-        zero = [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(4)]
-        for stage in (0, 2):
-            keys = {
-                "bf16": {"enabled": True},
-                "zero_optimization": {"stage": stage},
-                "checkpoint": LOCAL,
-            }
-            found = self.resumes(
-                folder / f"stage{stage}", lambda seed, keys=keys: start(config(**keys), seed), train
-            )
-            own = zero[first : first + 2] if stage else []
-            assert found == sorted([*own, *hosts(), "mp_rank_00_model_states.pt"])
+    def test_each_node_has_what_its_ranks_load(self, tmp_path: Path) -> None:
+        folder = place_on_nodes(tmp_path)
+        node = dist.get_rank() // 2
+        ranks = (2 * node, 2 * node + 1)
+        always = [*(f"host_state_rank_{rank}.pt" for rank in ranks), "mp_rank_00_model_states.pt"]
+        for number, (keys, own) in enumerate(
+            ((zero(0), ()), (zero(2), ranks), (zero(2, num_optimizer_instances=2), (0, 1)))
+        ):
+            found = self.resumes(folder / str(number), plain, train, **BF16, **keys)
+            shards = [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in own]
+            assert found == sorted([*shards, *always])
 
-    def test_instances_on_two_nodes(self, tmpdir: Any) -> None:
-        folder = place_on_nodes(tmpdir)
-        keys = {
-            "bf16": {"enabled": True},
-            "zero_optimization": {"stage": 2, "num_optimizer_instances": 2},
-            "checkpoint": LOCAL,
-        }
-        found = self.resumes(folder, lambda seed: start(config(**keys), seed), train)
-        shards = [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
-        assert found == sorted([*shards, *hosts(), "mp_rank_00_model_states.pt"])
+        found = self.resumes(folder / "stages", pipeline.make, pipeline.train, stages=2)
+        parts = [f"mp_rank_0{stage}_model_states.pt" in found for stage in (node, 1 - node)]
+        assert parts == [True, False]
 
-    def test_stages_of_a_pipeline_on_two_nodes(self, tmpdir: Any) -> None:
-        folder = place_on_nodes(tmpdir)
-        stage = dist.get_rank() // 2
-        found = self.resumes(
-            folder, lambda seed: pipeline.make(2, seed, checkpoint=LOCAL), pipeline.train
-        )
-        assert (
-            f"mp_rank_0{stage}_model_states.pt" in found
-            and f"mp_rank_0{1 - stage}_model_states.pt" not in found
-        )
+    def test_experts_on_two_nodes(self, tmp_path: Path) -> None:
+        def run(engine: Any, steps: int) -> Any:
+            test_experts.train(engine, steps)
+            return test_experts.by_name(engine)
 
-    def test_experts_on_two_nodes(self, tmpdir: Any) -> None:
-        folder = place_on_nodes(tmpdir)
-        for number, case in enumerate(("fp32-0", "bf16-1")):
-            keys = {**test_experts.CASES[case], "checkpoint": LOCAL}
-
-            def run(engine: Any, steps: int) -> Any:
-                test_experts.train(engine, steps)
-                return test_experts.by_name(engine)
-
+        folder = place_on_nodes(tmp_path)
+        for case in ("fp32-0", "bf16-1"):
+            keys = test_experts.CASES[case]
+            found = self.resumes(folder / case, test_experts.make, run, ep_size=2, **keys)
             # All experts are on both nodes: each node writes all of them.
-            found = self.resumes(
-                folder / str(number),
-                lambda seed, keys=keys: test_experts.make(2, seed, **keys),
-                run,
-            )
             assert sum("_expert_" in name for name in found) == 2 * test_experts.EXPERTS
 
-    def test_a_node_that_was_killed_before_it_published(self, tmpdir: Any) -> None:
+    def test_a_node_that_was_killed_before_it_published(self, tmp_path: Path) -> None:
         """Kills: nodes that load different checkpoints, half of the ranks at a newer one."""
-        folder = place_on_nodes(tmpdir)
-        checkpoint = {**LOCAL, "writer": {"decoupled": True}}
-        keys = {
-            "bf16": {"enabled": True},
-            "zero_optimization": {"stage": 1},
-            "checkpoint": checkpoint,
-        }
-        engine = start(config(**keys))
-        train(engine, 1)
-        engine.save_checkpoint(str(folder), tag="old")
+        folder = place_on_nodes(tmp_path)
+        checkpoint = {**LOCAL["checkpoint"], "writer": {"decoupled": True}}
+        keys = {**BF16, **zero(1), "checkpoint": checkpoint}
+        engine = saved(folder, tag="old", **keys)
         before = look(engine)
         train(engine, 1)
-        engine.save_checkpoint(str(folder), tag="new")
+        engine.save_checkpoint(folder, tag="new")
         for save in background_save.in_flight:
             save.join()
         assert (folder / "latest").read_text() == "new"
@@ -221,24 +181,18 @@ class TestTwoNodes(DistributedTest):
             (folder / "latest").write_text("old")
         dist.barrier()
         other = start(config(**keys), seed=2)
-        assert other.load_checkpoint(str(folder))[0] == str(folder / "old")
+        assert other.load_checkpoint(folder)[0] == str(folder / "old")
         assert differences(before, look(other)) == []
-
-    def test_one_node_cannot_be_told_from_two(self, tmpdir: Any) -> None:
-        place_on_nodes(tmpdir)
+        # One node that cannot be told from two.
         os.environ["CROSS_RANK"] = "0"
-        engine = start(config(checkpoint=LOCAL))
-        with pytest.raises(
-            ValueError, match=r"use_node_local_storage: ranks of one node have the same local rank"
-        ):
-            engine.save_checkpoint(str(tmpdir))
+        same = "use_node_local_storage: ranks of one node have the same local rank"
+        with pytest.raises(ValueError, match=same):
+            saved(tmp_path, 0, **LOCAL)
 
 
 def test_who_writes_and_who_shares() -> None:
     """Kills: the first of all ranks instead of the first that shares the folder."""
-    node = StorageNode(2, (2, 3), (0, 2))
+    node, other = (StorageNode(rank, (2, 3), (0, 2)) for rank in (2, 3))
     assert node.publishes and node.is_first([0, 1, 2, 3]) and node.share([0, 1, 2]) == (0, 1)
-    assert StorageNode(3, (2, 3), (0, 2)).share([1, 3, 2]) == (1, 2)
-    assert not StorageNode(3, (2, 3), (0, 2)).publishes
-    assert not StorageNode(3, (2, 3), (0, 2)).is_first([0, 2, 3])
-    assert StorageNode(3, (2, 3), (0, 2)).is_first([0, 1, 3])
+    assert not other.publishes and other.share([1, 3, 2]) == (1, 2)
+    assert other.is_first([0, 1, 3]) and not other.is_first([0, 2, 3])
