@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import os
 import pickle
@@ -70,15 +71,14 @@ class Case(NamedTuple):
 
 WORLD = 2
 ASYNC = {"writer": {"type": "fast", "decoupled": True}}
-ZERO1, ZERO2 = ({"zero_optimization": {"stage": stage}} for stage in (1, 2))
 CASES = (
-    Case("zero2-bf16", {**runs.BF16, **ZERO2}),
-    Case("zero1-fp16-async", {"fp16": {"enabled": True}, **ZERO1, "checkpoint": ASYNC}),
+    Case("zero2-bf16", {**runs.BF16, **runs.zero(2)}),
+    Case("zero1-fp16-async", {"fp16": {"enabled": True}, **runs.zero(1), "checkpoint": ASYNC}),
     Case("stage0-one-tag", {}, one_tag=True),
-    Case("zero2-async-keep2", {**ZERO2, "checkpoint": {**ASYNC, "keep_last": 2}}),
-    Case("zero2-async-one-tag", {**ZERO2, "checkpoint": ASYNC}, one_tag=True),
-    Case("pipeline-async", {**runs.BF16, **ZERO1, "checkpoint": ASYNC}, stages=2),
-    Case("pipeline-keep1", {**ZERO1, "checkpoint": {"keep_last": 1}}, stages=2),
+    Case("zero2-async-keep2", {**runs.zero(2), "checkpoint": {**ASYNC, "keep_last": 2}}),
+    Case("zero2-async-one-tag", {**runs.zero(2), "checkpoint": ASYNC}, one_tag=True),
+    Case("pipeline-async", {**runs.BF16, **runs.zero(1), "checkpoint": ASYNC}, stages=2),
+    Case("pipeline-keep1", {**runs.zero(1), "checkpoint": {"keep_last": 1}}, stages=2),
 )
 
 
@@ -89,6 +89,9 @@ class Kill(NamedTuple):
     save: int
     operation: int | None
     delay_s: float
+
+
+Tell = Callable[[str, int, Any], None]
 
 
 class Progress:
@@ -121,41 +124,25 @@ class Progress:
 def digest(engine: Any, case: Case) -> str:
     """A hash of all that a resumed run has in common with an unbroken one, of this rank."""
     if case.stages:
-        seen = {
-            **runs.by_name(engine),
-            "steps": engine.global_steps,
-            "random": torch.get_rng_state(),
-        }
+        seen = {**runs.by_name(engine), **runs.progress(engine)}
     else:
         seen = runs.look(engine)
         # The end of an epoch and the start of the next are one position; a wrong one shows in the
         # next step.
         del seen["data"]
-    found = hashlib.sha256()
-    for key in sorted(seen):
-        value = seen[key]
-        data = (
-            value.contiguous().flatten().view(torch.uint8).numpy().tobytes()
-            if isinstance(value, torch.Tensor)
-            else _plain(value)
-        )
-        found.update(key.encode() + data)
-    return found.hexdigest()[:16]  # all steps go through a pipe in one write
+    # All steps go through a pipe in one write.
+    return hashlib.sha256(_plain(sorted(seen.items()))).hexdigest()[:16]
 
 
 def _plain(value: Any) -> bytes:
-    return (
-        b"".join(map(_plain, value))
-        if isinstance(value, (tuple, list))
-        else repr(_whole(value)).encode()
-    )
-
-
-def _whole(value: Any) -> Any:
-    """torch shortens long tensors in their text."""
+    """All of it: torch shortens long tensors in their text."""
     if isinstance(value, torch.Tensor):
-        return value.tolist()
-    return {key: _whole(item) for key, item in value.items()} if isinstance(value, dict) else value
+        return value.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    if isinstance(value, dict):
+        value = list(value.items())
+    return (
+        b"".join(map(_plain, value)) if isinstance(value, (tuple, list)) else repr(value).encode()
+    )
 
 
 def _start(case: Case) -> Any:
@@ -176,10 +163,8 @@ def _die_after(operations: int, folder: str) -> Callable[[], None]:
         nonlocal left
         if not armed or not (event == "open" or event.startswith(("os.", "shutil."))):
             return
-        if any(
-            isinstance(value, (str, os.PathLike)) and os.fspath(value).startswith(folder)
-            for value in arguments
-        ):
+        paths = [os.fspath(value) for value in arguments if isinstance(value, (str, os.PathLike))]
+        if any(path.startswith(folder) for path in paths):
             left -= 1
             if left <= 0:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -193,18 +178,11 @@ def _die_after(operations: int, folder: str) -> Callable[[], None]:
 
 
 def _rank(
-    case: Case,
-    rank: int,
-    port: int,
-    folder: str,
-    tell: Callable[..., None],
-    kill: Kill | None,
-    steps: list[str],
+    case: Case, rank: int, port: int, folder: str, kill: Kill | None, steps: list[str], tell: Tell
 ) -> None:
     """One rank of a round; with an empty `steps` it is the unbroken run, and fills them."""
-    local = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_SIZE": WORLD}
-    os.environ.update({key: str(value) for key, value in local.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_SIZE=str(WORLD))
+    os.environ.update(WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     engine = _start(case)
     unbroken = not steps
@@ -217,16 +195,11 @@ def _rank(
     engine.load_checkpoint(folder)
     tell("loaded", rank, engine.global_steps)
     if engine.global_steps and digest(engine, case) != steps[engine.global_steps - 1]:
-        tell(
-            "problem",
-            rank,
-            f"what was loaded is not step {engine.global_steps} of the unbroken run",
-        )
-    arm = (
-        _die_after(kill.operation, folder)
-        if kill is not None and kill.rank == rank and kill.operation is not None
-        else None
-    )
+        step = f"step {engine.global_steps} of the unbroken run"
+        tell("problem", rank, f"what was loaded is not {step}")
+    arm = None
+    if kill is not None and kill.rank == rank and kill.operation is not None:
+        arm = _die_after(kill.operation, folder)
     for save in range(min(ROUND_STEPS, LAST_STEP - engine.global_steps)):
         _step(engine, case)
         if digest(engine, case) != steps[engine.global_steps - 1]:
@@ -278,21 +251,17 @@ class Campaign:
         progress = Progress()
         self.folder.mkdir(exist_ok=True)
         with _Ranks(self.case, str(self.folder), kill, self.unbroken, self.logs) as ranks:
-            killed = ranks.follow(progress, None if kill is None else kill)
+            killed = ranks.follow(progress, kill)
         self.kills += killed
         where = f"{self.case.name}, after kill {self.kills} ({kill})"
         if progress.loaded is None and kill is None:
             self.problems.append(f"{where}: nothing could be loaded")
         if progress.loaded is not None and not self.at_least <= progress.loaded <= self.begun:
-            self.problems.append(
-                f"{where}: step {progress.loaded} was loaded; {self.at_least} was saved and "
-                f"{self.begun} begun"
-            )
+            loaded = f"step {progress.loaded} was loaded"
+            self.problems.append(f"{where}: {loaded}; {self.at_least} to {self.begun} were saved")
         # What survivors raise about their lost peer is as it should be.
-        self.problems += [
-            f"{where}: {problem}"
-            for problem in [*progress.problems, *([] if killed else progress.raised)]
-        ]
+        found = progress.problems + ([] if killed else progress.raised)
+        self.problems += [f"{where}: {problem}" for problem in found]
         self.begun = max([self.begun, *progress.begun.values()])
         # What returned is on disk; of an asynchronous save that is so of the one before.
         self.at_least = max(self.at_least, progress.returned - self.case.is_async)
@@ -316,7 +285,9 @@ class _Ranks:
         for rank in range(WORLD):
             pid = os.fork()
             if pid == 0:
-                _become(case, rank, port, folder, outbox, kill, unbroken.get(rank, []), logs)
+                steps = list(unbroken.get(rank, []))
+                run = functools.partial(_rank, case, rank, port, folder, kill, steps)
+                _become(rank, run, outbox, logs)
             self.pids[rank] = pid
         os.close(outbox)
         self.partial = b""
@@ -354,28 +325,24 @@ class _Ranks:
             # A survivor that waits for the dead rank says nothing for as long as it waits.
             return kill is not None and kill.operation is not None and self._is_dead(kill.rank)
 
-        limit = ROUND_LIMIT_S
         first = time.monotonic()
-        for message in self.messages(limit, is_dead):
+        for message in self.messages(ROUND_LIMIT_S, is_dead):
             progress.take(message)
             if kill is not None and message[:2] == ("begin", kill.rank) and kill.operation is None:
                 begun = message[2] - (progress.loaded or 0)
                 if begun == kill.save + 1:
                     time.sleep(kill.delay_s)
-                    self._kill(kill.rank)
+                    os.kill(self.pids[kill.rank], signal.SIGKILL)
                     self._drain(progress)
                     return True
             if is_dead():
                 break
-        if time.monotonic() - first >= limit:
+        if time.monotonic() - first >= ROUND_LIMIT_S:
             progress.problems.append("the ranks neither ended nor died")
         if not is_dead():
             return False
         self._drain(progress)
         return True
-
-    def _kill(self, rank: int) -> None:
-        os.kill(self.pids[rank], signal.SIGKILL)
 
     def _is_dead(self, rank: int) -> bool:
         info = os.waitid(os.P_PID, self.pids[rank], os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -386,16 +353,7 @@ class _Ranks:
             progress.take(message)
 
 
-def _become(
-    case: Case,
-    rank: int,
-    port: int,
-    folder: str,
-    outbox: int,
-    kill: Kill | None,
-    steps: list[str],
-    logs: Path,
-) -> None:
+def _become(rank: int, run: Callable[[Tell], None], outbox: int, logs: Path) -> None:
     """A forked process becomes a rank and never returns."""
 
     def tell(*message: Any) -> None:
@@ -407,7 +365,7 @@ def _become(
         log = os.open(logs / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        _rank(case, rank, port, folder, tell, kill, list(steps))
+        run(tell)
         code = 0
     except BaseException:
         tell("raised", rank, traceback.format_exc()[-1500:])
@@ -434,10 +392,8 @@ def main() -> None:
             campaign.run(arguments.rounds // len(cases) + (index < arguments.rounds % len(cases)))
         problems += campaign.problems
         took = time.monotonic() - began
-        told = (
-            f"{case.name}: {campaign.kills} kills, {len(campaign.problems)} problems, {took:.0f} s"
-        )
-        print(*campaign.problems, told, sep="\n", flush=True)
+        told = f"{campaign.kills} kills, {len(campaign.problems)} problems, {took:.0f} s"
+        print(*campaign.problems, f"{case.name}: {told}", sep="\n", flush=True)
     print(f"seed {arguments.seed}: {arguments.rounds} kills, {len(problems)} problems")
     sys.exit(bool(problems))
 
