@@ -1,6 +1,7 @@
 """The contract suite's configurations: the product of the factors, and a share with all pairs."""
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,16 +39,11 @@ class Case:
     @property
     def name(self) -> str:
         """Short name for failure reports."""
-        switches = [
-            word for word in ("clip", "overlap", "reduce_scatter", "offload") if getattr(self, word)
-        ]
+        switches = ("clip", "overlap", "reduce_scatter", "offload")
         words = (
-            f"world{self.world}",
-            f"stage{self.stage}",
-            self.precision,
-            f"acc{self.accumulation}",
+            f"world{self.world}-stage{self.stage}-{self.precision}-acc{self.accumulation}",
             self.bucket,
-            *switches,
+            *(word for word in switches if getattr(self, word)),
             self.optimizer,
             *([f"instances{self.instances}"] if self.instances > 1 else []),
         )
@@ -74,29 +70,23 @@ INSTANCE_FACTORS: dict[str, tuple[Any, ...]] = {
     "stage": (1, 2),
     "split": ((2, 2), (4, 2)),
 }
+Factors = Mapping[str, Sequence[Any]]
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
-def all_pairs(factors: Mapping[str, Sequence[Any]]) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
+def all_pairs(factors: Factors) -> set[Pair]:
     """Every pair of values of two different factors."""
-    values = {name: [(name, value) for value in options] for name, options in factors.items()}
-    return {
-        pair
-        for a, b in itertools.combinations(values, 2)
-        for pair in itertools.product(values[a], values[b])
-    }
+    values = [[(name, value) for value in options] for name, options in factors.items()]
+    return {pair for two in itertools.combinations(values, 2) for pair in itertools.product(*two)}
 
 
-def pairs_of(
-    row: Mapping[str, Any], factors: Mapping[str, Sequence[Any]]
-) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
+def pairs_of(row: Mapping[str, Any], factors: Factors) -> set[Pair]:
     """The pairs that one row covers, named as `all_pairs` names them."""
-    return {
-        ((a, row[a]), (b, row[b]))
-        for a, b in itertools.combinations([name for name in factors if name in row], 2)
-    }
+    chosen = [(name, row[name]) for name in factors if name in row]
+    return set(itertools.combinations(chosen, 2))
 
 
-def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+def pairwise(factors: Factors) -> list[dict[str, Any]]:
     """Few rows that together cover all pairs of values; greedy, deterministic.
 
     Each row starts from the first pair that is uncovered and takes, factor by factor, the value
@@ -106,9 +96,7 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     factors = dict(sorted(factors.items(), key=lambda factor: -len(factor[1])))
     left = all_pairs(factors)
     order = {pair: i for i, pair in enumerate(sorted(left, key=repr))}
-    used: dict[tuple[str, Any], int] = dict.fromkeys(
-        ((n, v) for n, options in factors.items() for v in options), 0
-    )
+    used: Counter[tuple[str, Any]] = Counter()
     rows = []
     while left:
         row: dict[str, Any] = dict(min(left, key=order.__getitem__))
@@ -127,30 +115,24 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 def pairwise_cases(worlds: tuple[int, ...] = FACTORS["world"]) -> list[Case]:
     """All pairs of values, and a run with a stateful optimizer per precision."""
     cases = [Case(**row) for row in pairwise({**FACTORS, "world": worlds})]
-    with_state = [
-        Case(stage, precision, 3, True, True, True, stage == 2, "tiny", 2, "adamw")
-        for stage, precision in zip(
-            itertools.cycle(FACTORS["stage"]), FACTORS["precision"], strict=False
-        )
-    ]
-    return cases + with_state
+    for number, precision in enumerate(FACTORS["precision"]):
+        stage = number % 3
+        cases.append(Case(stage, precision, 3, True, True, True, stage == 2, "tiny", 2, "adamw"))
+    return cases
 
 
 def instance_cases() -> list[Case]:
     """All pairs of values with several instances, and runs with stateful optimizers."""
-    rows = [dict(row) for row in pairwise(INSTANCE_FACTORS)]
-    splits = [row.pop("split") for row in rows]
-    cases = [
-        Case(**row, world=world, instances=count)
-        for row, (world, count) in zip(rows, splits, strict=True)
-    ]
-    with_state = [
+    cases = []
+    for row in pairwise(INSTANCE_FACTORS):
+        world, count = row.pop("split")
+        cases.append(Case(**row, world=world, instances=count))
+    return cases + [
         Case(1, "fp16", 3, True, True, True, False, "tiny", 4, "adamw", 2),
         Case(2, "bf16", 3, False, True, False, True, "huge", 4, "adamw", 2),
         Case(1, "bf16+fp32", 1, True, False, True, False, "exact", 4, "adamw", 2),
         Case(2, "fp32", 1, True, True, True, True, "tiny", 4, "adamw", 4),
     ]
-    return cases + with_state
 
 
 def product_cases() -> list[Case]:

@@ -1,10 +1,13 @@
 """The contract suite's small model and data: every kind of parameter that can be got wrong."""
 
+import itertools
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from unit.models import tokens
 
 VOCABULARY = 13
 ROWS = 3  # samples in a micro-batch of one rank
@@ -62,18 +65,15 @@ class ContractModel(nn.Module):
 
     def rise(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, 7] -> [rows, 9]."""
-        result: torch.Tensor = self.twice(self.lift(x).tanh())
-        return result
+        return self.twice(self.lift(x).tanh())
 
     def again(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, 9] -> [rows, 9]."""
-        result: torch.Tensor = self.twice(x)
-        return result
+        return self.twice(x)
 
     def detour(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, 9] -> [rows, 7]."""
-        result: torch.Tensor = self.back(self.wide(x).tanh())
-        return result
+        return self.back(self.wide(x).tanh())
 
 
 class Pair(nn.Module):
@@ -84,9 +84,7 @@ class Pair(nn.Module):
         self.first, self.second = first, second
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Both, one after the other."""
-        result: torch.Tensor = self.second(self.first(x).tanh())
-        return result
+        return self.second(self.first(x).tanh())
 
 
 class ModelOfBlocks(ContractModel):
@@ -105,16 +103,13 @@ class ModelOfBlocks(ContractModel):
         return name
 
     def rise(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.pairs[0](x)
-        return result
+        return self.pairs[0](x)
 
     def again(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.pairs[0].second(x)
-        return result
+        return self.pairs[0].second(x)
 
     def detour(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.pairs[1](x)
-        return result
+        return self.pairs[1](x)
 
 
 _PLAIN_NAMES = {
@@ -148,19 +143,14 @@ def takes_branch(step: int, rank: int, micro: int, world: int) -> bool:
 
 def micro_batch(step: int, rank: int, micro: int, world: int) -> Batch:
     """What `rank` sees in micro-batch `micro` of `step`: different for each."""
-    generator = torch.Generator().manual_seed(1_000 * step + 100 * rank + micro)
-    tokens = torch.randint(VOCABULARY, (ROWS,), generator=generator)
-    labels = torch.randint(VOCABULARY, (ROWS,), generator=generator)
-    return Batch(tokens, labels, torch.full((ROWS,), float(takes_branch(step, rank, micro, world))))
+    branch = torch.full((ROWS,), float(takes_branch(step, rank, micro, world)))
+    return Batch(*tokens(1_000 * step + 100 * rank + micro, VOCABULARY, 2, ROWS), branch)
 
 
 def global_batch(step: int, world: int, accumulation: int) -> list[Batch]:
     """All micro-batches of all ranks of a step."""
-    return [
-        micro_batch(step, rank, micro, world)
-        for rank in range(world)
-        for micro in range(accumulation)
-    ]
+    indices = itertools.product(range(world), range(accumulation))
+    return [micro_batch(step, rank, micro, world) for rank, micro in indices]
 
 
 def concatenated(batches: list[Batch]) -> Batch:

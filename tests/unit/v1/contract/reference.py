@@ -78,11 +78,8 @@ def gradients(model: ContractModel, batch: Batch, loss_factor: float) -> Tensors
     """Gradient of the loss times `loss_factor`; zero for parameters that take no part."""
     model.zero_grad(set_to_none=True)
     (model(*batch) * loss_factor).backward()
-    params = trainable(model)
-    return {
-        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-        for name, p in params.items()
-    }
+    named = ((name, param, param.grad) for name, param in trainable(model).items())
+    return {n: torch.zeros_like(p) if grad is None else grad.clone() for n, p, grad in named}
 
 
 def global_norm(grads: Tensors) -> float:
@@ -121,16 +118,9 @@ def fp32_run(steps: int, accumulation: int, clip: bool, world: int) -> list[Expe
             torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         params = {name: param.detach().clone() for name, param in trainable(model).items()}
-        run.append(
-            Expected(
-                grads,
-                norm,
-                params,
-                {name: FP32_TOLERANCE * size for name, size in magnitude.items()},
-                FP32_TOLERANCE * norm,
-                {name: FP32_TOLERANCE * param.norm().item() for name, param in params.items()},
-            )
-        )
+        grad_bounds = {name: FP32_TOLERANCE * size for name, size in magnitude.items()}
+        bounds = {name: FP32_TOLERANCE * param.norm().item() for name, param in params.items()}
+        run.append(Expected(grads, norm, params, grad_bounds, FP32_TOLERANCE * norm, bounds))
     return run
 
 
@@ -158,9 +148,7 @@ def half_gradients(
         with torch.no_grad():
             for name, param in trainable(model).items():
                 param.copy_(masters[name])
-        total = {
-            name: torch.zeros_like(master, dtype=torch.float64) for name, master in masters.items()
-        }
+        total = {name: torch.zeros_like(value).double() for name, value in masters.items()}
         magnitude = dict.fromkeys(masters, 0.0)
         for batch in global_batch(step, world, accumulation):
             for name, grad in gradients(model, batch, scale / accumulation).items():
@@ -182,10 +170,9 @@ def half_step(
     world: int,
 ) -> Expected:
     """What a half-precision SGD step from `masters` gives; `sums_in`: its narrowest dtype."""
-    grads, magnitude = half_gradients(masters, precision, step, accumulation, world)
-    return rounded_step(
-        masters, weight_decay, grads, magnitude, precision, sums_in, accumulation + world + 1, clip
-    )
+    sums = half_gradients(masters, precision, step, accumulation, world)
+    roundings = accumulation + world + 1
+    return rounded_step(masters, weight_decay, *sums, precision, sums_in, roundings, clip)
 
 
 def rounded_step(
@@ -201,9 +188,8 @@ def rounded_step(
     """One SGD step, its sums rounded `roundings` times; `magnitude` is M of `[Note: bound]`."""
     relative = max(roundings * ROUNDOFF[sums_in], FP32_TOLERANCE)
     tiny = roundings * FP16_SMALLEST / LOSS_SCALE if precision == "fp16" else 0.0
-    grad_bounds = {
-        n: relative * magnitude[n] + tiny * math.sqrt(g.numel()) for n, g in grads.items()
-    }
+    smallest = {name: tiny * math.sqrt(grad.numel()) for name, grad in grads.items()}
+    grad_bounds = {name: relative * magnitude[name] + smallest[name] for name in grads}
     norm = global_norm(grads)
     norm_bound = math.sqrt(sum(bound**2 for bound in grad_bounds.values())) + FP32_TOLERANCE * norm
     factor = clip_factor(norm, clip)

@@ -10,13 +10,13 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
-from deepspeed.utils import safe_get_full_fp32_params, safe_get_full_grads
 from deepspeed.verify import Budget, check_budgets, check_streams
 from unit import models
 from unit.v1.contract import reference
 from unit.v1.contract.matrix import Case
 from unit.v1.contract.model import BUCKETS, ROWS, make_model, micro_batch, parameter_groups
 from unit.v1.contract.reference import Expected, Tensors, trainable
+from unit.v1.gathering import gradients_of, masters_of
 
 
 def steps_of(case: Case) -> int:
@@ -91,19 +91,11 @@ class Checks:
 
     def masters(self) -> Tensors:
         """The fp32 parameters, whole, on every rank."""
-        if self.is_plain:
-            return {name: param.detach().clone() for name, param in self.params.items()}
-        values = safe_get_full_fp32_params(list(self.params.values()))
-        return {name: value.clone() for name, value in zip(self.params, values, strict=True)}
+        return masters_of(self.params, self.is_plain)
 
     def gradients(self) -> Tensors:
         """What the coming step will use; nothing if the system says that there is none."""
-        if self.is_plain:
-            values = [param.grad for param in self.params.values()]
-        else:
-            values = safe_get_full_grads(list(self.params.values())) or [None] * len(self.params)
-        named = zip(self.params, values, strict=True)
-        return {name: value.clone() for name, value in named if value is not None}
+        return gradients_of(self.params, self.is_plain)
 
     def compare_gradients(self, step: int, grads: Tensors, expected: Expected) -> None:
         """Gradients and their norm."""
@@ -134,9 +126,8 @@ class CaseRun(Checks):
         groups = parameter_groups(self.model)  # type: ignore[arg-type]  # the contract's model
         decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}  # type: ignore[attr-defined]
         self.weight_decay = {name: float(decay[id(p)]) for name, p in self.params.items()}
-        self.engine, _, _, _ = deepspeed.initialize(
-            model=self.model, optimizer=self._optimizer(groups), config=self._config()
-        )
+        optimizer, config = self._optimizer(groups), self._config()
+        self.engine = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)[0]
 
     def _model(self, case: Case) -> torch.nn.Module:
         return make_model()
@@ -164,9 +155,8 @@ class CaseRun(Checks):
                     expected = self._expected(step, start)
                     self.compare_gradients(step, grads, expected)
                     if adam is None:
-                        self.compare_tensors(
-                            step, "parameter", masters, expected.params, expected.param_bounds
-                        )
+                        wanted = expected.params, expected.param_bounds
+                        self.compare_tensors(step, "parameter", masters, *wanted)
                     else:
                         adam.compare(step, grads, masters)
                 self._check_replicas(step, masters)
@@ -256,9 +246,8 @@ def run_cases(cases: Sequence[Case], run: Callable[[Any], Checks] = CaseRun) -> 
         try:
             failures += run(case).run()
         except Exception as error:
-            raise AssertionError(
-                f"{case.name}: {type(error).__name__}: {error}; before: {failures[:5]}"
-            ) from error
+            what = f"{case.name}: {type(error).__name__}: {error}"
+            raise AssertionError(f"{what}; before: {failures[:5]}") from error
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, failures)
     found = [failure for rank_failures in everywhere for failure in rank_failures]

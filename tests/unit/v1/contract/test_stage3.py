@@ -108,17 +108,13 @@ def stage3_cases() -> list[Stage3Case]:
 
 def group_cases() -> list[Stage3Case]:
     """All pairs of values in groups of four ranks whose units go at once."""
-    rows = pairwise(GROUP_FACTORS)
-    return [
-        case_of(
-            {**row, "host": "none" if (group, row["host"]) == ("near", "both") else row["host"]},
-            world=4,
-            reuse=0,
-            **GROUPS[group],
-        )
-        for row in rows
-        for group in (row.pop("group"),)
-    ]
+    cases = []
+    for row in pairwise(GROUP_FACTORS):
+        group = row.pop("group")
+        if (group, row["host"]) == ("near", "both"):
+            row["host"] = "none"
+        cases.append(case_of(row, world=4, reuse=0, **GROUPS[group]))
+    return cases
 
 
 def product_cases() -> list[Stage3Case]:
@@ -134,10 +130,9 @@ class Stage3Run(CaseRun):
 
     def __init__(self, case: Stage3Case) -> None:
         super().__init__(case)
-        self.params = {ModelOfBlocks.plain_name(name): param for name, param in self.params.items()}
-        self.weight_decay = {
-            ModelOfBlocks.plain_name(name): decay for name, decay in self.weight_decay.items()
-        }
+        plain = ModelOfBlocks.plain_name
+        self.params = {plain(name): param for name, param in self.params.items()}
+        self.weight_decay = {plain(name): decay for name, decay in self.weight_decay.items()}
 
     def _model(self, case: Case) -> torch.nn.Module:
         assert isinstance(case, Stage3Case)
@@ -186,27 +181,16 @@ class Stage3Run(CaseRun):
 
 
 class TestPairs(DistributedTest):
-    """All pairs of values."""
+    """All pairs of values; on four ranks several copies of the shards, and of gathered ones."""
 
-    world_size = [1, 2, 3]
+    world_size = [1, 2, 3, 4]
     exec_timeout = 300
 
     def test(self) -> None:
         # Kills: a bucket that misses a parameter or takes padding for one, masters that do not
-        # reach the shards, memory that is kept.
-        run_cases(of_world(stage3_cases(), dist.get_world_size()), Stage3Run)
-
-
-class TestGroups(DistributedTest):
-    """Several copies of the shards, and copies of gathered ones."""
-
-    world_size = 4
-    exec_timeout = 300
-
-    def test(self) -> None:
-        # Kills: gradients summed or parameters gathered over the wrong ranks, copies that drift or
-        # are old.
-        run_cases(group_cases(), Stage3Run)
+        # reach the shards, memory that is kept; gradients summed or parameters gathered over the
+        # wrong ranks, copies that drift or are old.
+        run_cases(of_world(stage3_cases() + group_cases(), dist.get_world_size()), Stage3Run)
 
 
 class TestSimulated(DistributedTest):

@@ -19,7 +19,7 @@ from unit.models import config_of, drawn, seeded
 from unit.one_process import own_loss
 from unit.v1.looping import each
 from unit.v1.moe import runner as experts
-from unit.v1.sequence import model as sequences
+from unit.v1.sequence import test_training as sequences
 
 BATCHES, ACCUMULATION = 3, 2
 # Sums in another order, grown by three updates; a lost contribution is a thousand times as much.
@@ -31,9 +31,8 @@ Forward = Callable[[Any, torch.dtype, int], torch.Tensor]
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6)) for _ in range(2)
-        )
+        layers = ((nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6)) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Sequential(*block) for block in layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -71,28 +70,25 @@ def _sequence() -> tuple[nn.Module, Forward]:
     return model, forward
 
 
+def _optimizer(place: dict[str, Any]) -> dict[str, Any]:
+    return {"zero_optimization": {"offload_optimizer": place}}
+
+
 _CPU = {"device": "cpu", "pin_memory": True}
-_PART = {**_CPU, "ratio": 0.5}
-ENGINES: dict[str, tuple[Callable[[], tuple[nn.Module, Forward]], dict[str, Any]]] = {
-    "plain": (_dense, {}),
-    "offload": (_dense, {"zero_optimization": {"offload_optimizer": _CPU}}),
-    "partial offload": (_dense, {"zero_optimization": {"offload_optimizer": _PART}}),
-    "host checkpoints": (_dense, {"activation_checkpointing": {"cpu_checkpointing": True}}),
-    "experts": (_experts, {}),
-    "sequence parallelism": (_sequence, {"sequence_parallel_size": 2}),
-}
-STAGES = {
-    "plain": ((0, "fp32"), (1, "bf16"), (2, "bf16"), (2, "fp32")),
-    "offload": ((1, "bf16"), (2, "fp32")),
-    "partial offload": ((3, "bf16"),),  # which only stage 3 has
-    "host checkpoints": ((0, "fp32"), (2, "bf16")),
-    "experts": ((0, "fp32"), (1, "bf16"), (2, "fp32")),
-    "sequence parallelism": ((1, "bf16"), (2, "fp32")),
+_CHECKPOINTS = {"activation_checkpointing": {"cpu_checkpointing": True}}
+ENGINES: dict[str, tuple[Callable[[], tuple[nn.Module, Forward]], dict[str, Any], Any]] = {
+    "plain": (_dense, {}, ((0, "fp32"), (1, "bf16"), (2, "bf16"), (2, "fp32"))),
+    "offload": (_dense, _optimizer(_CPU), ((1, "bf16"), (2, "fp32"))),
+    # Which only stage 3 has.
+    "partial offload": (_dense, _optimizer({**_CPU, "ratio": 0.5}), ((3, "bf16"),)),
+    "host checkpoints": (_dense, _CHECKPOINTS, ((0, "fp32"), (2, "bf16"))),
+    "experts": (_experts, {}, ((0, "fp32"), (1, "bf16"), (2, "fp32"))),
+    "sequence": (_sequence, {"sequence_parallel_size": 2}, ((1, "bf16"), (2, "fp32"))),
 }
 
 
 def train(name: str, stage: int, precision: str, on_device: bool) -> list[torch.Tensor]:
-    make, more = ENGINES[name]
+    make, more, _ = ENGINES[name]
     groups.reset()
     with ExitStack() as device:
         if on_device:
@@ -129,7 +125,7 @@ class TestEngines(DistributedTest):
         # Kills: a wait that only long runs or the defaults' sizes need; memory let go too early
         # where a bucket is never full; an engine that was never run on a device, or hangs on one of
         # few queues or processors.
-        for stage, precision in STAGES[name]:
+        for stage, precision in ENGINES[name][2]:
             wanted = train(name, stage, precision, on_device=False)
             found = train(name, stage, precision, on_device=True)
             for one, other in zip(found, wanted, strict=True):

@@ -22,17 +22,14 @@ from deepspeed.ops.muon.newton_schulz import orthogonalize
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.sharding import dealt_parameters
 from deepspeed.runtime.sharding.dealt_parameters import DealtTable, deal
-from deepspeed.utils import (
-    safe_get_full_fp32_params,
-    safe_get_full_grads,
-    safe_get_full_optimizer_state,
-)
+from deepspeed.utils import safe_get_full_optimizer_state
 from deepspeed.utils.tensor_fragment import logical_shape
 from unit import models
 from unit.common import DistributedFixture, DistributedTest
 from unit.models import seeded, tokens
 from unit.one_process import OneProcess
 from unit.v1.checkpoint.test_universal import convert
+from unit.v1.gathering import gradients_of, masters_of
 
 VOCABULARY, WIDTH, ROWS, STEPS = 11, 9, 4, 2
 MUON = {"muon_lr": 0.05, "adam_lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}
@@ -123,12 +120,11 @@ class PlainOptimizer:
     """Of one process, over whole parameters."""
 
     def __init__(self, kind: str, values: dict[str, torch.Tensor]) -> None:
-        self.names = list(values)
-        self.optimizer = made_of(kind, [nn.Parameter(value) for value in values.values()])
+        self.params = {name: nn.Parameter(value) for name, value in values.items()}
+        self.optimizer = made_of(kind, self.params.values())
 
     def step(self, grads: dict[str, torch.Tensor]) -> None:
-        params = [param for group in self.optimizer.param_groups for param in group["params"]]
-        for param, name in zip(params, self.names, strict=True):
+        for name, param in self.params.items():
             param.grad = grads[name].clone()
         self.optimizer.step()
 
@@ -183,11 +179,8 @@ def engine_of(config: dict[str, Any], model: nn.Module | None = None, kind: str 
     return deepspeed.initialize(model=model, optimizer=client, config=config)[0]
 
 
-def read(engine: Any, get: Callable[[list[Any]], list[Any]]) -> dict[str, torch.Tensor]:
-    """`get` of all parameters by name, in copies."""
-    named = list(engine.module.named_parameters())
-    values = get([param for _, param in named])
-    return {name: value.clone() for (name, _), value in zip(named, values, strict=True)}
+def params_of(engine: Any) -> dict[str, nn.Parameter]:
+    return dict(engine.module.named_parameters())
 
 
 def backward(engine: Any, step: int) -> None:
@@ -212,7 +205,7 @@ def check_as_one_process(kind: str, stage: int, dtype: str, clip: float = 0.0, *
     config = {**config_of(kind, stage, dtype, **zero), "gradient_clipping": clip}
     engine = engine_of(config, kind=kind)
     what = (kind, stage, dtype, clip, zero)
-    values = read(engine, safe_get_full_fp32_params)
+    values = masters_of(params_of(engine))
     # tests/unit/ops/test_optimizers.py holds the gram method to the polynomial.
     gram = partial(orthogonalize, ns_method="gram")
     made = {"Muon": orthogonal, "Muon, gram": gram}.get(kind)
@@ -220,7 +213,7 @@ def check_as_one_process(kind: str, stage: int, dtype: str, clip: float = 0.0, *
     for step in range(STEPS):
         wanted = one_process_gradients(values, step, engine.model_dtype)
         backward(engine, step)
-        grads = read(engine, safe_get_full_grads)
+        grads = gradients_of(params_of(engine))
         bound = 1e-5 if dtype == "fp32" else 2e-2
         for name, grad in grads.items():
             error = (grad - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-6)
@@ -231,7 +224,7 @@ def check_as_one_process(kind: str, stage: int, dtype: str, clip: float = 0.0, *
         plain.step({name: grad * factor for name, grad in grads.items()})
         engine.step()
         assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-5), (*what, step)
-        for name, found in read(engine, safe_get_full_fp32_params).items():
+        for name, found in masters_of(params_of(engine)).items():
             where = f"{what} step {step} {name}: "
             torch.testing.assert_close(found, values[name], rtol=1e-5, atol=1e-6, msg=where.__add__)
             values[name].copy_(found)
@@ -308,8 +301,7 @@ STATE = {
 
 def state_of(engine: Any, kind: str, stage: int) -> dict[str, torch.Tensor]:
     """Masters and what optimizers remember of every parameter, whole."""
-    get = safe_get_full_fp32_params if stage else lambda params: [p.detach() for p in params]
-    values = read(engine, get)
+    values = masters_of(params_of(engine), plain=stage == 0)
     found = {f"master.{name}": value for name, value in values.items()}
     for name, param in engine.module.named_parameters():
         shape = logical_shape(param)
@@ -356,9 +348,8 @@ class TestCheckpoints(DistributedTest):
     def test(self, Saved: Any, class_tmpdir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         # Kills: momentum that is one rank's whole matrices, the groups' options given to another's;
         # state of whole parameters that stays in the file of the rank that was its owner.
-        for number, ((name, (kind, stage, dtype)), universal) in enumerate(
-            itertools.product(SAVED.items(), (False, True))
-        ):
+        ways = itertools.product(SAVED.items(), (False, True))
+        for number, ((name, (kind, stage, dtype)), universal) in enumerate(ways):
             # Two ranks, who have saved them, load all; one and three every second each.
             world = dist.get_world_size()
             if world != 2 and (number // 2 + universal) % 2 != world // 2:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.nn.functional as differentiable
 import torch.nn.functional as F
+from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
@@ -22,28 +23,103 @@ from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.sequence.cross_entropy import vocab_sequence_parallel_cross_entropy
 from deepspeed.sequence.layer import DistributedAttention
-from deepspeed.utils import groups, safe_get_full_fp32_params, safe_get_full_grads
+from deepspeed.utils import groups
 from deepspeed.verify import check_streams
+from unit import models
 from unit.common import DistributedTest
-from unit.models import config_of
-from unit.v1.gathering import from_all_ranks
+from unit.models import config_of, seeded
+from unit.v1.gathering import Tensors, from_all_ranks, gradients_of, masters_of
 from unit.v1.looping import each, each_pair
-from unit.v1.sequence.model import (
-    IGNORED,
-    LEARNING_RATE,
-    LENGTH,
-    ROWS,
-    Tensors,
-    make_model,
-    reference_step,
-    samples,
-)
 
 STEPS = 2
+VOCABULARY, LENGTH, ROWS, HEAD = 11, 8, 2, 3
+LEARNING_RATE = 0.2
+IGNORED = -100
 # fp32: sums are grouped otherwise (over ranks, and in the attention's exchange), relative to a
 # gradient's norm a few 1e-7. bf16: weights, activations and each rank's gradient are rounded to 8
 # bits in another order; a wrong factor is off by 0.5 or 1.
 TOLERANCE = {"fp32": 3e-6, "bf16": 0.04}
+
+
+class CausalCore(nn.Module):
+    """Attention over whole sequences, [s, b, h, d] or [b, s, h, d]; key heads may be fewer."""
+
+    def __init__(self, positions: int) -> None:
+        super().__init__()
+        self.positions = positions
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """The context, heads and features in one dimension."""
+        order = (1, 2, 0, 3) if self.positions == 0 else (0, 2, 1, 3)
+        query, key, value = (t.permute(order) for t in (query, key, value))  # [b, h, s, d]
+        times = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(times, dim=1) for t in (key, value))
+        scores = query @ key.transpose(-1, -2) / HEAD**0.5
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        context = scores.masked_fill(future, float("-inf")).softmax(-1) @ value
+        back = (2, 0, 1, 3) if self.positions == 0 else (0, 2, 1, 3)
+        return context.permute(back).flatten(2)
+
+
+class Block(nn.Module):
+    """Embeds, attends, and returns logits, [b, s, vocabulary]."""
+
+    def __init__(self, heads: int = 4, key_heads: int = 4, positions: int = 1) -> None:
+        super().__init__()
+        self.heads, self.key_heads, self.positions = heads, key_heads, positions
+        width = heads * HEAD
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.place = nn.Embedding(LENGTH, width)
+        self.norm = nn.LayerNorm(width)
+        self.query = nn.Linear(width, width)
+        self.key_value = nn.Linear(width, 2 * key_heads * HEAD)
+        self.out = nn.Linear(width, width)
+        self.head = nn.Linear(width, VOCABULARY)
+        self.attention: Any = CausalCore(positions)
+
+    def forward(self, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Logits of tokens [b, s] at places [s]."""
+        hidden = self.embed(tokens) + self.place(places)
+        rows_first = self.positions == 1
+        normed = self.norm(hidden) if rows_first else self.norm(hidden).transpose(0, 1)
+        query = self.query(normed).unflatten(-1, (self.heads, HEAD))
+        key, value = self.key_value(normed).unflatten(-1, (2, self.key_heads, HEAD)).unbind(2)
+        batch = () if isinstance(self.attention, CausalCore) else (1 - self.positions,)
+        context = self.out(self.attention(query, key, value, *batch))
+        hidden = hidden + (context if rows_first else context.transpose(0, 1))
+        return self.head(hidden.tanh())
+
+
+def make_model(heads: int = 4, key_heads: int = 4, positions: int = 1) -> Block:
+    """The same weights each time."""
+    return seeded(Block, heads, key_heads, positions, seed=1)
+
+
+def samples(
+    step: int, micro: int, data_rank: int, ignore: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels, [b, s]; with `ignore` another number of labels counts on every rank."""
+    seed = 1000 * step + 100 * data_rank + micro
+    tokens, labels = models.tokens(seed, VOCABULARY, 2, ROWS, LENGTH)
+    if ignore:
+        labels[0, 3 + data_rank :] = IGNORED
+        labels[1, 0] = IGNORED
+    return tokens, labels
+
+
+def reference_step(
+    model: Block, step: int, accumulation: int, data_ranks: int, ignore: bool = False
+) -> tuple[float, Tensors]:
+    """One SGD step on the whole batch; returns the loss and the gradients before it."""
+    indices = [(micro, rank) for rank in range(data_ranks) for micro in range(accumulation)]
+    batch = [samples(step, *index, ignore) for index in indices]
+    tokens, labels = (torch.cat(parts) for parts in zip(*batch, strict=True))
+    logits = model(tokens, torch.arange(LENGTH))
+    loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    return loss.item(), {name: param.grad.clone() for name, param in model.named_parameters()}
+
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -53,13 +129,15 @@ def own_mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
+def summed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    of = (logits.float().flatten(0, 1), labels.flatten())
+    return F.cross_entropy(*of, reduction="sum", ignore_index=IGNORED)
+
+
 def gathered(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Style 2: all ranks make the same loss of gathered sums and counts, as client libraries do."""
     group = groups._get_sequence_parallel_group()
-    total = F.cross_entropy(
-        logits.float().flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED
-    )
-    totals = differentiable.all_gather(total, group=group)
+    totals = differentiable.all_gather(summed(logits, labels), group=group)
     counts = differentiable.all_gather((labels != IGNORED).sum(), group=group)
     return sum(totals) / sum(counts)
 
@@ -72,12 +150,9 @@ def ours(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def weighted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Style 4: unequal counts; the sum over this rank's tokens by the mean count of all ranks."""
-    total = F.cross_entropy(
-        logits.float().flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED
-    )
     count = (labels != IGNORED).sum().float()
     dist.all_reduce(count)
-    return total * dist.get_world_size() / count
+    return summed(logits, labels) * dist.get_world_size() / count
 
 
 STYLES: dict[str, Loss] = {
@@ -134,7 +209,7 @@ class Run:
         if dist.get_rank() % sizes[1]:
             # Only the first rank's weights count: the broadcast must cover ranks that share a
             # sequence.
-            torch.nn.init.zeros_(model.head.weight)
+            nn.init.zeros_(model.head.weight)
         keys: dict[str, Any] = {"verify": {"collectives": True}}
         more: dict[str, Any] = {}
         if how == "mesh":
@@ -146,9 +221,9 @@ class Run:
         zero = {"reduce_bucket_size": 100}
         config = config_of(stage, ROWS, accumulation, precision, zero_optimization=zero, **keys)
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-        self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config, **more)[
-            0
-        ]
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, **more
+        )
         group = groups._get_sequence_parallel_group()
         model.attention = DistributedAttention(model.attention, group, 2, positions)
         self.params = dict(model.named_parameters())
@@ -163,19 +238,6 @@ class Run:
         loss = STYLES[self.style](logits, labels[:, places])
         self.engine.backward(loss)
         return loss.item()
-
-    def gradients(self) -> Tensors:
-        """What the coming step will use."""
-        if self.is_plain:
-            return {name: param.grad for name, param in self.params.items()}
-        return dict(zip(self.params, safe_get_full_grads(list(self.params.values())), strict=True))
-
-    def masters(self) -> Tensors:
-        """The fp32 parameters."""
-        if self.is_plain:
-            return {name: param.detach() for name, param in self.params.items()}
-        values = safe_get_full_fp32_params(list(self.params.values()))
-        return dict(zip(self.params, values, strict=True))
 
     def check(self, found: Tensors, wanted: Tensors, what: str) -> None:
         """Compare by name."""
@@ -199,11 +261,9 @@ class Run:
                 before = {name: param.clone() for name, param in reference.named_parameters()}
                 for param in reference.parameters():
                     param.data = param.data.to(self.dtype)
-            ignore = self.style == "weighted"
-            wanted_loss, wanted = reference_step(
-                reference, step, self.accumulation, self.sizes[0], ignore
-            )
-            self.check(self.gradients(), wanted, f"step {step}: gradient")
+            of_all = (self.accumulation, self.sizes[0], self.style == "weighted")
+            wanted_loss, wanted = reference_step(reference, step, *of_all)
+            self.check(gradients_of(self.params, self.is_plain), wanted, f"step {step}: gradient")
             self.engine.step()
             loss = torch.tensor(losses).mean()
             dist.all_reduce(loss)
@@ -214,7 +274,7 @@ class Run:
             for name, param in reference.named_parameters():
                 param.data = before[name] - LEARNING_RATE * wanted[name].float()
             masters = {name: param.detach() for name, param in reference.named_parameters()}
-            self.check(self.masters(), masters, f"step {step}: parameter")
+            self.check(masters_of(self.params, self.is_plain), masters, f"step {step}: parameter")
         self.engine.destroy()
 
 
@@ -295,7 +355,7 @@ class TestFourRanks(DistributedTest):
 
 def initialize(**more: Any) -> Any:
     """An engine of one linear layer."""
-    model = torch.nn.Linear(3, 2)
+    model = nn.Linear(3, 2)
     config = config_of(0, 1, **more.pop("config", {}))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config, **more)[0]
