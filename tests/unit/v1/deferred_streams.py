@@ -19,6 +19,7 @@ import torch
 # startup: torch.optim imports it at its first use; here every forked rank has it already.
 import torch._dynamo
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
@@ -82,11 +83,9 @@ class DeferredStream:
         return event
 
     def synchronize(self) -> None:
-        """Let the host wait."""
         self.drain()
 
     def query(self) -> bool:
-        """Whether everything has run."""
         return not self._queue
 
     def __enter__(self) -> DeferredStream:
@@ -116,12 +115,10 @@ class DeferredEvent:
         (stream or self.sim.current).wait_event(self)
 
     def synchronize(self) -> None:
-        """Let the host wait."""
         if self.stream is not None:
             self.stream.drain(self.position)
 
     def query(self) -> bool:
-        """Whether it has passed."""
         return self.stream is None or self.stream._done >= self.position
 
     def elapsed_time(self, end_event: DeferredEvent) -> float:
@@ -210,7 +207,8 @@ class _Operators(TorchDispatchMode):
         kwargs = kwargs or {}
         stream = self._sim.current
         if func.namespace == "c10d":
-            self._sim.collectives.append((func.name(), stream, _payload_numel(args)))
+            numel = sum(tensor.numel() for tensor in _tensors(args[:1]))
+            self._sim.collectives.append((func.name(), stream, numel))
             stream.drain()
             return func(*args, **kwargs)
         if stream.eager or _is_view(func) or "empty" in func.name():
@@ -235,15 +233,11 @@ class _Operators(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [
-        leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)
-    ]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _aliases(tree: Any) -> Any:
-    return torch.utils._pytree.tree_map(
-        lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, tree
-    )
+    return tree_map_only(torch.Tensor, torch.Tensor.detach, tree)
 
 
 def _rerun(func: Any, args: Any, kwargs: Any, into: list[torch.Tensor]) -> None:
@@ -252,10 +246,8 @@ def _rerun(func: Any, args: Any, kwargs: Any, into: list[torch.Tensor]) -> None:
 
 
 def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return (
-        bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-    )
+    aliases = [result.alias_info for result in func._schema.returns[:1]]
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _returns_tensors(func: Any) -> bool:
@@ -268,10 +260,6 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any] | None:
     given = {argument.name: value for argument, value in zip(names, args, strict=False)} | kwargs
     writes = [a.name for a in names if a.alias_info is not None and a.alias_info.is_write]
     return [given[name] for name in writes if name in given] or None
-
-
-def _payload_numel(args: Any) -> int:
-    return sum(tensor.numel() for tensor in _tensors(args[:1]))
 
 
 @contextmanager
@@ -311,9 +299,8 @@ def backward_on_streams(
 
     for node in _nodes(loss.grad_fn):
         variable = getattr(node, "variable", None)
-        handles.append(
-            node.register_prehook(entering(caller if variable is None else stream_of(variable)))
-        )
+        stream = caller if variable is None else stream_of(variable)
+        handles.append(node.register_prehook(entering(stream)))
     try:
         yield
     finally:

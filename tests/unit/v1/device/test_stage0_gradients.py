@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
@@ -83,31 +83,23 @@ class TestMemory(DistributedTest):
 @contextmanager
 def trained(
     accumulation: int = 2, precision: str = "fp32"
-) -> Iterator[tuple[Any, nn.Module, torch.optim.Optimizer]]:
-    """Make an engine whose gradients come on two more streams, and plain SGD."""
-    reference = seeded(Net)
+) -> Iterator[tuple[Any, nn.Module, OneProcess]]:
+    """Make an engine whose gradients come on two more streams, and what it must equal."""
+    one = OneProcess(seeded(Net), LR)
     with simulate(backward_streams=2) as device, check_streams():
-        model = copy.deepcopy(reference)
+        model = copy.deepcopy(one.model)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         config = settings(precision, accumulation)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-        yield engine, reference, torch.optim.SGD(reference.parameters(), lr=LR)
+        yield engine, one.model, one
         device.synchronize()
         values = [param.detach().clone() for param in engine.module.parameters()]
         engine.destroy()
         device.synchronize()
-    for value, param in zip(values, reference.parameters(), strict=True):
+    for value, param in zip(values, one.model.parameters(), strict=True):
         torch.testing.assert_close(value.float(), param.detach(), rtol=2e-2, atol=2e-3)
         if value.dtype == torch.float32:
             torch.testing.assert_close(value, param.detach(), rtol=1e-6, atol=1e-6)
-
-
-def plain_step(
-    reference: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[nn.Module], Any]
-) -> None:
-    loss(reference).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 class TestClients(DistributedTest):
@@ -116,7 +108,7 @@ class TestClients(DistributedTest):
     def test_a_view_from_the_first_micro_batch_on(self) -> None:
         # Kills: gradients in memory of their own; zeros shown for a parameter that has no
         # gradient yet, or none shown after the reduction.
-        with trained() as (engine, reference, plain):
+        with trained() as (engine, plain, one):
             flat = engine._sequence.reduction.gradients[0].flat.untyped_storage().data_ptr()
             for seed in (0, 1):
                 engine.backward(engine(batch(seed)))
@@ -127,30 +119,31 @@ class TestClients(DistributedTest):
                     assert param.grad.untyped_storage().data_ptr() == flat
                 engine.step()
             assert all(param.grad is None for param in engine.module.parameters())
-            plain_step(reference, plain, lambda model: (model(batch(0)) + model(batch(1))) / 2)
+            one.step([batch(0), batch(1)])
 
     def test_absent_after_it_was_there(self) -> None:
         # Kills: the last step's values in the place of a parameter without a gradient.
-        with trained(1) as (engine, reference, plain):
+        with trained(1) as (engine, plain, one):
             for step, spare in enumerate((True, False, True)):
                 engine.backward(engine(batch(step), spare=spare))
                 engine.step()
-                plain_step(reference, plain, lambda m, s=step, used=spare: m(batch(s), spare=used))
+                one.step([(batch(step), spare)])
 
     @pytest.mark.parametrize("to_none", [True, False])
     def test_forgotten_by_the_clients_optimizer(self, to_none: bool) -> None:
         # Kills: a contribution that the client has dropped, in a buffer that nobody cleared.
-        with trained() as (engine, reference, plain):
+        with trained() as (engine, plain, one):
             engine.backward(engine(batch(7), spare=True))
             engine.optimizer.zero_grad(set_to_none=to_none)
             engine.step()
             engine.backward(engine(batch(0)))
             engine.step()
-            plain_step(reference, plain, lambda model: model(batch(0)) / 2)
+            (plain(batch(0)) / 2).backward()
+            one.update()
 
     def test_replaced_by_the_client(self) -> None:
         # Kills: a hook or a reduction that reads the buffer and not `.grad`.
-        with trained() as (engine, reference, plain):
+        with trained() as (engine, plain, one):
             engine.backward(engine(batch(0)))
             engine.step()
             for param in engine.module.parameters():
@@ -158,31 +151,30 @@ class TestClients(DistributedTest):
             engine.backward(engine(batch(1)))
             engine.module.first.bias.grad = torch.ones(6)
             engine.step()
-            (reference(batch(0)) + reference(batch(1)) / 2).backward()
-            reference.first.bias.grad = torch.ones(6)
-            plain.step()
+            (plain(batch(0)) + plain(batch(1)) / 2).backward()
+            plain.first.bias.grad = torch.ones(6)
+            one.update()
 
     def test_a_graph_of_the_gradient(self) -> None:
         # Kills: a copy into the buffer that autograd records or refuses.
-        with trained(1) as (engine, reference, plain):
+        with trained(1) as (engine, plain, one):
             loss = engine(batch(0))
             with pytest.warns(UserWarning, match="create_graph"):
                 loss.backward(create_graph=True)
             assert not any(param.grad.requires_grad for param in engine.module.parameters())
             engine.step()
-            plain_step(reference, plain, lambda model: model(batch(0)))
+            one.step([batch(0)])
 
     def test_without_synchronization(self) -> None:
         # Kills: hooks that stop at `no_sync()`, or a sum that begins anew after it.
-        with trained(1) as (engine, reference, plain):
+        with trained(1) as (engine, plain, one):
             with engine.no_sync():
                 engine.backward(engine(batch(0)))
             engine.backward(engine(batch(1)))
             engine.backward(engine(batch(2), spare=True))
             engine.step()
-            plain_step(
-                reference, plain, lambda m: m(batch(0)) + m(batch(1)) + m(batch(2), spare=True)
-            )
+            (plain(batch(0)) + plain(batch(1)) + plain(batch(2), spare=True)).backward()
+            one.update()
 
 
 class TestSharedMemory(DistributedTest):
@@ -193,27 +185,28 @@ class TestSharedMemory(DistributedTest):
     def test_more_after_they_were_read(self, precision: str, read: bool) -> None:
         # Kills: another backward that adds to memory that has been widened already, or whose sum
         # the step does not see.
-        with trained(1, precision) as (engine, reference, plain):
+        with trained(1, precision) as (engine, plain, one):
             dtype = engine.model_dtype
             engine.backward(engine(batch(0).to(dtype)))
             if read:
                 seen = safe_get_full_grad(engine.module.first.weight).clone()
             engine.backward(engine(batch(1).to(dtype), spare=True))
             engine.step()
-            expected = torch.autograd.grad(reference(batch(0)), reference.first.weight)[0]
+            expected = torch.autograd.grad(plain(batch(0)), plain.first.weight)[0]
             if read:
                 torch.testing.assert_close(seen.float(), expected, rtol=2e-2, atol=2e-2)
-            plain_step(reference, plain, lambda m: m(batch(0)) + m(batch(1), spare=True))
+            (plain(batch(0)) + plain(batch(1), spare=True)).backward()
+            one.update()
 
     def test_set_by_the_client(self) -> None:
         # Kills: a step that widens again over what was set.
-        with trained(1, "bf16") as (engine, reference, plain):
+        with trained(1, "bf16") as (engine, plain, one):
             engine.backward(engine(batch(0).bfloat16()))
             safe_set_full_grad(engine.module.first.weight, torch.ones(6, 4))
             engine.step()
-            reference(batch(0)).backward()
-            reference.first.weight.grad = torch.ones(6, 4)
-            plain.step()
+            plain(batch(0)).backward()
+            plain.first.weight.grad = torch.ones(6, 4)
+            one.update()
 
 
 STATIC_WIDTH, ROWS, STATIC_LR, STEPS = 8, 3, 0.1, 2

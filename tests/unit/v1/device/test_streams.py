@@ -1,7 +1,9 @@
 """Stream order on real devices: races forced by slow kernels, hooks with a stream of their own,
-and the checker that finds both; without a device on the simulated one.
+and the checker that finds both; training equals plain torch there. Without a device on the
+simulated one, or the host.
 """
 
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -15,12 +17,14 @@ import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.runtime.streams import SideStream
+from deepspeed.utils import safe_get_full_fp32_params
 from deepspeed.verify import StreamRaceError, check_streams
 from unit.common import DistributedTest
-from unit.models import config_of, drawn, linears, sgd
-from unit.one_process import OneProcess, mean_square, placed, train
+from unit.models import config_of, drawn, linears, seeded, sgd
+from unit.one_process import OneProcess, mean_square, of_all_ranks, placed, train
 
 WIDTH, LAYERS, ROWS, LR = 64, 6, 5, 0.1
+OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 SLEEP_CYCLES = 400_000_000  # about a quarter of a second, many times what a step takes
 
 no_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -30,10 +34,12 @@ def make_model() -> nn.Sequential:
     return linears(LAYERS, WIDTH, seed=3)
 
 
-def config(stage: int, **zero: Any) -> dict[str, Any]:
-    zero = {"overlap_comm": True, "reduce_bucket_size": 2 * WIDTH * (WIDTH + 1), **zero}
-    more = {"optimizer": sgd(LR), "gradient_clipping": 1.0}
-    return config_of(stage, ROWS, zero_optimization=zero, **more)
+def config(
+    stage: int, accumulation: int = 1, precision: str = "fp32", clip: float = 1.0, **zero: Any
+) -> dict[str, Any]:
+    buckets = {"overlap_comm": True, "reduce_bucket_size": 2 * WIDTH * (WIDTH + 1)}
+    more = {"optimizer": sgd(LR), "zero_optimization": {**buckets, **zero}}
+    return config_of(stage, ROWS, accumulation, precision, gradient_clipping=clip, **more)
 
 
 def train_steps(engine: Any, steps: int) -> None:
@@ -70,9 +76,8 @@ def one_step(
     with accelerator.stream(side) if under_side else nullcontext():
         engine, *_ = deepspeed.initialize(model=model, config=settings)
     side.wait_stream(accelerator.current_stream())
-    slow = [
-        param for index, layer in enumerate(model) if late(index) for param in layer.parameters()
-    ]
+    layers = [layer for index, layer in enumerate(model) if late(index)]
+    slow = [param for layer in layers for param in layer.parameters()]
     with accelerator.stream(side):
         # Whoever makes an accumulation node decides on which stream it, and its hooks, run.
         nodes = [param.expand_as(param).grad_fn.next_functions[0][0] for param in slow]
@@ -89,20 +94,10 @@ def one_step(
 
 
 def deviates(found: list[torch.Tensor]) -> bool:
-    expected = OneProcess(make_model(), LR, mean_square).train(
-        lambda _, rank: drawn(rank, ROWS, WIDTH), steps=1
-    )
+    one = OneProcess(make_model(), LR, mean_square)
+    expected = one.train(lambda _, rank: drawn(rank, ROWS, WIDTH), steps=1)
     pairs = zip(found, expected.values(), strict=True)
     return not all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in pairs)
-
-
-def first_in_its_bucket(layer: int) -> bool:
-    """Buckets fill from the model's end: the other layer completes it on the default stream."""
-    return layer % 2 == 1
-
-
-def every_layer(layer: int) -> bool:
-    return True
 
 
 def undo_fix_1(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,8 +114,9 @@ def undo_fix_2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 UNDONE = [
-    pytest.param(undo_fix_1, first_in_its_bucket, False, id="fix1-one-producer-only"),
-    pytest.param(undo_fix_2, every_layer, True, id="fix2-default-stream"),
+    # Buckets fill from the model's end: the other layer completes one on the default stream.
+    pytest.param(undo_fix_1, lambda layer: layer % 2 == 1, False, id="fix1-one-producer-only"),
+    pytest.param(undo_fix_2, lambda layer: True, True, id="fix2-default-stream"),
 ]
 
 
@@ -223,9 +219,8 @@ class TestCheckerOnRealStreams:
                 kept = value * 2
             del value
             torch.zeros(1000, device="cuda")
-        assert [finding.kind.value for finding in checker.findings] == ["use after free"], (
-            checker.report()
-        )
+        kinds = [finding.kind.value for finding in checker.findings]
+        assert kinds == ["use after free"], checker.report()
         del kept
 
     def test_a_copy_to_page_locked_memory_that_nobody_waits_for(self) -> None:
@@ -247,7 +242,7 @@ def train_checked(settings: dict[str, Any]) -> None:
 SETTINGS = [
     pytest.param(config(stage, **offload), id=f"zero{stage}-offload{bool(offload):d}")
     for stage in (1, 2)
-    for offload in ({}, {"offload_optimizer": {"device": "cpu", "pin_memory": True}})
+    for offload in ({}, OFFLOAD)
 ]
 
 
@@ -310,3 +305,103 @@ class TestHost(DistributedTest):
     def test_checked_training(self, settings: dict[str, Any]) -> None:
         with simulate():
             train_checked(settings)
+
+
+STEPS, ACCUMULATION = 3, 2  # of trainings that equal plain torch on the device
+
+
+class Streamed(nn.Module):
+    """Every other layer runs on a side stream, so a bucket has gradients of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.side: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        accelerator = get_accelerator()
+        for index, layer in enumerate(self.layers):
+            if self.side is None or index % 2:
+                x = layer(x).tanh()
+                continue
+            main = accelerator.current_stream()
+            self.side.wait_stream(main)
+            with accelerator.stream(self.side):
+                x = layer(x).tanh()
+            main.wait_stream(self.side)
+        return x
+
+
+def batch(number: int, rank: int) -> torch.Tensor:
+    return drawn(10 * number + rank, ROWS, WIDTH)
+
+
+def reference_step(masters: list[torch.Tensor], one: OneProcess, batches: list[Any]) -> None:
+    """A step on the whole batch: gradients in the dtype of the model, masters in fp32."""
+    with torch.no_grad():
+        for param, master in zip(one.model.parameters(), masters, strict=True):
+            param.copy_(master)
+    totals = [torch.zeros_like(master) for master in masters]
+    for one_batch in batches:
+        one.backward([one_batch])
+        for total, grad in zip(totals, one.grads().values(), strict=True):
+            total += grad.float() / len(batches)
+    for master, total in zip(masters, totals, strict=True):
+        master -= LR * total
+
+
+def train_and_compare(stage: int, precision: str, overlap: bool, offload: bool) -> None:
+    zero: dict[str, Any] = {"overlap_comm": overlap, **(OFFLOAD if offload else {})}
+    keys = config(stage, ACCUMULATION, precision, clip=0.0, **zero)
+    model = seeded(Streamed, seed=3)
+    engine, *_ = deepspeed.initialize(model=model, config=keys)
+    model.side = get_accelerator().Stream() if engine.device.type != "cpu" else None
+    plain = seeded(Streamed, seed=3).to(engine.device, engine.model_dtype)
+    # Masters start from the rounded weights.
+    masters = [param.detach().float().clone() for param in plain.parameters()]
+    one = OneProcess(plain, LR, mean_square)
+    numbers = range(STEPS * ACCUMULATION)
+    train(engine, (placed(engine, batch(n, dist.get_rank())) for n in numbers), mean_square)
+    for step in range(STEPS):
+        batches = of_all_ranks(batch, step, ACCUMULATION)
+        reference_step(masters, one, [placed(engine, x) for x in batches])
+    found = safe_get_full_fp32_params(list(model.parameters()))
+    # fp32: another order of the same sums. bf16: micro-batch gradients are rounded to 8 bits, on
+    # other sums at stage 1.
+    bound = 1e-5 if precision == "fp32" else 2e-3
+    for value, master in zip(found, masters, strict=True):
+        assert (value.to(engine.device) - master).norm() <= bound * master.norm()
+    engine.destroy()
+
+
+MATRIX = [
+    pytest.param(*case, id="zero{}-{}-overlap{:d}-offload{:d}".format(*case))
+    for case in itertools.product((1, 2), ("fp32", "bf16"), (False, True), (False, True))
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage, precision, overlap, offload", MATRIX)
+class TestParity(DistributedTest):
+    # Training on a device equals plain torch there.
+    # Kills: a reduction that does not wait for all producer streams, a step before its
+    # copies to the host are there.
+    world_size = 1
+    requires_cuda_env = True
+
+    def test(self, stage: int, precision: str, overlap: bool, offload: bool) -> None:
+        train_and_compare(stage, precision, overlap, offload)
+
+
+class TestParityTwoDevices(TestParity):
+    # Kills the same with collectives on their own stream.
+    world_size = 2
+
+
+@pytest.mark.parametrize("stage, precision, overlap, offload", [MATRIX[0], MATRIX[-1]])
+class TestParityOnHost(DistributedTest):
+    # Keeps the comparison itself right where there is no device to run it on.
+    world_size = 2
+
+    def test(self, stage: int, precision: str, overlap: bool, offload: bool) -> None:
+        train_and_compare(stage, precision, overlap, offload)

@@ -38,15 +38,10 @@ class Net(nn.Module):
 
 
 def make_engine(stage: int, optimizer: str = "SGD", accumulation: int = 1, **fp16: Any) -> Any:
-    scaling = {"initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 1}
-    config = config_of(
-        stage,
-        1,
-        accumulation,
-        optimizer={"type": optimizer, "params": RATES[optimizer]},
-        zero_optimization={"reduce_bucket_size": 5},
-        fp16={"enabled": True, **scaling, **fp16},
-    )
+    scaling = {"initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 1, **fp16}
+    more: dict[str, Any] = {"optimizer": {"type": optimizer, "params": RATES[optimizer]}}
+    more["zero_optimization"] = {"reduce_bucket_size": 5}
+    config = config_of(stage, 1, accumulation, fp16={"enabled": True, **scaling}, **more)
     return deepspeed.initialize(model=Net(), config=config)[0]
 
 
@@ -155,9 +150,8 @@ class TestDynamicScaling(DistributedTest):
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
         config = config_of(stage, 1, fp16={"enabled": True, "initial_scale_power": 4})
-        engine, _, _, _ = deepspeed.initialize(
-            model=model, optimizer=optimizer, lr_scheduler=schedule, config=config
-        )
+        more = {"optimizer": optimizer, "lr_scheduler": schedule}
+        engine = deepspeed.initialize(model=model, config=config, **more)[0]
         for step, (bad_rank, rate) in enumerate(((None, 0.5), (0, 0.5), (None, 0.25))):
             one_step(engine, step, bad_rank)
             assert engine.get_lr() == [rate]
@@ -167,9 +161,8 @@ class TestDynamicScaling(DistributedTest):
         # Kills: halving at the first overflow, and a clean step that refills (or doesn't) against
         # the setting.
         consecutive, scales = setting
-        engine = make_engine(
-            stage, hysteresis=2, consecutive_hysteresis=consecutive, loss_scale_window=100
-        )
+        fp16 = {"hysteresis": 2, "consecutive_hysteresis": consecutive}
+        engine = make_engine(stage, loss_scale_window=100, **fp16)
         seen = []
         for step, bad_rank in enumerate((0, None, 1, 0)):
             one_step(engine, step, bad_rank)
@@ -219,18 +212,6 @@ class TestOtherPrecisions(DistributedTest):
 
 
 TINY_LR = 2.0**-16
-NUMEL = 16
-
-
-class Linear(nn.Module):
-    """Its gradient is its input, exactly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(NUMEL))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight * x).sum()
 
 
 class TestLargeSums(DistributedTest):
@@ -247,11 +228,13 @@ class TestLargeSums(DistributedTest):
         more["zero_optimization"] = {"reduce_scatter": False}
         more["fp16"] = {"enabled": True, "loss_scale": 1.0}
         config = config_of(stage, 1, optimizer=sgd(TINY_LR), **more)
-        engine = deepspeed.initialize(model=Linear(), config=config)[0]
+        model = Net()
+        nn.init.zeros_(model.weight)
+        engine = deepspeed.initialize(model=model, config=config)[0]
         gradient = 2.0**16 / (dist.get_world_size() // 2 * 2)
-        train(engine, [torch.full((NUMEL,), gradient, dtype=torch.float16)])
+        train(engine, [placed(engine, torch.full((1, 5), gradient))])
         assert engine.skipped_steps == int(factor is not None)
         if factor is None:
-            weight = next(engine.module.parameters()).detach().float()
-            assert torch.equal(weight, torch.full((NUMEL,), -TINY_LR * gradient))
+            weight = model.weight.detach().float()
+            assert torch.equal(weight, torch.full((5,), -TINY_LR * gradient))
         engine.destroy()
