@@ -93,10 +93,8 @@ def one_group(layers: nn.Sequential) -> Groups:
 
 
 def three_groups(layers: nn.Sequential) -> Groups:
-    return [
-        {"params": list(layer.parameters()), "weight_decay": 0.1 * index}
-        for index, layer in enumerate(layers)
-    ]
+    groups = [{"params": list(layer.parameters())} for layer in layers]
+    return [{**group, "weight_decay": 0.1 * index} for index, group in enumerate(groups)]
 
 
 def first_group_empty(layers: nn.Sequential) -> Groups:
@@ -104,8 +102,7 @@ def first_group_empty(layers: nn.Sequential) -> Groups:
 
 
 def frozen(layers: nn.Sequential) -> Groups:
-    layers.requires_grad_(False)
-    return one_group(layers)
+    return one_group(layers.requires_grad_(False))
 
 
 def nothing(layers: nn.Sequential) -> Groups:
@@ -153,6 +150,12 @@ def master(param: nn.Parameter) -> torch.Tensor:
     return param.detach().float() if value is None else value
 
 
+def inputs_of_all(steps: Sequence[int], data_size: int) -> list[torch.Tensor]:
+    """What all data ranks see in these steps, for each stage."""
+    ranks = range(data_size)
+    return [torch.cat([batch(s, stage, r) for s in steps for r in ranks]) for stage in range(2)]
+
+
 def loss_of_all(stages: nn.ModuleList, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(list(map(mean_square, stages, inputs))).sum()
 
@@ -173,10 +176,7 @@ class Reference:
 
     def step(self, step: int, data_size: int) -> tuple[float, list[float]]:
         """Train; returns the norm, and the norms over the stages' groups of the same position."""
-        ranks = range(data_size)
-        self.one.backward(
-            [[torch.cat([batch(step, stage, rank) for rank in ranks]) for stage in range(2)]]
-        )
+        self.one.backward([inputs_of_all([step], data_size)])
         squares = [
             sum(p.grad.double().square().sum().item() for p in ps if p.grad is not None)
             for ps in self.aligned

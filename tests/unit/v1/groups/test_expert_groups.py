@@ -13,12 +13,12 @@ import deepspeed
 from deepspeed import DeepSpeedConfigError
 from deepspeed import comm as dist
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
+from deepspeed.utils import groups, safe_get_full_grad
 from deepspeed.utils.tensor_fragment import safe_get_full_grads
 from unit.common import DistributedTest
 from unit.models import config_of, sgd
 from unit.v1.gathering import collectives
-from unit.v1.groups.stages import SYSTEMS, world_collectives
+from unit.v1.groups.stages import SYSTEMS, master, world_collectives
 from unit.v1.looping import each
 from unit.v1.tensor.megatron import Mpu
 
@@ -30,13 +30,13 @@ EP = 2
 class Model(nn.Module):
     """Gradients are the inputs: powers of two, so that every sum is exact in every precision."""
 
-    def __init__(self, ep_size: int = EP) -> None:
+    def __init__(self) -> None:
         super().__init__()
         rank = dist.get_rank()
         self.dense = nn.Parameter(torch.full((DENSE,), 1.0 + rank))
         self.expert = nn.Parameter(torch.full((EXPERT,), 10.0 + rank))
         self.expert.allreduce = False
-        self.expert.group_name = f"ep_size_{ep_size}"
+        self.expert.group_name = f"ep_size_{EP}"
 
     def forward(self, dense: float, expert: float) -> torch.Tensor:
         return dense * self.dense.float().sum() + expert * self.expert.float().sum()
@@ -46,18 +46,13 @@ def start(system: str, split: bool = True, schedule: bool = False, **more: Any) 
     groups._create_expert_and_data_parallel(EP)
     model = Model()
     config = config_of(0, 1, **{**SYSTEMS[system], **more})
-    given: Any = {"params": list(model.parameters())}
-    optimizer = torch.optim.SGD(
-        split_params_into_different_moe_groups_for_optimizer(given) if split else [given], lr=LR
-    )
+    given: Any = [{"params": list(model.parameters())}]
+    if split:
+        given = split_params_into_different_moe_groups_for_optimizer(given)
+    optimizer = torch.optim.SGD(given, lr=LR)
     if schedule:
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
-
-
-def value(param: nn.Parameter) -> torch.Tensor:
-    master = safe_get_full_fp32_param(param)
-    return param.detach().float() if master is None else master
 
 
 def filled(found: torch.Tensor, numel: int, wanted: float) -> bool:
@@ -80,8 +75,8 @@ class TestExperts(DistributedTest):
         rank = dist.get_rank()
         engine = start(system, split)
         model = engine.module
-        assert filled(value(model.dense), DENSE, 1.0)
-        assert filled(value(model.expert), EXPERT, 10.0 + rank % 2)
+        assert filled(master(model.dense), DENSE, 1.0)
+        assert filled(master(model.expert), EXPERT, 10.0 + rank % 2)
         engine.backward(engine(2.0**rank, 4.0**rank))
         dense, experts = (1 + 2 + 4 + 8) / 4, [(1 + 16) / 4, (4 + 64) / 4]
         # Experts' gradients are sums over all tokens already: the two replicas are summed, and
@@ -101,9 +96,9 @@ class TestExperts(DistributedTest):
         assert norm == pytest.approx(math.sqrt(sum(squares)), rel=1e-6)
         if groups_now == 2:
             assert engine.get_group_grad_norms() == pytest.approx(norms, rel=1e-6)
-        assert filled(value(model.dense), DENSE, 1.0 - LR * dense)
-        assert filled(value(model.expert), EXPERT, 10.0 + rank % 2 - LR * experts[rank % 2])
-        first = value(model.expert)[0].item()
+        assert filled(master(model.dense), DENSE, 1.0 - LR * dense)
+        assert filled(master(model.expert), EXPERT, 10.0 + rank % 2 - LR * experts[rank % 2])
+        first = master(model.expert)[0].item()
         assert model.expert.detach().float()[0] == pytest.approx(first, rel=2**-8)
         engine.destroy()
 
@@ -135,11 +130,10 @@ class TestExperts(DistributedTest):
             groups._create_expert_and_data_parallel(EP)
             model = Model()
             config = config_of(stage, 1, optimizer=sgd(LR))
-            given = model.parameters() if parameters else None
-            engine, optimizer, _, _ = deepspeed.initialize(
-                model=model, model_parameters=given, config=config
-            )
-            assert [group.get("moe", False) for group in optimizer.param_groups] == [False, True]
+            given = {"model_parameters": model.parameters()} if parameters else {}
+            engine, *_ = deepspeed.initialize(model=model, config=config, **given)
+            made = [group.get("moe", False) for group in engine.optimizer.param_groups]
+            assert made == [False, True]
             engine.destroy()
 
     @each(system=[name for name in SYSTEMS if name != "stage 0"])

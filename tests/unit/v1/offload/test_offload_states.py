@@ -14,9 +14,9 @@ from deepspeed import comm as dist
 from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
 from deepspeed.runtime.zero.offload_states import get_state_devices
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
+from unit.v1.offload.test_stage3_offload import values
 from unit.v1.zero.stage3.models import (
     SHARDED,
     Tensors,
@@ -40,15 +40,6 @@ def make_engine(stage: int, precision: str = "fp32", width: int = 5, **zero: Any
     return deepspeed.initialize(model=make_net(width=width), config=config)[0]
 
 
-def masters(engine: Any) -> Tensors:
-    found = {}
-    for name, param in engine.module.named_parameters():
-        if param.requires_grad:
-            found[name] = safe_get_full_fp32_param(param).clone()
-            found[f"{name} exp_avg"] = safe_get_full_optimizer_state(param, "exp_avg").clone()
-    return found
-
-
 def run(
     engine: Any, between: Callable[[int], None] = lambda index: None
 ) -> tuple[Tensors, torch.Tensor]:
@@ -59,7 +50,7 @@ def run(
     with torch.no_grad():
         output = engine(tokens_of(9, 0)).clone()
     train(engine, 1, 1, 5)
-    return masters(engine), output
+    return values(engine), output
 
 
 def off_the_device(what: str) -> Any:
