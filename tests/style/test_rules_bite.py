@@ -13,144 +13,98 @@ import test_style as style  # noqa: E402 tests/ is no package, so the neighbour 
 
 GOOD = '"""Docstring."""\n'
 DEF = "def f() -> None:\n"
-CASES: list[tuple[Callable[[], None], str, str]] = [
-    (style.test_every_module_has_a_docstring, "a.py", "x = 1\n"),
-    (style.test_every_public_function_and_class_has_a_docstring, "a.py", DEF + "    pass\n"),
-    (
-        style.test_docstrings_are_sentences,
-        "a.py",
-        (DEF + '    """Of whom?"""\n') * (style.OPENERS_LEFT + 1),
-    ),
-    (style.test_every_function_is_annotated, "a.py", "def f(x) -> None:\n    pass\n"),
-    (style.test_no_assert_without_a_message, "a.py", "assert True\n"),
-    (style.test_no_bare_except, "a.py", "try:\n    pass\nexcept:\n    pass\n"),
-    (style.test_library_does_not_print_or_exit, "a.py", "print(1)\n"),
-    (style.test_library_does_not_print_or_exit, "a.py", "import sys\nsys.exit(1)\n"),
-    (style.test_only_comm_reaches_torch_distributed, "a.py", "import torch.distributed as dist\n"),
-    (style.test_only_comm_reaches_torch_distributed, "a.py", "from torch import distributed\n"),
-    (
-        style.test_only_comm_reaches_torch_distributed,
-        "a.py",
-        "import torch\ntorch.distributed.barrier()\n",
-    ),
-    (
-        style.test_launcher_uses_only_the_launching_half_of_torch_distributed,
-        "launcher/a.py",
-        "from torch.distributed import all_reduce\n",
-    ),
-    (style.test_only_accelerators_reach_torch_cuda, "a.py", "torch.cuda.synchronize()\n"),
-    (style.test_streams_are_made_in_one_place, "a.py", "s = get_accelerator().Stream()\n"),
-    (style.test_no_record_stream, "a.py", "t.record_stream(s)\n"),
+MANY = (DEF + '    """Of whom?"""\n') * (style.OPENERS_LEFT + 1)
+Rule = Callable[[], None]
+ANYWHERE: list[tuple[Rule, str]] = [
+    (style.test_every_module_has_a_docstring, "x = 1\n"),
+    (style.test_every_public_function_and_class_has_a_docstring, DEF + "    pass\n"),
+    (style.test_docstrings_are_sentences, MANY),
+    (style.test_every_function_is_annotated, "def f(x) -> None:\n    pass\n"),
+    (style.test_no_assert_without_a_message, "assert True\n"),
+    (style.test_no_bare_except, "try:\n    pass\nexcept:\n    pass\n"),
+    (style.test_library_does_not_print_or_exit, "print(1)\n"),
+    (style.test_library_does_not_print_or_exit, "import sys\nsys.exit(1)\n"),
+    (style.test_only_comm_reaches_torch_distributed, "import torch.distributed as dist\n"),
+    (style.test_only_comm_reaches_torch_distributed, "from torch import distributed\n"),
+    (style.test_only_comm_reaches_torch_distributed, "import torch\ntorch.distributed.barrier()\n"),
+    (style.test_only_accelerators_reach_torch_cuda, "torch.cuda.synchronize()\n"),
+    (style.test_streams_are_made_in_one_place, "s = get_accelerator().Stream()\n"),
+    (style.test_no_record_stream, "t.record_stream(s)\n"),
+    (style.test_imports_inside_functions_say_why, DEF + "    import os\n"),
+    (style.test_comments_are_ascii, "x = 1  # caf\u00e9\n"),
+    (style.test_todo_names_an_issue, "x = 1  # TODO later\n"),
+    (style.test_type_ignores_name_their_code, "x = 1  # type: ignore\n"),
+    (style.test_nothing_runs_text_as_code_or_through_a_shell, "eval('1')\n"),
+    (style.test_nothing_runs_text_as_code_or_through_a_shell, "run('ls', shell=True)\n"),
+    (style.test_what_is_unpickled_is_data, "import torch\ntorch.load(x)\n"),
+    (style.test_what_is_unpickled_is_data, "torch.load(x, weights_only=False)\n"),
+    (style.test_what_is_unpickled_is_data, "import pickle\npickle.loads(x)\n"),
+    (style.test_what_is_unpickled_is_data, "from pickle import Unpickler\n"),
+    (style.test_what_is_unpickled_is_data, "numpy.load(x, allow_pickle=True)\n"),
+]
+LAUNCHES = style.test_launcher_uses_only_the_launching_half_of_torch_distributed
+DOOR, CORE = layers.test_nobody_inside_goes_through_a_door, style.test_the_core_names_no_subsystem
+DOWN = layers.test_imports_go_down_only
+LATE = DEF + "    # optional: rare\n    from deepspeed.runtime import engine\n"
+CYCLE = DEF + "    from deepspeed.runtime.zero import config  # cycle: none\n"
+IF_SET = "if optimizer.ledger is not None:\n    optimizer.ledger.close()\n"
+CASES: list[tuple[Rule, str, str]] = [
+    *((rule, "a.py", text) for rule, text in ANYWHERE),
+    (LAUNCHES, "launcher/a.py", "from torch.distributed import all_reduce\n"),
     (layers.test_every_file_has_a_layer, "stray.py", ""),
     (layers.test_every_file_has_a_layer, "runtime/stray/a.py", ""),
-    (
-        layers.test_imports_go_down_only,
-        "comm/b.py",
-        DEF + "    # optional: rare\n    from deepspeed.runtime import engine\n",
-    ),
-    (layers.test_imports_go_down_only, "comm/a.py", "from deepspeed.runtime import engine\n"),
-    (
-        layers.test_imports_go_down_only,
-        "runtime/zero/a.py",
-        "from ..engine import DeepSpeedEngine\n",
-    ),
-    (
-        layers.test_nobody_inside_goes_through_a_door,
-        "runtime/engine.py",
-        "from deepspeed.comm.config import CommsLoggerConfig\n",
-    ),
-    (
-        style.test_the_core_names_no_subsystem,
-        "runtime/zero/a.py",
-        "if optimizer.ledger is not None:\n    optimizer.ledger.close()\n",
-    ),
-    (
-        style.test_the_core_names_no_subsystem,
-        "runtime/gradients/a.py",
-        "from deepspeed.monitor.monitor import MonitorMaster\n",
-    ),
-    (
-        style.test_the_core_names_no_subsystem,
-        "runtime/optimizers/a.py",
-        'late = "deepspeed.profiling.flops_profiler"\n',
-    ),
-    (
-        style.test_checkpoint_files_need_no_runtime,
-        "checkpoint/a.py",
-        DEF + "    from deepspeed.runtime.zero import config  # cycle: none\n",
-    ),
-    (style.test_imports_inside_functions_say_why, "a.py", DEF + "    import os\n"),
-    (style.test_comments_are_ascii, "a.py", "x = 1  # caf\u00e9\n"),
-    (style.test_todo_names_an_issue, "a.py", "x = 1  # TODO later\n"),
-    (style.test_type_ignores_name_their_code, "a.py", "x = 1  # type: ignore\n"),
-    (style.test_nothing_runs_text_as_code_or_through_a_shell, "a.py", "eval('1')\n"),
-    (style.test_nothing_runs_text_as_code_or_through_a_shell, "a.py", "run('ls', shell=True)\n"),
-    (style.test_what_is_unpickled_is_data, "a.py", "import torch\ntorch.load(x)\n"),
-    (style.test_what_is_unpickled_is_data, "a.py", "torch.load(x, weights_only=False)\n"),
-    (style.test_what_is_unpickled_is_data, "a.py", "import pickle\npickle.loads(x)\n"),
-    (style.test_what_is_unpickled_is_data, "a.py", "from pickle import Unpickler\n"),
-    (style.test_what_is_unpickled_is_data, "a.py", "numpy.load(x, allow_pickle=True)\n"),
+    (DOWN, "comm/b.py", LATE),
+    (DOWN, "comm/a.py", "from deepspeed.runtime import engine\n"),
+    (DOWN, "runtime/zero/a.py", "from ..engine import DeepSpeedEngine\n"),
+    (DOOR, "runtime/engine.py", "from deepspeed.comm.config import CommsLoggerConfig\n"),
+    (CORE, "runtime/zero/a.py", IF_SET),
+    (CORE, "runtime/gradients/a.py", "from deepspeed.monitor.monitor import MonitorMaster\n"),
+    (CORE, "runtime/optimizers/a.py", 'late = "deepspeed.profiling.flops_profiler"\n'),
+    (style.test_checkpoint_files_need_no_runtime, "checkpoint/a.py", CYCLE),
 ]
 
 BASE = "class A:\n    def __init__(self) -> None:\n        self.make()\n"
+SMALL = objects.test_objects_are_small_with_what_they_inherit
+FORTY = "class A:\n" + "".join(f"    def a{n}(self): ...\n" for n in range(40))
+ONE_MORE = "from deepspeed.b import A as B\nclass C(B[int]):\n    def c(self): ...\n"
+DEEP = "class A: ...\nclass B(A): ...\nclass C(B): ...\nclass D(C): ...\n"
+MADE = "from .a import A\nclass B(A):\n    def make(self): ...\n"
+EACH_OTHER = {
+    "moe/a.py": DEF + "    import deepspeed.sequence.b  # startup: slow\n",
+    "sequence/a.py": "from deepspeed.moe.b import x\n",
+    **{"moe/b.py": "", "sequence/b.py": ""},
+}
+CIRCLE = {
+    **{"comm/a.py": "from deepspeed.comm.b import x\n", "comm/b.py": "from . import c\n"},
+    "comm/c.py": DEF + "    import deepspeed.comm.a\n",
+}
+ABOVE = {"comm/a.py": 'x = "deepspeed.runtime.engine"\n', "runtime/engine.py": ""}
+HALL = {
+    "comm/__init__.py": '"""Here are `a` and `b`."""\n',
+    **dict.fromkeys(("comm/a.py", "comm/b.py", "comm/abc.py"), ""),
+}
 # Rules about several files: their texts, and what is reported.
-SEVERAL: list[tuple[Callable[[], None], dict[str, str], str]] = [
+SEVERAL: list[tuple[Rule, dict[str, str], str]] = [
     (layers.test_the_tables_name_what_is_there, {"comm/a.py": ""}, "accelerator"),
     (layers.test_the_tables_name_what_is_there, {"comm/config.py": ""}, "comm.config"),
+    (layers.test_no_two_packages_import_each_other, EACH_OTHER, "moe/a.py:3"),
+    (layers.test_no_modules_import_in_a_circle, CIRCLE, "comm/c.py"),
+    (layers.test_only_doors_name_what_is_above_them, ABOVE, "comm/a.py:2"),
+    (layers.test_every_folder_has_a_hall, HALL, "comm/__init__.py: .*`abc`"),
     (
-        layers.test_no_two_packages_import_each_other,
-        {
-            "moe/a.py": DEF + "    import deepspeed.sequence.b  # startup: slow\n",
-            "sequence/a.py": "from deepspeed.moe.b import x\n",
-            "moe/b.py": "",
-            "sequence/b.py": "",
-        },
-        "moe/a.py:3",
-    ),
-    (
-        layers.test_no_modules_import_in_a_circle,
-        {
-            "comm/a.py": "from deepspeed.comm.b import x\n",
-            "comm/b.py": "from . import c\n",
-            "comm/c.py": DEF + "    import deepspeed.comm.a\n",
-        },
-        "comm/c.py",
-    ),
-    (
-        layers.test_only_doors_name_what_is_above_them,
-        {"comm/a.py": 'x = "deepspeed.runtime.engine"\n', "runtime/engine.py": ""},
-        "comm/a.py:2",
-    ),
-    (
-        layers.test_every_folder_has_a_hall,
-        {
-            "comm/__init__.py": '"""Here are `a` and `b`."""\n',
-            **dict.fromkeys(("comm/a.py", "comm/b.py", "comm/abc.py"), ""),
-        },
-        "comm/__init__.py: .*`abc`",
-    ),
-    (
-        objects.test_objects_are_small_with_what_they_inherit,
-        {
-            "a.py": "class A:\n" + "".join(f"    def a{n}(self): ...\n" for n in range(40)),
-            "b.py": "from .a import A\n",
-            "c.py": "from deepspeed.b import A as B\nclass C(B[int]):\n    def c(self): ...\n",
-        },
+        SMALL,
+        {"a.py": FORTY, "b.py": "from .a import A\n", "c.py": ONE_MORE},
         r"\Ac.py:3: 41 methods, 0 attributes, 2 deep\Z",
     ),
+    (SMALL, {"a.py": DEEP}, r"\Aa.py:5: 0 methods, 0 attributes, 4 deep\Z"),
     (
-        objects.test_objects_are_small_with_what_they_inherit,
-        {"a.py": "class A: ...\nclass B(A): ...\nclass C(B): ...\nclass D(C): ...\n"},
-        r"\Aa.py:5: 0 methods, 0 attributes, 4 deep\Z",
-    ),
-    (
-        objects.test_objects_are_small_with_what_they_inherit,
+        SMALL,
         {"a.py": BASE + "".join(f"        self.a{n}, b = n\n" for n in range(21))},
         r"\Aa.py:2: 1 methods, 21 attributes, 1 deep\Z",
     ),
     (
         objects.test_no_constructor_calls_what_is_overridden,
-        {"a.py": BASE, "b.py": "from .a import A\nclass B(A):\n    def make(self): ...\n"},
+        {"a.py": BASE, "b.py": MADE},
         r"\Aa.py:2: calls make\Z",
     ),
 ]
@@ -172,9 +126,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(("rule", "path", "text"), CASES)
-def test_rule_finds_the_offence(
-    package: Path, rule: Callable[[], None], path: str, text: str
-) -> None:
+def test_rule_finds_the_offence(package: Path, rule: Rule, path: str, text: str) -> None:
     write(package, {path: text}, "" if rule is style.test_every_module_has_a_docstring else GOOD)
     with pytest.raises(pytest.fail.Exception, match=path):
         rule()
@@ -182,7 +134,7 @@ def test_rule_finds_the_offence(
 
 @pytest.mark.parametrize(("rule", "texts", "place"), SEVERAL)
 def test_rule_finds_the_offence_among_several_files(
-    package: Path, rule: Callable[[], None], texts: dict[str, str], place: str
+    package: Path, rule: Rule, texts: dict[str, str], place: str
 ) -> None:
     write(package, texts)
     with pytest.raises(pytest.fail.Exception, match=place):
@@ -195,23 +147,23 @@ REASONS = (
     '    """Load lazily (cycle: a needs b)."""\n    import os\n',
     "    # optional: maybe\n    try:\n        import os\n    except ImportError:\n        pass\n",
 )
+WORDS = (
+    '"""Not of the ledger."""\n\n\n'
+    + DEF.rstrip()
+    + '  # nor a monitor\n    """As the profiler."""\n'
+)
 
 
 @pytest.mark.parametrize(
     ("rule", "path", "text"),
     [
         *((style.test_imports_inside_functions_say_why, "a.py", DEF + why) for why in REASONS),
-        (
-            style.test_the_core_names_no_subsystem,
-            "runtime/zero/a.py",
-            '"""Not of the ledger."""\n\n\ndef f() -> None:  # nor a monitor\n'
-            '    """As the profiler."""\n',
-        ),
-        (style.test_the_core_names_no_subsystem, "runtime/gradients/ledger/a.py", "ledger = 1\n"),
-        (style.test_the_core_names_no_subsystem, "runtime/engine.py", "self.monitor = None\n"),
+        (CORE, "runtime/zero/a.py", WORDS),
+        (CORE, "runtime/gradients/ledger/a.py", "ledger = 1\n"),
+        (CORE, "runtime/engine.py", "self.monitor = None\n"),
     ],
 )
-def test_rule_allows(package: Path, rule: Callable[[], None], path: str, text: str) -> None:
+def test_rule_allows(package: Path, rule: Rule, path: str, text: str) -> None:
     write(package, {path: text})
     rule()
 
