@@ -27,12 +27,8 @@ def why_impossible() -> str | None:
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         return f"not installed: {', '.join(missing)}"
-    probe = subprocess.run(
-        ["unshare", "--net", "--uts", "--mount", "true"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["unshare", "--net", "--uts", "--mount", "true"]
+    probe = subprocess.run(command, capture_output=True, text=True)
     return f"no namespaces here: {probe.stderr.strip()}" if probe.returncode else None
 
 
@@ -44,26 +40,23 @@ class Node:
         self.address = f"{NETWORK}.{number}"
         self.namespace = f"{cluster.prefix}n{number}"
         self.cable = f"{cluster.prefix}v{number}"
-        self._cluster = cluster
+        self._cluster, self._switch = cluster, cluster.switch
         self.server: subprocess.Popen[bytes] | None = None
 
     def boot(self) -> None:
         """Bring the network up and start the ssh server."""
-        run("ip", "netns", "add", self.namespace)
-        run(
-            "ip",
-            "-n",
-            self._cluster.switch,
-            "link",
-            "add",
+        ip("netns add", self.namespace)
+        ip(
+            "link add",
             self.cable,
-            *"type veth peer name eth0 netns".split(),
+            "type veth peer name eth0 netns",
             self.namespace,
+            at=self._switch,
         )
-        run("ip", "-n", self._cluster.switch, "link", "set", self.cable, "master", "bridge", "up")
-        run("ip", "-n", self.namespace, "address", "add", f"{self.address}/24", "dev", "eth0")
-        run("ip", "-n", self.namespace, "link", "set", "eth0", "up")
-        run("ip", "-n", self.namespace, "link", "set", "lo", "up")
+        ip("link set", self.cable, "master bridge up", at=self._switch)
+        ip("address add", f"{self.address}/24", "dev eth0", at=self.namespace)
+        ip("link set eth0 up", at=self.namespace)
+        ip("link set lo up", at=self.namespace)
         folder = self._cluster.folder
         # /run is the host's own, as are its name, its known names, and what ssh keeps for the user.
         script = f"""
@@ -75,14 +68,10 @@ class Node:
             mount --bind {folder}/hosts /etc/hosts
             exec /usr/sbin/sshd -D -e -f {folder}/sshd_config -o ListenAddress={self.address}
             """
+        command = f"ip netns exec {self.namespace} unshare --uts --mount bash -c"
         log = open(folder / f"{self.name}.log", "wb")  # noqa: SIM115 the server writes on
         self.server = subprocess.Popen(
-            [
-                *"ip netns exec".split(),
-                self.namespace,
-                *"unshare --uts --mount bash -c".split(),
-                textwrap.dedent(script),
-            ],
+            [*command.split(), textwrap.dedent(script)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -98,30 +87,28 @@ class Node:
 
     def cut(self) -> None:
         """Pull the cable: nothing comes or goes, and nobody is told."""
-        run("ip", "-n", self._cluster.switch, "link", "set", self.cable, "down")
+        ip("link set", self.cable, "down", at=self._switch)
 
     def mend(self) -> None:
         """Put the cable back."""
-        run("ip", "-n", self._cluster.switch, "link", "set", self.cable, "up")
+        ip("link set", self.cable, "up", at=self._switch)
+
+    def _pids(self) -> list[int]:
+        command = ["ip", "netns", "pids", self.namespace]
+        return [*map(int, subprocess.run(command, capture_output=True, text=True).stdout.split())]
 
     def processes(self) -> dict[int, str]:
         """What jobs run on this host, by process id: no daemons, nor sessions of ssh.
 
         Those the server ends itself when it learns of a cut connection.
         """
-        listed = subprocess.run(
-            ["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=False
-        ).stdout
         own = {*self._cluster.daemons, *([self.server.pid] if self.server else [])}
-        found = {pid: command_line(pid) for pid in map(int, listed.split()) if pid not in own}
+        found = {pid: command_line(pid) for pid in self._pids() if pid not in own}
         return {pid: line for pid, line in found.items() if line and not line.startswith("sshd: ")}
 
     def shut_down(self) -> None:
         """End everything that runs on this host, and remove it."""
-        listed = subprocess.run(
-            ["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=False
-        ).stdout
-        for pid in map(int, listed.split()):
+        for pid in self._pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if self.server:
@@ -151,9 +138,9 @@ class Cluster:
     def __enter__(self) -> "Cluster":
         self._write_files()
         try:
-            run("ip", "netns", "add", self.switch)
-            run("ip", "-n", self.switch, "link", "add", "bridge", "type", "bridge")
-            run("ip", "-n", self.switch, "link", "set", "bridge", "up")
+            ip("netns add", self.switch)
+            ip("link add bridge type bridge", at=self.switch)
+            ip("link set bridge up", at=self.switch)
             for node in self.nodes:
                 node.boot()
             for node in self.nodes:
@@ -176,13 +163,10 @@ class Cluster:
         shutil.copy(ssh / "id_ed25519.pub", ssh / "authorized_keys")
         host_key = " ".join((self.folder / "host_key.pub").read_text().split()[:2])
         names = [name for node in self.nodes for name in (node.name, node.address)]
-        (ssh / "known_hosts").write_text(
-            "".join(f"{self._known(name)} {host_key}\n" for name in names)
-        )
-        (self.folder / "hosts").write_text(
-            "127.0.0.1 localhost\n"
-            + "".join(f"{node.address} {node.name}\n" for node in self.nodes)
-        )
+        known = [name if self.ssh_port == 22 else f"[{name}]:{self.ssh_port}" for name in names]
+        (ssh / "known_hosts").write_text("".join(f"{name} {host_key}\n" for name in known))
+        lines = ["127.0.0.1 localhost", *(f"{node.address} {node.name}" for node in self.nodes)]
+        (self.folder / "hosts").write_text("\n".join([*lines, ""]))
         (self.folder / "sshd_config").write_text(
             textwrap.dedent(f"""
             Port {self.ssh_port}
@@ -195,9 +179,6 @@ class Cluster:
             PidFile none
             """)
         )
-
-    def _known(self, name: str) -> str:
-        return name if self.ssh_port == 22 else f"[{name}]:{self.ssh_port}"
 
     def _await(self, node: Node) -> None:
         """Wait until the host answers over ssh."""
@@ -224,15 +205,15 @@ def run(*command: str) -> None:
         raise AssertionError(f"{' '.join(command)}: {done.stderr}")
 
 
+def ip(*words: str, at: str = "") -> None:
+    """Run `ip`, in a namespace if one is named."""
+    run("ip", *(["-n", at] if at else []), *" ".join(words).split())
+
+
 def command_line(pid: int) -> str:
     """A process's command line; empty for one that has ended."""
     try:
-        return (
-            Path(f"/proc/{pid}/cmdline")
-            .read_bytes()
-            .replace(b"\0", b" ")
-            .decode(errors="replace")
-            .strip()
-        )
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+        return words.decode(errors="replace").strip()
     except OSError:
         return ""

@@ -8,6 +8,7 @@ import time
 
 import cluster as hosts
 
+SETTINGS = {"PYTHONPATH": str(hosts.ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 NODE_TIMEOUT = 10.0
 SLACK = 30.0
 """What a loaded machine may add to a bound: interpreters start and end slowly on it."""
@@ -20,14 +21,8 @@ class Job:
         self, cluster: hosts.Cluster, *flags: str, node: int = 0, **environment: str
     ) -> None:
         self.cluster = cluster
-        settings = {
-            "PYTHONPATH": str(hosts.ROOT),
-            "DS_ACCELERATOR": "cpu",
-            "OMP_NUM_THREADS": "1",
-            "DS_LAUNCH_TIMEOUT": str(NODE_TIMEOUT),
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        }
+        settings = {**SETTINGS, "DS_LAUNCH_TIMEOUT": str(NODE_TIMEOUT)}
+        settings |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         self.process = subprocess.Popen(
             cluster.nodes[node].inside(sys.executable, "-m", "deepspeed.launcher.runner", *flags),
             cwd=cluster.folder,

@@ -27,19 +27,14 @@ class Slurm:
         self.environment = {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def __enter__(self) -> "Slurm":
-        for folder in (
-            self.folder,
-            *(self.folder / f"spool.{node.name}" for node in self._cluster.nodes),
-        ):
+        spools = (self.folder / f"spool.{node.name}" for node in self._cluster.nodes)
+        for folder in (self.folder, *spools):
             folder.mkdir()
         self._write_configuration()
         for node in self._cluster.nodes:
             # munge refuses a socket's folder that others can write to; /run is the host's own.
-            self._daemon(
-                node,
-                *"munged bash -c".split(),
-                f"mkdir -p /run/munge && exec {' '.join(self._munged(node))}",
-            )
+            begin = f"mkdir -p /run/munge && exec {self._munged(node)}"
+            self._daemon(node, "munged", "bash", "-c", begin)
         first = self._cluster.nodes[0]
         self._daemon(first, "slurmctld", "/usr/sbin/slurmctld", "-D", "-i")
         for node in self._cluster.nodes:
@@ -50,15 +45,13 @@ class Slurm:
     def __exit__(self, *_: object) -> None:
         """The daemons end with their hosts."""
 
-    def _munged(self, node: Node) -> list[str]:
+    def _munged(self, node: Node) -> str:
         own = self.folder / node.name
         own.mkdir(mode=0o700)
         options = {"key-file": self.folder / "munge.key", "pid-file": "/run/munge/munged.pid"}
         options |= {"seed-file": own / "seed", "log-file": own / "munged.log"}
-        return [
-            *"/usr/sbin/munged --foreground --force".split(),
-            *(f"--{key}={value}" for key, value in options.items()),
-        ]
+        flags = " ".join(f"--{key}={value}" for key, value in options.items())
+        return f"/usr/sbin/munged --foreground --force {flags}"
 
     def _daemon(self, node: Node, name: str, *command: str) -> None:
         with open(self.folder / f"{name}.{node.name}.log", "wb") as log:
@@ -75,11 +68,11 @@ class Slurm:
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
-        nodes = "\n".join(
-            f"NodeName={node.name} NodeAddr={node.address} NodeHostname={node.name} CPUs=2 "
-            "State=UNKNOWN"
-            for node in self._cluster.nodes
-        )
+        names = [
+            f"NodeName={n.name} NodeAddr={n.address} NodeHostname={n.name}"
+            for n in self._cluster.nodes
+        ]
+        nodes = "\n".join(f"{name} CPUs=2 State=UNKNOWN" for name in names)
         state = self.folder / "state"
         state.mkdir()
         settings = f"""
@@ -113,14 +106,12 @@ class Slurm:
                 env={**os.environ, **self.environment},
                 capture_output=True,
                 text=True,
-                check=False,
             )
             if done.stdout.split() == [str(len(self._cluster.nodes)), "idle"]:
                 return
             if time.monotonic() > deadline:
-                raise AssertionError(
-                    f"Slurm did not come up: {done.stdout} {done.stderr}\n{self.logs()}"
-                )
+                told = f"{done.stdout} {done.stderr}\n{self.logs()}"
+                raise AssertionError(f"Slurm did not come up: {told}")
             time.sleep(0.2)
 
     def logs(self) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import cluster as hosts
 import pytest
-from jobs import NODE_TIMEOUT, SLACK, Job, await_empty
+from jobs import NODE_TIMEOUT, SETTINGS, SLACK, Job, await_empty
 from unit.elasticity.test_elastic_training import SCRIPT, Nodes, same, steps
 
 pytestmark = pytest.mark.skipif(
@@ -41,22 +41,15 @@ class ElasticJob:
         limits = ["--min_elastic_nodes", "1", "--max_elastic_nodes", str(len(self.cluster.nodes))]
         rendezvous = ["--master_addr", self.cluster.nodes[0].address]
         script = [str(SCRIPT), "--checkpoints", str(self.checkpoints)]
-        return Job(
-            self.cluster,
-            *"--num_gpus 2 --elastic_training".split(),
-            *limits,
-            *rendezvous,
-            *script,
-            node=index,
-        )
+        flags = ["--num_gpus", "2", "--elastic_training", *limits, *rendezvous]
+        return Job(self.cluster, *flags, *script, node=index)
 
     def until(self, condition: Callable[[], bool], seconds: float) -> float:
         """Wait for a condition; returns the seconds that took."""
         began = time.monotonic()
         while not condition():
-            assert time.monotonic() - began < seconds, f"{self.seen.log()}\n" + "\n".join(
-                job.text for job in self.jobs
-            )
+            told = "\n".join(job.text for job in self.jobs)
+            assert time.monotonic() - began < seconds, f"{self.seen.log()}\n{told}"
             time.sleep(0.05)
         return time.monotonic() - began
 
@@ -77,23 +70,15 @@ def cut(job: ElasticJob, lost: int) -> None:
 def replay(job: ElasticJob, *worlds: tuple[int, int]) -> None:
     """Launch the same (world, last step) one by one, and compare the weights bit by bit."""
     for ranks, last in worlds:
-        command = [
-            sys.executable,
-            *"-m deepspeed.launcher.runner --num_gpus".split(),
-            str(ranks),
-            str(SCRIPT),
-        ]
-        settings = dict(
-            PYTHONPATH=str(hosts.ROOT), DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", STEPS=str(last)
-        )
+        command = [sys.executable, *"-m deepspeed.launcher.runner --num_gpus".split(), str(ranks)]
+        command += [str(SCRIPT), "--checkpoints", str(job.seen.folder / "replayed")]
         done = subprocess.run(
-            [*command, "--checkpoints", str(job.seen.folder / "replayed")],
-            env={**os.environ, **settings},
+            command,
+            env={**os.environ, **SETTINGS, "STEPS": str(last)},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             timeout=240,
-            check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
     assert same(job.seen.weights(), job.seen.weights("replayed"))
@@ -130,16 +115,14 @@ def test_a_host_is_lost_and_comes_back(
         job.jobs[lost] = job.join(lost)
         growth = job.until(lambda: job.started(6, all_ranks), RESTART_SECONDS)
         job.holds[6].unlink()
-        assert [each.end() for each in job.jobs] == [0] * size, "\n".join(
-            each.text for each in job.jobs
-        )
+        codes = [each.end() for each in job.jobs]
+        assert codes == [0] * size, "\n".join(each.text for each in job.jobs)
         await_empty(cluster)
-    print(
-        f"{size} hosts, {lose.__name__}: {restart:.0f} s from the loss to the next step, "
-        f"{growth:.0f} s from joining to the start"
+    took = (
+        f"{restart:.0f} s from the loss to the next step, {growth:.0f} s from joining to the start"
     )
-    assert steps(job.seen.log()) == [
-        (step, fewer if step in (4, 5, 6) else all_ranks) for step in range(1, 9)
-    ]
+    print(f"{size} hosts, {lose.__name__}: {took}")
+    ranks = [fewer if step in (4, 5, 6) else all_ranks for step in range(1, 9)]
+    assert steps(job.seen.log()) == list(enumerate(ranks, 1))
     assert {entry["batch"] for entry in job.seen.log() if "start" in entry} == {BATCH}
     replay(job, (all_ranks, 3), (fewer, 6), (all_ranks, 8))

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -28,6 +29,11 @@ def batches() -> Iterator[torch.Tensor]:
         yield torch.randn(GLOBAL_BATCH, 12, generator=generator)
 
 
+def loss_of(model: Any, data: torch.Tensor) -> torch.Tensor:
+    """The error of a model, or of its engine, on a batch."""
+    return torch.nn.functional.mse_loss(model(data[:, :8]), data[:, 8:])
+
+
 def fail(rank: int) -> None:
     """Raise, and end with a code that no launcher gives by itself."""
     sys.excepthook = lambda *info: (
@@ -42,9 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=0)
     parser.add_argument("--save", required=True)
-    parser.add_argument(
-        "--fail_rank", type=int, default=-1, help="this rank raises after two steps"
-    )
+    parser.add_argument("--fail_rank", type=int, default=-1, help="raises after two steps")
     parser.add_argument("--stay", action="store_true", help="train on for ever")
     parser.add_argument("text", nargs="*", help="printed by each rank")
     args = parser.parse_args()
@@ -61,21 +65,12 @@ def main() -> None:
         model=model, model_parameters=model.parameters(), config=config
     )
     share = GLOBAL_BATCH // world
-    host = os.uname().nodename
-    print(
-        "starts",
-        rank,
-        host,
-        os.environ["CROSS_RANK"],
-        os.environ["LOCAL_RANK"],
-        args.text,
-        flush=True,
-    )
+    place = (os.uname().nodename, os.environ["CROSS_RANK"], os.environ["LOCAL_RANK"])
+    print("starts", rank, *place, args.text, flush=True)
     step, data_of_all = 0, batches()
     while step < STEPS or args.stay:
         data = next(data_of_all)[rank * share : (rank + 1) * share]
-        loss = torch.nn.functional.mse_loss(engine(data[:, :8]), data[:, 8:])
-        engine.backward(loss)
+        engine.backward(loss_of(engine, data))
         engine.step()
         step += 1
         if step == 2:
