@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import device
 import device_counts
@@ -28,12 +29,9 @@ def test_hidden_is_what_the_busiest_stream_covers() -> None:
 
 
 def test_a_process_that_sees_one_device_takes_it() -> None:
-    class Devices:
-        def __init__(self, count: int) -> None:
-            self.device_count = lambda: count
-
-    assert device_worker.choose(3, Devices(1)) == 0
-    assert device_worker.choose(3, Devices(4)) == 3
+    for count, chosen in ((1, 0), (4, 3)):
+        devices = SimpleNamespace(device_count=lambda count=count: count)
+        assert device_worker.choose(3, devices) == chosen
 
 
 def test_without_a_device_it_says_how_to_run(
@@ -100,12 +98,8 @@ def test_a_step_of_stage_1() -> None:
     counts = device_counts.measure("zero1", 2, arguments)
     buckets = counts.pop("collective reduce-scatter")
     assert 10 < buckets < 16
-    assert counts == {
-        "collective all-gather": buckets,
-        "collective all-reduce": 1,
-        "wait event": 1,
-        "streams": 1,
-    }
+    others = {"collective all-reduce": 1, "wait event": 1, "streams": 1}
+    assert counts == {"collective all-gather": buckets, **others}
 
 
 def test_torch_gets_the_parts_that_the_engines_partition_into() -> None:
@@ -115,10 +109,8 @@ def test_torch_gets_the_parts_that_the_engines_partition_into() -> None:
     from deepspeed.runtime.utils import partition_balanced
 
     work = pipeline_systems.Workload(blocks=8, width=8)
-    weights = [
-        float(isinstance(layer, pipeline_systems.PipeBlock))
-        for layer in pipeline_systems.build_layers(work)
-    ]
+    layers = pipeline_systems.build_layers(work)
+    weights = [float(isinstance(layer, pipeline_systems.PipeBlock)) for layer in layers]
     for parts in (2, 4, 8):
         assert pipeline_systems.part_bounds(8, 10, parts) == partition_balanced(weights, parts)
 
@@ -143,11 +135,9 @@ def test_a_sleeping_layer_sleeps_once_per_pass(monkeypatch: pytest.MonkeyPatch) 
 def test_predictions_are_the_formulas() -> None:
     arguments = pipeline_bubble.parse_arguments([])
     # (micro-batches + stages - 1) passes forward and backward, of 2 layers of 3 times 10 ms
-    assert pipeline_bubble.predict("1f1b", arguments).makespan == pytest.approx((8 + 3) * 60)
-    assert (
-        pipeline_bubble.predict("zero_bubble", arguments).makespan
-        < pipeline_bubble.predict("1f1b", arguments).makespan
-    )
+    plain = pipeline_bubble.predict("1f1b", arguments).makespan
+    assert plain == pytest.approx((8 + 3) * 60)
+    assert pipeline_bubble.predict("zero_bubble", arguments).makespan < plain
 
 
 def test_upstream_needs_its_interpreter() -> None:
@@ -171,18 +161,14 @@ def test_only_small_messages_are_counted(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_ratios_are_taken_within_a_round() -> None:
     # The machine is three times slower in the second round; that must not show in a ratio.
-    wall = {
-        "ddp": [[1.0, 1.0], [3.0, 3.0]],
-        "ddp-fused": [[0.5, 0.5], [1.5, 1.5]],
-        "zero1": [[2.0, 2.0], [6.0, 6.0]],
-    }
+    times = {"ddp": 1.0, "ddp-fused": 0.5, "zero1": 2.0}
+    wall = {name: [[time] * 2, [3 * time] * 2] for name, time in times.items()}
     cpu = {"ddp": [[1.0], [1.0]], "ddp-fused": [[1.0], [1.0]], "zero1": [[0.5], [0.5]]}
     results = train_step.summarize(wall, cpu)
     ratios = {result.system: (result.ratio, result.ratio_fused) for result in results}
     assert ratios == {"ddp": (1.0, 2.0), "ddp-fused": (0.5, 1.0), "zero1": (2.0, 4.0)}
-    assert "| zero1 | 4000.00 | 2.00 | 2.00-2.00 | 4.00 | 500.00 | 0.50 |" in train_step.table(
-        results
-    )
+    row = "| zero1 | 4000.00 | 2.00 | 2.00-2.00 | 4.00 | 500.00 | 0.50 |"
+    assert row in train_step.table(results)
 
 
 def test_baseline_is_always_run() -> None:
@@ -193,15 +179,11 @@ def test_baseline_is_always_run() -> None:
 @pytest.mark.slow
 def test_systems_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "record.json"
-    flags = (
-        "--model tiny --layers 3 --systems zero2 --rounds 2 --steps 3 --warmup 1 --clip 1".split()
-    )
-    assert train_step.main([*flags, "--json", str(record)]) == 0
+    flags = "--model tiny --layers 3 --systems zero2 --rounds 2 --steps 3 --warmup 1 --clip 1"
+    assert train_step.main([*flags.split(), "--json", str(record)]) == 0
     seconds = json.loads(record.read_text())["seconds"]
-    assert {name: [len(block) for block in rounds] for name, rounds in seconds.items()} == {
-        "ddp": [3, 3],
-        "zero2": [3, 3],
-    }
+    counts = {name: [len(block) for block in rounds] for name, rounds in seconds.items()}
+    assert counts == {"ddp": [3, 3], "zero2": [3, 3]}
     captured = capsys.readouterr()
     assert "| zero2 |" in captured.out and sys.executable not in captured.out
 
@@ -217,7 +199,5 @@ def test_a_system_that_fails_is_named_and_leaves_no_process(
             pair.wait_until_ready()
         pair.close()
     assert all(process.returncode is not None for process in pair._processes)
-    assert (
-        "system 'nonsense' is unknown; use one of torch, ddp, fsdp2"
-        in (tmp_path / "stderr").read_text()
-    )
+    said = (tmp_path / "stderr").read_text()
+    assert "system 'nonsense' is unknown; use one of torch, ddp, fsdp2" in said

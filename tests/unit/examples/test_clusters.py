@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from unit.common import get_master_port
+from unit.one_process import OneProcess
 
 ROOT = Path(__file__).resolve().parents[3]
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": str(ROOT),
-    "DS_ACCELERATOR": "cpu",
-    "OMP_NUM_THREADS": "1",
-}
+OURS = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {**os.environ, **OURS}
 FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 POD = """
 import json, os, torch, deepspeed
@@ -37,17 +34,13 @@ def plain_losses(steps: int) -> list[float]:
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     generator = torch.Generator().manual_seed(1)
-    losses = []
-    for _ in range(steps):
-        inputs = torch.randn(16, 8, generator=generator)
-        loss = torch.nn.functional.mse_loss(model(inputs), inputs.sum(dim=1, keepdim=True))
-        loss.backward()
-        # 1.0 is what gradient_clipping is unless it is given.
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+
+    def loss_of(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(model(inputs), inputs.sum(dim=1, keepdim=True))
+
+    # 1.0 is what gradient_clipping is unless it is given.
+    alone = OneProcess(model, optimizer, loss_of, clip=1.0)
+    return [alone.step([torch.randn(16, 8, generator=generator)]) for _ in range(steps)]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray: pip install ray")
@@ -57,13 +50,7 @@ def test_ray_trains_as_one_process_does(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples" / "ray_train.py"), "--workers", "2"]
     environment = {**ENVIRONMENT, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     run = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
     assert run.returncode == 0, run.stderr[-3000:]
     result = json.loads(run.stdout.splitlines()[-1])
@@ -73,9 +60,8 @@ def test_ray_trains_as_one_process_does(tmp_path: Path) -> None:
 
 def manifest() -> list[dict[str, Any]]:
     yaml = pytest.importorskip("yaml", reason="needs PyYAML")
-    return list(
-        yaml.safe_load_all((ROOT / "examples" / "kubernetes" / "indexed_job.yaml").read_text())
-    )
+    file = ROOT / "examples" / "kubernetes" / "indexed_job.yaml"
+    return list(yaml.safe_load_all(file.read_text()))
 
 
 def test_manifest_fits_together() -> None:
@@ -91,10 +77,8 @@ def test_manifest_fits_together() -> None:
     environment = {entry["name"]: entry for entry in container["env"]}
     assert set(re.findall(r"\$\((\w+)\)", " ".join(container["args"]))) <= environment.keys()
     # An Indexed Job names its pods after itself and their index.
-    assert (
-        environment["MASTER_ADDR"]["value"]
-        == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
-    )
+    first = f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert environment["MASTER_ADDR"]["value"] == first
     assert environment["NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"] == FIELD
     mounts = {mount["name"] for mount in container["volumeMounts"]}
     assert mounts == {volume["name"] for volume in pod["spec"]["volumes"]}
@@ -105,9 +89,7 @@ def test_pods_of_the_manifest_find_each_other(tmp_path: Path) -> None:
     _, job = manifest()
     (container,) = job["spec"]["template"]["spec"]["containers"]
     (tmp_path / "train.py").write_text(POD)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = get_master_port()
     here = {"MASTER_ADDR": "127.0.0.1", "PROCESSES": "1"}
     pods = []
     for index in range(job["spec"]["completions"]):
@@ -117,21 +99,13 @@ def test_pods_of_the_manifest_find_each_other(tmp_path: Path) -> None:
         }
         args = [
             re.sub(r"\$\((\w+)\)", lambda match, given=variables: given[match[1]], arg)
-            for arg in container["args"]
+            for arg in (arg.replace("29500", port) for arg in container["args"])
         ]
-        args = [arg.replace("29500", str(port)) for arg in args]
         script = next(number for number, arg in enumerate(args) if arg.endswith(".py"))
         command = [sys.executable, "-m", "deepspeed.launcher.runner", *args[:script], "train.py"]
-        pods.append(
-            subprocess.Popen(
-                command,
-                cwd=tmp_path,
-                env={**ENVIRONMENT, **variables},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+        how = {"cwd": tmp_path, "env": {**ENVIRONMENT, **variables}, "text": True}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        pods.append(subprocess.Popen(command, **how, **pipes))
     outputs = [pod.communicate(timeout=240) for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], outputs
     seen = [json.loads(out.partition("seen ")[2].splitlines()[0]) for out, _ in outputs]

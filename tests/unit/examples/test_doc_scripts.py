@@ -9,27 +9,22 @@ from unit.clients.launching import need, run_ranks
 ROOT = Path(__file__).resolve().parents[3]
 
 
+STATES = "mp_rank_00_model_states.pt"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "launcher", "tag", "files"),
     [
-        ("../README.md", "torchrun", "global_step160", ["mp_rank_00_model_states.pt"]),
-        ("getting-started.md", None, "global_step96", ["mp_rank_00_model_states.pt"]),
+        ("../README.md", "torchrun", "global_step160", [STATES]),
+        ("getting-started.md", None, "global_step96", [STATES]),
         (
             "pipeline.md",
             None,
             "global_step96",
-            ["layer_00-model_states.pt", "layer_04-model_states.pt", "mp_rank_01_model_states.pt"],
+            [*(f"layer_0{n}-model_states.pt" for n in (0, 4)), "mp_rank_01_model_states.pt"],
         ),
-        (
-            "moe.md",
-            None,
-            "global_step48",
-            [
-                "layer_0_expert_0_mp_rank_00_model_states.pt",
-                "layer_0_expert_3_mp_rank_00_model_states.pt",
-            ],
-        ),
+        ("moe.md", None, "global_step48", [f"layer_0_expert_{n}_{STATES}" for n in (0, 3)]),
     ],
 )
 def test_the_script_trains(
@@ -38,9 +33,8 @@ def test_the_script_trains(
     # Kills: a page whose script no longer runs, or (as a pipeline's first and last stage with
     # different data would) does not learn.
     script = tmp_path / "train.py"
-    script.write_text(
-        re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)[0]
-    )
+    text = (ROOT / "docs" / page).read_text()
+    script.write_text(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0])
     said = run_ranks(script, tmp_path, launcher=launcher)
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", said)]
     assert len(losses) >= 3 and losses[-1] < losses[0] / 2

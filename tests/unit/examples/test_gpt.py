@@ -15,9 +15,8 @@ def trained(**settings: bool) -> GPT:
     """A small model whose outputs say something: initially, all logits are zero."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(**SMALL, **settings))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    for parameter in model.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
     return model
 
 
@@ -39,10 +38,8 @@ def test_no_position_sees_later_bytes() -> None:
 def test_attention_sees_distances_not_places() -> None:
     angles = rotations(12, 8, torch.device("cpu"))
     query, key = torch.randn(8), torch.randn(8)
-    scores = [
-        rotate(query.expand(12, 8), angles)[i + 3] @ rotate(key.expand(12, 8), angles)[i]
-        for i in range(9)
-    ]
+    queries, keys = (rotate(one.expand(12, 8), angles) for one in (query, key))
+    scores = [queries[i + 3] @ keys[i] for i in range(9)]
     torch.testing.assert_close(torch.stack(scores), scores[0].expand(9))
     assert scores[0].item() != pytest.approx((query @ key).item(), rel=1e-3)
 
@@ -66,9 +63,8 @@ def test_sampling_repeats_and_leaves_the_random_state() -> None:
 
 
 def test_width_that_heads_do_not_divide() -> None:
-    with pytest.raises(
-        ValueError, match=r"width \(34\) must be a multiple of twice the heads \(2\)"
-    ):
+    words = r"width \(34\) must be a multiple of twice the heads \(2\)"
+    with pytest.raises(ValueError, match=words):
         GPTConfig(width=34, heads=2)
 
 
@@ -87,11 +83,8 @@ def test_units_of_the_processor_decide_not_a_measurement(monkeypatch: pytest.Mon
 def test_windows_cover_the_text_and_overlap_by_one() -> None:
     windows = Windows(torch.arange(22, dtype=torch.uint8), context=7)
     assert len(windows) == 3
-    assert [window.tolist() for window in (windows[0], windows[1], windows[2])] == [
-        list(range(8)),
-        list(range(7, 15)),
-        list(range(14, 22)),
-    ]
+    for number in range(3):
+        assert windows[number].tolist() == list(range(7 * number, 7 * number + 8))
     assert windows[0].dtype == torch.int64
 
 

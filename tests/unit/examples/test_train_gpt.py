@@ -31,20 +31,24 @@ train_gpt.main()
 """
 
 
-def log(folder: Path) -> dict[str, object]:
+def log(folder: Path) -> list[object]:
     """The numbers of a run."""
     content = json.loads((folder / "log.json").read_text())
-    return {"steps": content["steps"], "validation": content["validation"]}
+    return [content["steps"], content["validation"]]
+
+
+def text_in(folder: Path) -> str:
+    """A small text."""
+    (folder / "text.txt").write_text("def f(x):\n    return x + 1\n" * 200)
+    return str(folder / "text.txt")
 
 
 @pytest.mark.slow
 def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("def f(x):\n    return x + 1\n" * 200)
     example = ROOT / "examples" / "train_gpt.py"
     early = tmp_path / "early.py"
     early.write_text(STOP_AT_2.format(examples=str(ROOT / "examples")))
-    flags = ("--data", str(text), *FLAGS, "--out")
+    flags = ("--data", text_in(tmp_path), *FLAGS, "--out")
     whole = run_ranks(example, tmp_path, *flags, "whole", launcher="deepspeed")
     assert "validation loss 5.545 at step 0" in whole and "def " in whole
     assert "resumed from" not in whole
@@ -54,9 +58,8 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     resumed = run_ranks(example, tmp_path, *flags, "parts", "--resume")
     assert "global_step2: step 2, data at epoch 0, sequence 16" in resumed
     assert log(tmp_path / "whole") == log(tmp_path / "parts")
-    assert [entry.name for entry in (tmp_path / "parts" / "checkpoints").glob("global_step*")] == [
-        "global_step4"
-    ]
+    kept = (tmp_path / "parts" / "checkpoints").glob("global_step*")
+    assert [entry.name for entry in kept] == ["global_step4"]
 
 
 def test_run_ends_at_the_next_multiple() -> None:
@@ -73,20 +76,14 @@ def test_saved_step(tmp_path: Path) -> None:
 
 
 def test_flags_reach_the_configuration() -> None:
-    arguments = parse_arguments(
-        "--stage 1 --precision fp16 --offload --accumulation 3 --lr 0.5 --clip 2 --micro-batch "
-        "7".split()
-    )
-    config = engine_config(arguments, 600)
+    flags = "--stage 1 --precision fp16 --offload --accumulation 3 --lr 0.5 --clip 2"
+    config = engine_config(parse_arguments([*flags.split(), "--micro-batch", "7"]), 600)
     assert config["zero_optimization"] == {"stage": 1, "offload_optimizer": {"device": "cpu"}}
     assert config["fp16"] == {"enabled": True} and "bf16" not in config
     assert config["optimizer"]["params"]["lr"] == 0.5
     assert config["scheduler"]["params"]["total_num_steps"] == 600
-    assert (config["gradient_accumulation_steps"], config["train_micro_batch_size_per_gpu"]) == (
-        3,
-        7,
-    )
-    assert config["gradient_clipping"] == 2
+    assert config["gradient_accumulation_steps"] == 3 and config["gradient_clipping"] == 2
+    assert config["train_micro_batch_size_per_gpu"] == 7
 
 
 @pytest.mark.parametrize(
@@ -119,40 +116,37 @@ utils.clip_grad_norm_ = lambda params, limit, whole=utils.clip_grad_norm_: whole
 
 def run(folder: Path, script: Path, *flags: str, launcher: str | None = "deepspeed") -> str:
     """Run a script with two processes on a small text."""
-    text = folder / "text.txt"
-    text.write_text("def f(x):\n    return x + 1\n" * 200)
-    return run_ranks(script, folder, "--data", str(text), *SMALL, *flags, launcher=launcher)
-
-
-def losses(output: str) -> tuple[float, float]:
-    """Validation loss before and after."""
-    found = re.search(r"validation loss ([\d.]+) before, ([\d.]+) after 5 steps", output)
-    assert found is not None, output
-    return float(found[1]), float(found[2])
+    return run_ranks(script, folder, "--data", text_in(folder), *SMALL, *flags, launcher=launcher)
 
 
 @pytest.mark.slow
-def test_pipeline(tmp_path: Path) -> None:
-    said = run(tmp_path, ROOT / "examples" / "pipeline_gpt.py", "--schedule", "zero_bubble")
-    assert EQUAL in said, said
-    for shown in (
-        "rank 1: pipe 1 of 2, data 0 of 1",
-        "part 1 on stage 1: ",
-        "stage 1  | .  F0 I0 F1 I1 W0",
-        "bubble fraction:",
-    ):
-        assert shown in said, shown
-    before, after = losses(said)
-    assert before == 5.545 and after < 5.2
-
-
-@pytest.mark.slow
-def test_experts(tmp_path: Path) -> None:
-    said = run(tmp_path, ROOT / "examples" / "moe_gpt.py")
-    assert EQUAL in said, said
-    assert "rank 1: experts [2, 3], gradients averaged with those of ranks [1]" in said
-    before, after = losses(said)
-    assert before == 5.545 and after < 5.2
+@pytest.mark.parametrize(
+    ("example", "flags", "words"),
+    [
+        (
+            "pipeline_gpt.py",
+            ("--schedule", "zero_bubble"),
+            (
+                *("rank 1: pipe 1 of 2, data 0 of 1", "part 1 on stage 1: "),
+                *("stage 1  | .  F0 I0 F1 I1 W0", "bubble fraction:"),
+            ),
+        ),
+        (
+            "moe_gpt.py",
+            (),
+            ("rank 1: experts [2, 3], gradients averaged with those of ranks [1]",),
+        ),
+    ],
+    ids=["pipeline", "experts"],
+)
+def test_in_parallel(
+    tmp_path: Path, example: str, flags: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    said = run(tmp_path, ROOT / "examples" / example, *flags)
+    assert [shown for shown in (EQUAL, *words) if shown not in said] == [], said
+    found = re.search(r"validation loss ([\d.]+) before, ([\d.]+) after 5 steps", said)
+    assert found is not None, said
+    assert float(found[1]) == 5.545 and float(found[2]) < 5.2
 
 
 @pytest.mark.slow
@@ -168,11 +162,8 @@ def test_the_check_finds_a_difference(tmp_path: Path) -> None:
 def test_verdict() -> None:
     assert EQUAL in verdict(TOLERANCE, torch.float32)
     assert EQUAL in verdict(HALF_TOLERANCE, torch.bfloat16)
-    for difference, dtype in (
-        (2 * TOLERANCE, torch.float32),
-        (2 * HALF_TOLERANCE, torch.float16),
-        (float("inf"), torch.float32),
-    ):
+    wrong = [(2 * TOLERANCE, torch.float32), (2 * HALF_TOLERANCE, torch.float16)]
+    for difference, dtype in [*wrong, (float("inf"), torch.float32)]:
         with pytest.raises(SystemExit, match="NOT equal"):
             verdict(difference, dtype)
 
