@@ -14,6 +14,8 @@ from transformers.integrations import HfDeepSpeedConfig
 import deepspeed
 from deepspeed import comm as dist
 from unit.clients.architectures import ARCHITECTURES, Architecture, Batch
+from unit.clients.scripts import loss_of
+from unit.one_process import OneProcess
 
 LR = 0.5
 CONFIG: dict[str, Any] = {
@@ -27,11 +29,8 @@ State = dict[str, torch.Tensor]
 def whole_state(model: nn.Module) -> State:
     """Copies of a model's whole weights and buffers. All ranks call it."""
     with deepspeed.zero.GatheredParameters(model.parameters()):
-        buffers = dict(model.named_buffers())
-        return {
-            name: value.detach().clone()
-            for name, value in {**model.state_dict(), **buffers}.items()
-        }
+        whole = {**model.state_dict(), **dict(model.named_buffers())}
+        return {name: value.detach().clone() for name, value in whole.items()}
 
 
 def differing(found: State, wanted: State) -> list[str]:
@@ -136,7 +135,8 @@ def step_error(made: Made) -> float:
     here = _at_stage3()
     is_loaded = "from_pretrained" in made.architecture.ways
     model = made.adapted(made.loaded() if is_loaded else made.under_init())
-    optimizer = torch.optim.SGD(_trained(model), lr=LR)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=LR)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)[0]
     del here
     engine.eval()  # dropout of two ranks is not that of one process
@@ -144,17 +144,10 @@ def step_error(made: Made) -> float:
     engine.step()
     found = whole_state(model)
     engine.destroy()
-    optimizer = torch.optim.SGD(_trained(reference), lr=LR)
-    for rank in range(dist.get_world_size()):
-        (reference(**made.batch(rank)).loss / dist.get_world_size()).backward()
-    optimizer.step()
+    OneProcess(reference, LR, loss_of).step(map(made.batch, range(dist.get_world_size())))
     wanted = whole_state(reference)
     assert found.keys() == wanted.keys()
     return max((found[name].float() - wanted[name].float()).abs().max().item() for name in wanted)
-
-
-def _trained(model: nn.Module) -> list[nn.Parameter]:
-    return [param for param in model.parameters() if param.requires_grad]
 
 
 def check(name: str, seed: int, folder: Path) -> dict[str, Any]:

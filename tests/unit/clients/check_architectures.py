@@ -1,32 +1,23 @@
 """Holds one architecture to plain torch on a launcher's ranks; rank 0 writes what differs."""
 
-import argparse
-import json
 import sys
+from argparse import Namespace
 from pathlib import Path
-
-import torch
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import deepspeed
 from unit.clients.architecture_checks import check
+from unit.clients.scripts import tell
 
 
-def main() -> None:
+def differences(arguments: Namespace) -> list[dict[str, Any]]:
     """One architecture with several seeds."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("name")
-    parser.add_argument("seeds", type=int, nargs="+")
-    parser.add_argument("--local_rank", type=int, help="the launcher gives it")
-    arguments = parser.parse_args()
     deepspeed.init_distributed("gloo")
-    found = [check(arguments.name, seed, arguments.out) for seed in arguments.seeds]
-    if torch.distributed.get_rank() == 0:
-        (arguments.out / "result.json").write_text(json.dumps(found))
-    torch.distributed.destroy_process_group()
+    name, *seeds = arguments.words
+    return [check(name, int(seed), arguments.out) for seed in seeds]
 
 
 if __name__ == "__main__":
-    main()
+    tell(differences, "the architecture, and seeds")

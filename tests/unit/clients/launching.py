@@ -6,6 +6,9 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +20,8 @@ from unit.rank_server import Job
 
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCHERS = {
-    "deepspeed": [
-        "-m",
-        "deepspeed.launcher.runner",
-        "--num_gpus",
-        "{processes}",
-        "--master_port",
-        "{port}",
-    ],
-    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "{processes}"],
+    "deepspeed": "-m deepspeed.launcher.runner --num_gpus {processes} --master_port {port}".split(),
+    "torchrun": "-m torch.distributed.run --standalone --nproc_per_node {processes}".split(),
 }
 
 
@@ -39,22 +35,46 @@ def need(*modules: str) -> None:
         )
 
 
-def launch(
-    script: str,
-    out: Path,
-    *args: str,
-    processes: int = 2,
-    launcher: str | None = None,
-    timeout: float = 180.0,
-) -> Any:
-    """Run a script of this folder; returns the JSON that rank 0 wrote to `out/result.json`."""
+def launch(script: str, out: Path, *args: str, **how: Any) -> Any:
+    """Run a script of this folder as `run_ranks`; returns the JSON that rank 0 wrote."""
     result = out / "result.json"
     result.unlink(missing_ok=True)
-    program = Path(__file__).parent / script
-    run_ranks(
-        program, out, str(out), *args, processes=processes, launcher=launcher, timeout=timeout
-    )
+    run_ranks(Path(__file__).parent / script, out, str(out), *args, **how)
     return json.loads(result.read_text())
+
+
+def straight_and_resumed(script: str, out: Path, runs: Sequence[str]) -> dict[str, Any]:
+    """What runs tell straight through, and again from their middle in new processes."""
+    straight = launch(script, out, *runs)
+    return {"straight": straight, "resumed": launch(script, out, *runs, "--resume")}
+
+
+def assert_alike(steps: int, one: Any, two: Any, three: Any) -> None:
+    """Stages 1, 2 and 3 have trained alike. bf16 gradients are summed over micro-batches before the
+    reduction at stage 1 and after it at stages 2 and 3. Those two sum the norm in another order.
+    """
+    for step in map(str, range(1, steps + 1)):
+        assert one["loss"][step] == pytest.approx(two["loss"][step], rel=2e-3)
+        assert one["grad_norm"][step] == pytest.approx(two["grad_norm"][step], rel=2e-2)
+        assert three["loss"][step] == pytest.approx(two["loss"][step], rel=1e-4)
+        assert three["grad_norm"][step] == pytest.approx(two["grad_norm"][step], rel=1e-3)
+
+
+def attempt(
+    label: str, trials: int, run: Callable[[Path], tuple[list[list[str]], str]]
+) -> list[list[str]]:
+    """Run ``trials`` in an empty folder, print what they tell; returns what is wrong of each."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            bad, told = run(Path(folder))
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            bad, told = [[str(error)[-3000:]]] * trials, "nothing"
+    verdict = "FAIL" if any(bad) else "PASS"
+    print(f"{label:20} {verdict}  {told}  {time.monotonic() - began:5.0f} s", flush=True)
+    for line in (line for one in bad for line in one):
+        print(f"    {line}", flush=True)
+    return bad
 
 
 def run_ranks(
@@ -68,36 +88,20 @@ def run_ranks(
 ) -> str:
     """Run `program` on ranks in the folder `cwd`, with more `variables`; returns their stdout."""
     if launcher is None:
-        call = {
-            "argv": [str(program), *args],
-            "cwd": cwd,
-            "environment": {
-                **environment(),
-                "WORLD_SIZE": str(processes),
-                "LOCAL_WORLD_SIZE": str(processes),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": get_master_port(),
-                **variables,
-            },
-        }
+        number, port = str(processes), get_master_port()
+        ranks = {"WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number, "MASTER_PORT": port}
+        given = {**environment(), **ranks, "MASTER_ADDR": "127.0.0.1", **variables}
+        call = {"argv": [str(program), *args], "cwd": cwd, "environment": given}
         results = server.run(Job((__name__, "run_program"), call, processes, timeout))
         report(results, timeout)
         return "".join(result.output for result in results)
-    before = [
-        word.format(processes=processes, port=get_master_port()) for word in LAUNCHERS[launcher]
-    ]
-    run = subprocess.run(
-        [sys.executable, *before, str(program), *args],
-        cwd=cwd,
-        env={**environment(), **variables},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    assert run.returncode == 0, (
-        f"{program.name} exited with {run.returncode}\n{run.stdout[-4000:]}\n{run.stderr[-6000:]}"
-    )
+    port = get_master_port()
+    before = [word.format(processes=processes, port=port) for word in LAUNCHERS[launcher]]
+    command = [sys.executable, *before, str(program), *args]
+    how: dict[str, Any] = {"cwd": cwd, "env": {**environment(), **variables}, "timeout": timeout}
+    run = subprocess.run(command, capture_output=True, text=True, **how)
+    said = f"{run.stdout[-4000:]}\n{run.stderr[-6000:]}"
+    assert run.returncode == 0, f"{program.name} exited with {run.returncode}\n{said}"
     return run.stdout
 
 
@@ -118,18 +122,12 @@ def run_program(rank: int, call: dict[str, Any]) -> None:
 
 def environment() -> dict[str, str]:
     """A user's environment, on the host, without network and another test's process group."""
-    ours = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
-    }
+    others = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    ours = {name: value for name, value in os.environ.items() if name not in others}
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **ours,
         "PYTHONPATH": os.pathsep.join(paths),
-        "DS_ACCELERATOR": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
+        **{"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        **{"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
     }

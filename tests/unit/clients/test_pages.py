@@ -31,9 +31,8 @@ def test_the_program_of_the_page_trains(tmp_path: Path, page: str) -> None:
     # Kills: a page whose program no longer runs, does not learn, or saves nothing.
     need(*NEEDS[page])
     script = tmp_path / "train.py"
-    found = re.search(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL)
-    assert found is not None
-    script.write_text(found[1])
+    (first, *_) = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL)
+    script.write_text(first)
     said = run_ranks(script, tmp_path)
     losses = [float(loss) for loss in re.findall(r"\bloss'?:? '?([\d.]+)", said)]
     assert len(losses) >= 4 and losses[-1] < losses[0]

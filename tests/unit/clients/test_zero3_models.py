@@ -17,6 +17,8 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from unit.clients.architecture_checks import CONFIG, LR, Made, check, differing, whole_state
 from unit.clients.architectures import ARCHITECTURES, LENGTH, VOCABULARY
+from unit.clients.scripts import loss_of
+from unit.one_process import OneProcess, train
 
 STEPS, ADDED = 2, 6
 
@@ -25,6 +27,11 @@ def tokens_of(step: int, rank: int) -> torch.Tensor:
     """Other data on each rank, new tokens among it."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     return torch.randint(1, VOCABULARY + ADDED, (2, LENGTH), generator=generator)
+
+
+def batch_of(step: int, rank: int) -> dict[str, torch.Tensor]:
+    """The same as their own labels."""
+    return dict.fromkeys(("input_ids", "labels"), tokens_of(step, rank))
 
 
 class Product(torch.autograd.Function):
@@ -79,20 +86,13 @@ class TestModels(DistributedTest):
         model: Any = made.loaded()
         _resize(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        config = {
-            **CONFIG,
-            "zero_optimization": {
-                **CONFIG["zero_optimization"],
-                "stage3_gather_16bit_weights_on_model_save": True,
-            },
-        }
+        gathered = {"stage3_gather_16bit_weights_on_model_save": True}
+        config = {**CONFIG, "zero_optimization": {**CONFIG["zero_optimization"], **gathered}}
         engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
         assert model.model.layers[0].mlp.up_proj.weight.shape == (0,)
         generated = []
         for step in range(STEPS):
-            tokens = tokens_of(step, dist.get_rank())
-            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-            engine.step()
+            train(engine, [batch_of(step, dist.get_rank())], loss_of)
             generated.append(_generate(model, step))
         found = whole_state(model)
         saved = engine._zero3_consolidated_16bit_state_dict()
@@ -105,13 +105,9 @@ class TestModels(DistributedTest):
         del here
 
         _resize(plain)
-        optimizer = torch.optim.SGD(plain.parameters(), lr=LR)
+        alone = OneProcess(plain, LR, loss_of)
         for step in range(STEPS):
-            optimizer.zero_grad()
-            for rank in range(2):
-                tokens = tokens_of(step, rank)
-                (plain(input_ids=tokens, labels=tokens).loss / 2).backward()
-            optimizer.step()
+            alone.step(batch_of(step, rank) for rank in range(2))
             assert torch.equal(generated[step], _generate(plain, step))
         wanted = whole_state(plain)
         assert max((found[name] - wanted[name]).abs().max().item() for name in wanted) <= 1e-6
@@ -140,9 +136,8 @@ class TestModels(DistributedTest):
             with pytest.raises(RuntimeError, match="is sharded"):
                 torch.nn.Parameter(layer.bias)
             normed = torch.nn.utils.parametrizations.weight_norm(layer)
-        assert {type(param) for name, param in normed.named_parameters() if name != "bias"} == {
-            torch.nn.Parameter
-        }
+        kinds = {type(param) for name, param in normed.named_parameters() if name != "bias"}
+        assert kinds == {torch.nn.Parameter}
         assert torch.nn.Parameter.__new__.__module__ == "torch.nn.parameter"
 
 

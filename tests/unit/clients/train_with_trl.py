@@ -6,18 +6,13 @@
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-import json
-import os
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from datasets import Dataset, IterableDataset, load_from_disk
 from peft import LoraConfig
-from transformers import LlamaForCausalLM
 from trl import (
     DPOConfig,
     DPOTrainer,
@@ -31,8 +26,8 @@ from trl import (
     SFTTrainer,
 )
 
-import deepspeed
-from unit.clients.matrix.stand_ins import llama, said, tokenizer
+from unit.clients.matrix.stand_ins import causal, pairs_of_words, said, tokenizer
+from unit.clients.scripts import BATCH, TRAINER, auto, begin, by_step, digest_of, tell
 from unit.clients.train_with_sequence_parallel import parallelism
 
 STEPS, SAVED_AT = 4, 2
@@ -42,18 +37,11 @@ MORE_KINDS = ("sft-stream", "sft-ulysses", "dpo-precomputed", "reward", "rloo")
 
 def config(stage: int) -> dict[str, Any]:
     """Of which nothing stays whole at stage 3."""
+    zero = auto("reduce_bucket_size", "stage3_prefetch_bucket_size")
+    zero |= {"stage": stage, "stage3_param_persistence_threshold": 0}
     return {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": "auto",
-            "stage3_prefetch_bucket_size": "auto",
-            "stage3_param_persistence_threshold": 0,
-            "stage3_gather_16bit_weights_on_model_save": True,
-        },
+        **BATCH,
+        "zero_optimization": {**zero, "stage3_gather_16bit_weights_on_model_save": True},
     }
 
 
@@ -62,7 +50,7 @@ def pretrained(out: Path) -> str:
     folder = out / "pretrained"
     if torch.distributed.get_rank() == 0 and not folder.exists():
         torch.manual_seed(0)
-        LlamaForCausalLM(llama()).save_pretrained(folder)
+        causal().save_pretrained(folder)
         tokenizer().save_pretrained(folder)
     torch.distributed.barrier()
     return str(folder)
@@ -76,21 +64,11 @@ def distinct(completions: list[str], **others: Any) -> list[float]:
 def make_trainer(kind: str, out: Path, plan: dict[str, Any] | None) -> Any:
     """The trainer as its page shows it; without a plan, without DeepSpeed."""
     words: dict[str, Any] = {
-        "output_dir": str(out / kind),
-        "deepspeed": plan,
-        "use_cpu": plan is None,
-        "accelerator_config": {"use_configured_state": True},
-        "bf16": False,
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_steps": SAVED_AT,
-        "save_strategy": "steps",
-        "report_to": [],
-        "disable_tqdm": True,
-        "seed": 3,
+        **{"output_dir": str(out / kind), "deepspeed": plan, "use_cpu": plan is None, **TRAINER},
+        **{"bf16": False, "max_steps": STEPS, "learning_rate": 1e-2, "logging_steps": 1, "seed": 3},
+        **{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+        **{"save_strategy": "steps", "save_steps": SAVED_AT},
+        "model_init_kwargs": {"dtype": "float32"},
     }
     model, starts = pretrained(out), range(64)
     if kind == "sft-ulysses":
@@ -99,25 +77,19 @@ def make_trainer(kind: str, out: Path, plan: dict[str, Any] | None) -> Any:
             words |= {"parallelism_config": parallelism(), "per_device_train_batch_size": 4}
     if kind.startswith("sft"):
         texts = [{"text": said(start, 12)} for start in starts]
-        stream = kind == "sft-stream"
+        data = Dataset.from_list(texts)
+        if kind == "sft-stream":
+            data = IterableDataset.from_generator(lambda: iter(texts))
+        adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
         return SFTTrainer(
             model=model,
-            args=SFTConfig(**words, max_length=16, model_init_kwargs={"dtype": "float32"}),
-            train_dataset=IterableDataset.from_generator(lambda: iter(texts))
-            if stream
-            else Dataset.from_list(texts),
-            peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-            if kind == "sft-lora"
-            else None,
+            args=SFTConfig(**words, max_length=16),
+            train_dataset=data,
+            peft_config=adapters if kind == "sft-lora" else None,
         )
     if kind.startswith("dpo") or kind == "reward":
-        pairs = Dataset.from_list(
-            [
-                {"prompt": said(start, 4), "chosen": said(start + 4, 4), "rejected": said(start, 4)}
-                for start in starts
-            ]
-        )
-        words |= {"max_length": 16, "model_init_kwargs": {"dtype": "float32"}}
+        pairs = Dataset.from_list(list(pairs_of_words()))
+        words["max_length"] = 16
         if kind == "reward":
             return RewardTrainer(model=model, args=RewardConfig(**words), train_dataset=pairs)
         precomputed = kind == "dpo-precomputed"
@@ -126,60 +98,28 @@ def make_trainer(kind: str, out: Path, plan: dict[str, Any] | None) -> Any:
                 pairs.save_to_disk(out / "pairs")
             torch.distributed.barrier()
             pairs = load_from_disk(out / "pairs")
-        return DPOTrainer(
-            model=model,
-            args=DPOConfig(**words, precompute_ref_log_probs=precomputed),
-            train_dataset=pairs,
-        )
+        settings = DPOConfig(**words, precompute_ref_log_probs=precomputed)
+        return DPOTrainer(model=model, args=settings, train_dataset=pairs)
     prompts = Dataset.from_list([{"prompt": said(start, 4)} for start in starts])
-    trainer, settings = (RLOOTrainer, RLOOConfig) if kind == "rloo" else (GRPOTrainer, GRPOConfig)
-    return trainer(
-        model=model,
-        args=settings(
-            **words,
-            num_generations=2,
-            max_completion_length=6,
-            beta=0.1,
-            model_init_kwargs={"dtype": "float32"},
-        ),
-        reward_funcs=distinct,
-        train_dataset=prompts,
-    )
+    trainer, kind_of = (RLOOTrainer, RLOOConfig) if kind == "rloo" else (GRPOTrainer, GRPOConfig)
+    settings = kind_of(**words, num_generations=2, max_completion_length=6, beta=0.1)
+    return trainer(model=model, args=settings, reward_funcs=distinct, train_dataset=prompts)
 
 
-def main() -> None:
-    """One run; rank 0 writes what a user sees of it."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("kind", choices=KINDS + MORE_KINDS)
-    parser.add_argument("--resume", action="store_true", help="go on from the earlier run")
-    parser.add_argument("--local_rank", type=int, help="the launcher gives it")
-    arguments = parser.parse_args()
-    # A host without a GPU: see docs/clients/accelerate.md.
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-    trainer = make_trainer(arguments.kind, arguments.out, config(3))
-    saved = arguments.out / arguments.kind / f"checkpoint-{SAVED_AT}"
+def run(arguments: Namespace) -> dict[str, Any]:
+    """What a user sees of one run."""
+    begin()
+    (kind,) = arguments.words
+    trainer = make_trainer(kind, arguments.out, config(3))
+    saved = arguments.out / kind / f"checkpoint-{SAVED_AT}"
     trainer.train(resume_from_checkpoint=str(saved) if arguments.resume else None)
-    with deepspeed.zero.GatheredParameters(trainer.model.parameters()):
-        weights = torch.cat([param.detach().flatten() for param in trainer.model.parameters()])
-    result = {
+    return {
         "engine": type(trainer.model_wrapped).__module__,
         "stage": trainer.model_wrapped.zero_optimization_stage(),
-        "loss": {
-            entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry
-        },
-        "grad_norm": {
-            entry["step"]: float(entry["grad_norm"])
-            for entry in trainer.state.log_history
-            if "grad_norm" in entry
-        },
-        "weights": hashlib.sha256(weights.numpy().tobytes()).hexdigest(),
+        **{key: by_step(trainer, key) for key in ("loss", "grad_norm")},
+        "weights": digest_of(trainer.model),
     }
-    if torch.distributed.get_rank() == 0:
-        (arguments.out / "result.json").write_text(json.dumps(result))
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    tell(run, ", ".join(KINDS + MORE_KINDS))

@@ -3,27 +3,22 @@
 import argparse
 import importlib.util
 import random
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from unit.clients.architectures import ARCHITECTURES
-from unit.clients.launching import launch
+from unit.clients.launching import attempt, launch
 
 # The gradient of two ranks is summed as that of one process with two micro-batches.
 TOLERANCE = 1e-6
-TIMEOUT_S = 900.0
 
 
 def bad_of(found: dict[str, Any]) -> list[str]:
     """What of a check's result is wrong."""
-    bad = [
-        f"{way}: {', '.join(names[:4])}" for way, names in found.items() if way != "step" and names
-    ]
+    ways = [(way, names[:4]) for way, names in found.items() if way != "step" and names]
+    bad = [f"{way}: {', '.join(names)}" for way, names in ways]
     return bad + ([f"step: {found['step']:.3g}"] if not found["step"] <= TOLERANCE else [])
 
 
@@ -32,28 +27,14 @@ def check(name: str, seeds: Sequence[int]) -> list[list[str]]:
     if ARCHITECTURES[name].lora and importlib.util.find_spec("peft") is None:
         print(f"{name:20} skipped: peft is not installed", flush=True)
         return []
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            results = launch(
-                "check_architectures.py",
-                Path(folder),
-                name,
-                *map(str, seeds),
-                launcher="torchrun",
-                timeout=TIMEOUT_S,
-            )
-            bad = [bad_of(found) for found in results]
-            steps = ", ".join(f"{found['step']:.3g}" for found in results)
-        except (AssertionError, subprocess.TimeoutExpired) as error:
-            bad, steps = [[str(error)[-2000:]] for _ in seeds], "none"
-    verdict = "FAIL" if any(bad) else "PASS"
-    took = time.monotonic() - began
-    print(f"{name:20} {verdict}  differences of steps: {steps}  {took:5.0f} s", flush=True)
-    for row in bad:
-        for line in row:
-            print(f"    {line}", flush=True)
-    return bad
+
+    def run(out: Path) -> tuple[list[list[str]], str]:
+        words = (name, *map(str, seeds))
+        results = launch("check_architectures.py", out, *words, launcher="torchrun", timeout=900.0)
+        steps = ", ".join(f"{found['step']:.3g}" for found in results)
+        return [bad_of(found) for found in results], f"differences of steps: {steps}"
+
+    return attempt(name, len(seeds), run)
 
 
 def main(argv: list[str] | None = None) -> int:

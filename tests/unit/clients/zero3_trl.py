@@ -1,42 +1,29 @@
 """Trainers of trl at stage 3: each goes on in new processes as a run that did not stop."""
 
 import argparse
-import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 
-from unit.clients.launching import launch
+from unit.clients.launching import attempt, launch
 
 # As `train_with_trl.KINDS`, which cannot be imported without trl.
 KINDS = ("sft", "sft-lora", "dpo", "grpo")
-TIMEOUT_S = 900.0
-SAVED_AT = 2
 
 
 def check(kind: str) -> bool:
     """Train straight and resumed, print what differs."""
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder)
-        try:
-            straight, resumed = (
-                launch(
-                    "train_with_trl.py", out, kind, *more, launcher="torchrun", timeout=TIMEOUT_S
-                )
-                for more in ((), ("--resume",))
-            )
-            bad = [key for key in straight if straight[key] != resumed[key]]
-            if (straight["engine"], straight["stage"]) != ("deepspeed.runtime.engine", 3):
-                bad.append(f"trained by {straight['engine']}, stage {straight['stage']}")
-            losses = ", ".join(f"{loss:.4f}" for loss in straight["loss"].values())
-        except (AssertionError, subprocess.TimeoutExpired) as error:
-            bad, losses = [str(error)[-3000:]], "none"
-    verdict = "FAIL" if bad else "PASS"
-    print(f"{kind:10} {verdict}  losses {losses}  {time.monotonic() - began:5.0f} s", flush=True)
-    for line in bad:
-        print(f"    differs when resumed: {line}", flush=True)
+
+    def run(out: Path) -> tuple[list[list[str]], str]:
+        straight, resumed = (
+            launch("train_with_trl.py", out, kind, *more, launcher="torchrun", timeout=900.0)
+            for more in ((), ("--resume",))
+        )
+        bad = [f"differs when resumed: {key}" for key in straight if straight[key] != resumed[key]]
+        if (straight["engine"], straight["stage"]) != ("deepspeed.runtime.engine", 3):
+            bad.append(f"trained by {straight['engine']}, stage {straight['stage']}")
+        return [bad], ", ".join(["losses", *(f"{loss:.4f}" for loss in straight["loss"].values())])
+
+    (bad,) = attempt(kind, 1, run)
     return not bad
 
 

@@ -2,12 +2,14 @@
 
 import json
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from accelerate import Accelerator, PartialState
-from accelerate.state import AcceleratorState, GradientState
+from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from accelerate.utils.deepspeed import get_active_deepspeed_plugin
 from torch.optim.lr_scheduler import LambdaLR
@@ -15,55 +17,26 @@ from torch.utils.data import DataLoader
 
 import deepspeed
 from deepspeed.runtime.lr_schedules import WarmupDecayLR, WarmupLR
-from deepspeed.utils import groups
-from unit.clients.matrix.reference import (
-    LR,
-    MICRO,
-    assert_close,
-    assert_equal,
-    layers,
-    samples,
-    sgd,
-    trained,
-    whole,
-)
+from unit.clients.matrix import reference
+from unit.clients.matrix.reference import assert_close, layers, samples, sgd, trained, whole
 from unit.clients.matrix.row import Row, main, scenario
-from unit.clients.test_sequence_parallel import TOLERANCE
+from unit.clients.scripts import BATCH, DECAY, WARMUP, auto, begin
+from unit.clients.test_parallel import TOLERANCE
 from unit.clients.train_with_sequence_parallel import with_accelerate
 
 ROWS: dict[str, Row] = {}
 BATCHES = 8  # of an epoch, on each of two ranks
-ADAM = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
-WARMUP = {
-    "type": "WarmupLR",
-    "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
-}
-DECAY = {"type": "WarmupDecayLR", "params": {**WARMUP["params"], "total_num_steps": "auto"}}
+ADAM = {"type": "AdamW", "params": {**auto("lr", "weight_decay"), "torch_adam": True}}
 
 
 def config(stage: int, **blocks: Any) -> dict[str, Any]:
     """A configuration as accelerate's pages write it."""
-    return {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "zero_optimization": {
-            "stage": stage,
-            "overlap_comm": True,
-            "contiguous_gradients": True,
-            "sub_group_size": 1e9,
-            "reduce_bucket_size": "auto",
-            "stage3_prefetch_bucket_size": "auto",
-            "stage3_param_persistence_threshold": "auto",
-            "stage3_max_live_parameters": 1e9,
-            "stage3_max_reuse_distance": 1e9,
-            "stage3_gather_16bit_weights_on_model_save": "auto",
-        },
-        "steps_per_print": float("inf"),
-        "wall_clock_breakdown": False,
-        **blocks,
-    }
+    zero = auto("reduce_bucket_size", "stage3_prefetch_bucket_size")
+    zero |= auto("stage3_param_persistence_threshold", "stage3_gather_16bit_weights_on_model_save")
+    zero |= dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), 1e9)
+    zero |= {"overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9}
+    quiet = {"steps_per_print": float("inf"), "wall_clock_breakdown": False}
+    return {**BATCH, "zero_optimization": {"stage": stage, **zero}, **quiet, **blocks}
 
 
 class Network(torch.nn.Module):
@@ -78,14 +51,6 @@ class Network(torch.nn.Module):
         return self.layers(inputs.to(self.layers[0].weight.dtype)).float()
 
 
-def forget() -> None:
-    """Accelerate's state of the process, with the backend that a host needs."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-
-
 def accelerator(precision: str = "no", accumulation: int = 1, **words: Any) -> Accelerator:
     """With a plugin of these words."""
     plugin = DeepSpeedPlugin(gradient_accumulation_steps=accumulation, **words)
@@ -96,156 +61,137 @@ def accelerator(precision: str = "no", accumulation: int = 1, **words: Any) -> A
 
 def loader() -> DataLoader[Any]:
     """The samples in their order; accelerate gives each rank every second batch."""
-    return DataLoader(samples(), batch_size=MICRO)
+    return DataLoader(samples(), batch_size=reference.MICRO)
 
 
-def train(
-    made: Accelerator, model: Any, optimizer: Any, scheduler: Any, batches: Any
-) -> list[float]:
-    """One epoch of accelerate's documented loop; the rates of the steps."""
-    rates = []
-    for inputs, wanted in batches:
-        with made.accumulate(model):
-            loss = torch.nn.functional.mse_loss(model(inputs), wanted)
-            assert torch.isfinite(loss)
-            made.backward(loss)
+class Prepared:
+    """`Network`, its optimizer, its schedule if it has one, and the samples, prepared."""
+
+    def __init__(
+        self, made: Accelerator, make: Any = sgd, schedule: Any = None, data: bool = True
+    ) -> None:
+        self.made, model = made, Network()
+        optimizer = make(model.parameters())
+        more = [*([loader()] if data else []), *([schedule(optimizer)] if schedule else [])]
+        self.model, self.optimizer, *more = made.prepare(model, optimizer, *more)
+        self.batches, self.scheduler = [*more, None, None][:2]
+
+    def train(self) -> list[float]:
+        """One epoch of accelerate's documented loop; the rates of the steps."""
+        made, rates = self.made, []
+        for inputs, wanted in self.batches:
+            with made.accumulate(self.model):
+                loss = torch.nn.functional.mse_loss(self.model(inputs), wanted)
+                assert torch.isfinite(loss)
+                made.backward(loss)
+                if made.sync_gradients:
+                    made.clip_grad_norm_(self.model.parameters(), 1.0)
+                self.optimizer.step()
+                if self.scheduler is not None:
+                    self.scheduler.step()
+                self.optimizer.zero_grad()
             if made.sync_gradients:
-                made.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            if scheduler is not None:
-                scheduler.step()
-            optimizer.zero_grad()
-        if made.sync_gradients:
-            rates.append(optimizer.param_groups[0]["lr"])
-    return rates
+                rates.append(self.optimizer.param_groups[0]["lr"])
+        return rates
+
+    def step(self, loss: torch.Tensor) -> None:
+        """The same without accumulation."""
+        self.made.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def weights(self) -> list[torch.Tensor]:
+        return whole(self.model.module)
 
 
 @scenario(ROWS, 0, 1, 2, 3)
 def accumulation_equals_plain_torch(folder: Path, stage: int) -> None:
-    offloads = ("none", "cpu") if stage == 3 else ("none",)
-    for offload in offloads:
+    for offload in ("none", "cpu") if stage == 3 else ("none",):
         for accumulation in (1, 2, 4):
-            forget()
-            made = accelerator(
-                accumulation=accumulation,
-                zero_stage=stage,
-                gradient_clipping=0.5,
-                offload_param_device=offload,
-            )
-            model = Network()
-            optimizer = sgd(model.parameters())
-            model, optimizer, batches = made.prepare(model, optimizer, loader())
-            assert type(model) is deepspeed.DeepSpeedEngine
-            train(made, model, optimizer, None, batches)
-            steps = BATCHES // accumulation
-            assert_close(whole(model.module), trained(sgd, steps, accumulation, clip=0.5))
+            begin()
+            words = {"zero_stage": stage, "gradient_clipping": 0.5, "offload_param_device": offload}
+            found = Prepared(accelerator(accumulation=accumulation, **words))
+            assert type(found.model) is deepspeed.DeepSpeedEngine
+            found.train()
+            wanted = trained(sgd, BATCHES // accumulation, accumulation, clip=0.5)
+            assert_close(found.weights(), wanted)
 
 
 @scenario(ROWS, 1, 2, 3)
 def offloaded_optimizer(folder: Path, stage: int) -> None:
-    def adam(params: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(params, lr=LR, weight_decay=0.1)
+    adam = partial(torch.optim.AdamW, lr=reference.LR, weight_decay=0.1)
+    words = {"gradient_clipping": 1.0, "offload_optimizer_device": "cpu"}
+    words |= {"offload_param_device": "cpu" if stage == 3 else "none"}
+    found = Prepared(accelerator(zero_stage=stage, **words), adam)
+    assert type(found.model.optimizer.optimizer).__name__ == "DeepSpeedCPUAdam"
+    found.train()
+    assert_close(found.weights(), trained(adam, BATCHES, clip=1.0), 1e-5)
 
-    made = accelerator(
-        zero_stage=stage,
-        gradient_clipping=1.0,
-        offload_optimizer_device="cpu",
-        offload_param_device="cpu" if stage == 3 else "none",
-    )
-    model = Network()
-    optimizer = adam(model.parameters())
-    model, optimizer, batches = made.prepare(model, optimizer, loader())
-    assert type(model.optimizer.optimizer).__name__ == "DeepSpeedCPUAdam"
-    train(made, model, optimizer, None, batches)
-    assert_close(whole(model.module), trained(adam, BATCHES, clip=1.0), 1e-5)
+
+def halved(every: int) -> Callable[[torch.optim.Optimizer], LambdaLR]:
+    """A schedule that halves the rate after so many steps."""
+    return lambda optimizer: LambdaLR(optimizer, lambda step: 0.5 ** (step // every))
 
 
 @scenario(ROWS, 0, 1, 2, 3)
 def dummies_and_their_blocks(folder: Path, stage: int) -> None:
     """Every pairing of real and dummy optimizers and schedulers, and `warmup_num_steps: 0`."""
+    adam = partial(DummyOptim, lr=reference.LR, weight_decay=0.1)
     for warmup in (0, 3):
         for block, expected in ((WARMUP, WarmupLR), (DECAY, WarmupDecayLR)):
-            forget()
-            plan = config(stage, optimizer=ADAM, scheduler=block)
-            made = accelerator(hf_ds_config=plan)
-            model = Network()
-            optimizer = DummyOptim(model.parameters(), lr=LR, weight_decay=0.1)
-            scheduler = DummyScheduler(optimizer, total_num_steps=8, warmup_num_steps=warmup)
-            prepared = made.prepare(model, optimizer, loader(), scheduler)
-            model, optimizer, batches, scheduler = prepared
-            assert type(scheduler.scheduler) is expected and type(model.lr_scheduler) is expected
-            rates = train(made, model, optimizer, scheduler, batches)
-            assert len(rates) == BATCHES and max(rates) <= LR + 1e-12
+            begin()
+            made = accelerator(hf_ds_config=config(stage, optimizer=ADAM, scheduler=block))
+            steps = {"total_num_steps": 8, "warmup_num_steps": warmup}
+            found = Prepared(made, adam, partial(DummyScheduler, **steps))
+            assert type(found.scheduler.scheduler) is expected
+            assert type(found.model.lr_scheduler) is expected
+            rates = found.train()
+            assert len(rates) == BATCHES and max(rates) <= reference.LR + 1e-12
             if warmup == 0 and expected is WarmupLR:
                 # accelerate 1.15 writes 1 for 0, others write 0.
-                assert rates[1:] == [LR] * (BATCHES - 1), rates
+                assert rates[1:] == [reference.LR] * (BATCHES - 1), rates
             written = made.deepspeed_config["scheduler"]["params"]["warmup_num_steps"]
             assert written in (warmup, max(1, warmup))
     # The configuration's optimizer with a schedule of the client's: a function of the optimizer.
-    forget()
+    begin()
     made = accelerator(hf_ds_config=config(stage, optimizer=ADAM))
-    model = Network()
-    optimizer = DummyOptim(model.parameters(), lr=LR)
-    scheduler = DummyScheduler(
-        optimizer, lr_scheduler_callable=lambda made: LambdaLR(made, lambda step: 0.5**step)
-    )
-    model, optimizer, batches, scheduler = made.prepare(model, optimizer, loader(), scheduler)
-    rates = train(made, model, optimizer, scheduler, batches)
+    schedule = partial(DummyScheduler, lr_scheduler_callable=halved(1))
+    rates = Prepared(made, partial(DummyOptim, lr=reference.LR), schedule).train()
     assert rates[0] > rates[-1], rates
-    # A client's optimizer and schedule.
-    forget()
-
-    def halved(made: torch.optim.Optimizer) -> LambdaLR:
-        return LambdaLR(made, lambda step: 0.5 ** (step // 2))
-
+    # A client's optimizer and schedule, which accelerate steps once for each rank.
+    begin()
     made = accelerator(hf_ds_config=config(stage, gradient_clipping=0.0))
-    model = Network()
-    optimizer = sgd(model.parameters())
-    scheduler = halved(optimizer)
-    model, optimizer, batches, scheduler = made.prepare(model, optimizer, loader(), scheduler)
-    train(made, model, optimizer, scheduler, batches)
-    # accelerate steps a client's schedule once for each rank.
-    assert_close(
-        whole(model.module),
-        trained(sgd, BATCHES, schedule=lambda made: LambdaLR(made, lambda step: 0.5**step)),
-    )
+    found = Prepared(made, sgd, halved(2))
+    found.train()
+    assert_close(found.weights(), trained(sgd, BATCHES, schedule=halved(1)))
 
 
 @scenario(ROWS, 1, 2, 3)
 def save_state_and_load_state(folder: Path, stage: int) -> None:
     results = []
     for resumed in (False, True):
-        forget()
+        begin()
         made = accelerator("bf16", 2, hf_ds_config=config(stage, gradient_accumulation_steps=2))
-        model = Network()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-        scheduler = LambdaLR(optimizer, lambda step: 0.9**step)
-        prepared = made.prepare(model, optimizer, loader(), scheduler)
-        model, optimizer, batches, scheduler = prepared
+        adam = partial(torch.optim.AdamW, lr=reference.LR)
+        found = Prepared(made, adam, lambda made: LambdaLR(made, lambda step: 0.9**step))
         if resumed:
             made.load_state(str(folder / "state"))
         else:
-            train(made, model, optimizer, scheduler, batches)
+            found.train()
             made.save_state(str(folder / "state"))
-        train(made, model, optimizer, scheduler, batches)
-        results.append(whole(model.module))
-        results[-1].append(torch.tensor(scheduler.get_last_lr()))
-    assert_equal(*results)
+        found.train()
+        results.append([*found.weights(), torch.tensor(found.scheduler.get_last_lr())])
+    reference.assert_equal(*results)
 
 
 @scenario(ROWS, 0, 1, 2, 3)
 def half_precision(folder: Path, stage: int) -> None:
-    for precision in ("bf16", "fp16"):
-        forget()
-        blocks = (
-            {"fp16": {"enabled": "auto", "initial_scale_power": 8}} if precision == "fp16" else {}
-        )
-        made = accelerator(precision, hf_ds_config=config(stage, **blocks))
-        model = Network()
-        optimizer = sgd(model.parameters())
-        model, optimizer, batches = made.prepare(model, optimizer, loader())
-        train(made, model, optimizer, None, batches)
-        assert_close(whole(model.module), trained(sgd, BATCHES, clip=1.0), 0.05)
+    fp16 = {"fp16": {"enabled": "auto", "initial_scale_power": 8}}
+    for precision, blocks in (("bf16", {}), ("fp16", fp16)):
+        begin()
+        found = Prepared(accelerator(precision, hf_ds_config=config(stage, **blocks)))
+        found.train()
+        assert_close(found.weights(), trained(sgd, BATCHES, clip=1.0), 0.05)
 
 
 @scenario(ROWS, 1, 2, 3)
@@ -255,23 +201,18 @@ def several_models_of_one_accelerator(folder: Path, stage: int) -> None:
     teacher = DeepSpeedPlugin(hf_ds_config=config(3))
     made = Accelerator(deepspeed_plugins={"student": student, "teacher": teacher})
     assert get_active_deepspeed_plugin(made.state) is student
-    model = Network()
-    optimizer = sgd(model.parameters())
-    model, optimizer, batches = made.prepare(model, optimizer, loader())
+    found = Prepared(made)
     made.state.select_deepspeed_plugin("teacher")
-    teacher.deepspeed_config["train_micro_batch_size_per_gpu"] = MICRO
+    teacher.deepspeed_config["train_micro_batch_size_per_gpu"] = reference.MICRO
     asked = made.prepare(Network())
     asked.eval()
     made.state.select_deepspeed_plugin("student")
-    for inputs, wanted in batches:
+    for inputs, wanted in found.batches:
         with torch.no_grad():
             constant = asked(inputs).mean()
-        loss = torch.nn.functional.mse_loss(model(inputs), wanted) + constant
-        made.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_close(whole(model.module), trained(sgd, BATCHES))
-    assert_equal(whole(asked.module), [param.detach() for param in layers().parameters()])
+        found.step(torch.nn.functional.mse_loss(found.model(inputs), wanted) + constant)
+    assert_close(found.weights(), trained(sgd, BATCHES))
+    reference.assert_equal(whole(asked.module), reference.params_of(layers()))
 
 
 @scenario(ROWS, 1, 2, 3)
@@ -279,45 +220,33 @@ def several_trained_models(folder: Path, stage: int) -> None:
     """Each with an accelerator."""
     first = DeepSpeedPlugin(hf_ds_config=config(2, gradient_clipping=0.0))
     second = DeepSpeedPlugin(hf_ds_config=config(stage, gradient_clipping=0.0))
-    plugins = {"first": first, "second": second}
-    one = Accelerator(deepspeed_plugins=plugins)
+    one = Accelerator(deepspeed_plugins={"first": first, "second": second})
     other = Accelerator()
-    model_a = Network()
-    optimizer_a = sgd(model_a.parameters())
-    model_a, optimizer_a, batches = one.prepare(model_a, optimizer_a, loader())
+    a = Prepared(one)
     other.state.select_deepspeed_plugin("second")
-    second.deepspeed_config["train_micro_batch_size_per_gpu"] = MICRO
-    model_b = Network()
-    optimizer_b = torch.optim.SGD(model_b.parameters(), lr=LR)
-    model_b, optimizer_b = other.prepare(model_b, optimizer_b)
-    assert one.deepspeed_engine_wrapped.engine is model_a
-    assert other.deepspeed_engine_wrapped.engine is model_b
-    pairs = ((one, model_a, optimizer_a), (other, model_b, optimizer_b))
-    for inputs, wanted in batches:
-        for made, model, optimizer in pairs:
-            loss = torch.nn.functional.mse_loss(model(inputs), wanted)
-            made.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_close(whole(model_a.module), trained(sgd, BATCHES))
-    plain = trained(lambda params: torch.optim.SGD(params, lr=LR), BATCHES)
-    assert_close(whole(model_b.module), plain)
+    second.deepspeed_config["train_micro_batch_size_per_gpu"] = reference.MICRO
+    b = Prepared(other, partial(torch.optim.SGD, lr=reference.LR), data=False)
+    assert one.deepspeed_engine_wrapped.engine is a.model
+    assert other.deepspeed_engine_wrapped.engine is b.model
+    for inputs, wanted in a.batches:
+        for found in (a, b):
+            found.step(torch.nn.functional.mse_loss(found.model(inputs), wanted))
+    assert_close(a.weights(), trained(sgd, BATCHES))
+    assert_close(b.weights(), trained(partial(torch.optim.SGD, lr=reference.LR), BATCHES))
 
 
 @scenario(ROWS, 0, 1, 2, 3)
 def weights_out(folder: Path, stage: int) -> None:
     made = accelerator("bf16", zero_stage=stage, zero3_save_16bit_model=True)
-    model = Network()
-    optimizer = sgd(model.parameters())
-    model, optimizer, batches = made.prepare(model, optimizer, loader())
-    train(made, model, optimizer, None, batches)
-    values = whole(model.module)
-    made.save_model(model, folder / "weights")
-    state = made.get_state_dict(model)
+    found = Prepared(made)
+    found.train()
+    values = found.weights()
+    made.save_model(found.model, folder / "weights")
+    state = made.get_state_dict(found.model)
     if made.is_main_process:
-        assert_equal(list(state.values()), values)
+        reference.assert_equal(list(state.values()), values)
         assert (folder / "weights" / "model.safetensors").is_file()
-    assert type(made.unwrap_model(model)) is Network
+    assert type(made.unwrap_model(found.model)) is Network
     made.free_memory()
 
 
@@ -327,27 +256,20 @@ def configuration_from_a_file_and_the_environment(folder: Path, stage: int) -> N
     if os.environ["RANK"] == "0":
         file.write_text(json.dumps(config(stage, steps_per_print=1, gradient_clipping=0.0)))
     deepspeed.comm.barrier()
-    os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(file)
-    os.environ["ACCELERATE_CONFIG_DS_FIELDS"] = "deepspeed_config_file"
-    try:
-        made = Accelerator()
-        model = Network()
-        optimizer = sgd(model.parameters())
-        model, optimizer, batches = made.prepare(model, optimizer, loader())
-        assert model.zero_optimization_stage() == stage
-        train(made, model, optimizer, None, batches)
-    finally:
-        del os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]
-        del os.environ["ACCELERATE_CONFIG_DS_FIELDS"]
-    assert_close(whole(model.module), trained(sgd, BATCHES))
+    told = {"ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file)}
+    told |= {"ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file"}
+    with mock.patch.dict(os.environ, told):
+        found = Prepared(Accelerator())
+        assert found.model.zero_optimization_stage() == stage
+        found.train()
+    assert_close(found.weights(), trained(sgd, BATCHES))
 
 
 @scenario(ROWS, 0, 1, 2, 3)
 def sequences_over_ranks(folder: Path, stage: int) -> None:
     worst = with_accelerate(stage)
-    groups.reset()
     assert worst <= TOLERANCE, worst
 
 
 if __name__ == "__main__":
-    main(ROWS, forget, forget)
+    main(ROWS, begin, begin)

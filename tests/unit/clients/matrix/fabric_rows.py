@@ -12,18 +12,9 @@ from lightning.fabric.accelerators import CUDAAccelerator
 from lightning.fabric.strategies import DeepSpeedStrategy
 
 import deepspeed
+from unit.clients.matrix import reference
 from unit.clients.matrix.lightning_rows import Host, begin
-from unit.clients.matrix.reference import (
-    MICRO,
-    RANKS,
-    assert_close,
-    assert_equal,
-    layers,
-    samples,
-    sgd,
-    trained,
-    whole,
-)
+from unit.clients.matrix.reference import assert_close, layers, samples, sgd, trained, whole
 from unit.clients.matrix.row import Row, main, scenario
 
 ROWS: dict[str, Row] = {}
@@ -46,10 +37,15 @@ def fabric(stage: int, precision: Any = None, **words: Any) -> Fabric:
     return made
 
 
+def set_up(made: Fabric) -> Any:
+    """A model and its optimizer."""
+    model = layers()
+    return made.setup(model, sgd(model.parameters()))
+
+
 def go_backward(made: Fabric, model: Any, batch: int, divided_by: int = 1) -> None:
     """With every second sample of a batch for each rank."""
-    each = MICRO * RANKS
-    inputs, wanted = samples()[batch * each + made.global_rank : (batch + 1) * each : RANKS]
+    inputs, wanted = reference.samples_of(batch, made.global_rank)
     loss = torch.nn.functional.mse_loss(model(inputs), wanted)
     made.backward(loss / divided_by, model=model)  # of several it has to be told which
 
@@ -66,8 +62,7 @@ def steps(made: Fabric, model: Any, optimizer: Any, first: int = 0, count: int =
 def training_equals_plain_torch(folder: Path, stage: int) -> None:
     made = fabric(stage)
     with made.init_module():
-        model = layers()
-    model, optimizer = made.setup(model, sgd(model.parameters()))
+        model, optimizer = set_up(made)
     steps(made, model, optimizer)
     # The key's default. At stage 0 Fabric steps torch's optimizer itself.
     assert_close(whole(model.module), trained(clip=1.0 if stage else 0.0))
@@ -77,8 +72,7 @@ def training_equals_plain_torch(folder: Path, stage: int) -> None:
 def accumulation(folder: Path, stage: int) -> None:
     """As Fabric's pages have it: the optimizer steps after every second batch."""
     made = fabric(stage)
-    model = layers()
-    model, optimizer = made.setup(model, sgd(model.parameters()))
+    model, optimizer = set_up(made)
     for step in range(4):
         for part in range(2):
             go_backward(made, model, 2 * step + part, divided_by=2)
@@ -90,10 +84,7 @@ def accumulation(folder: Path, stage: int) -> None:
 @scenario(ROWS, 1, 2, 3)
 def several_models(folder: Path, stage: int) -> None:
     made = fabric(stage)
-    pairs = []
-    for _ in range(2):
-        model = layers()
-        pairs.append(made.setup(model, sgd(model.parameters())))
+    pairs = [set_up(made) for _ in range(2)]
     for step in range(4):
         for model, optimizer in pairs:
             steps(made, model, optimizer, step, 1)
@@ -122,7 +113,7 @@ def saving_and_going_on(folder: Path, stage: int) -> None:
             made.save(folder / "half", {**state, "steps": 2})
         steps(made, model, optimizer, 2, 2)
         results.append(whole(model.module))
-    assert_equal(*results)
+    reference.assert_equal(*results)
 
 
 @scenario(ROWS, 1, 2, 3)
@@ -135,8 +126,7 @@ def a_model_alone(folder: Path, stage: int) -> None:
         with torch.no_grad():
             found = asked(samples()[:4][0])
         assert torch.allclose(found, layers()(samples()[:4][0]), atol=1e-6)
-    model = layers()
-    model, optimizer = made.setup(model, sgd(model.parameters()))
+    model, optimizer = set_up(made)
     steps(made, model, optimizer)
     assert_close(whole(model.module), trained(clip=1.0))  # the key's default
 
@@ -144,14 +134,13 @@ def a_model_alone(folder: Path, stage: int) -> None:
 @scenario(ROWS, 1, 2, 3)
 def clipping_is_the_configurations(folder: Path, stage: int) -> None:
     plan = {
-        "train_micro_batch_size_per_gpu": MICRO,
+        "train_micro_batch_size_per_gpu": reference.MICRO,
         "gradient_clipping": 0.5,
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
     }
     made = fabric(stage, config=plan)
-    model = layers()
-    model, optimizer = made.setup(model, sgd(model.parameters()))
+    model, optimizer = set_up(made)
     assert type(made.strategy.model) is deepspeed.DeepSpeedEngine
     with pytest.raises(NotImplementedError):
         made.clip_gradients(model, optimizer, max_norm=0.5)

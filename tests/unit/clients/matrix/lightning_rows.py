@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -19,19 +22,8 @@ import deepspeed
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.lr_schedules import WarmupLR
-from unit.clients.matrix.reference import (
-    LR,
-    MICRO,
-    RANKS,
-    Optimizers,
-    assert_close,
-    assert_equal,
-    layers,
-    samples,
-    sgd,
-    trained,
-    whole,
-)
+from unit.clients.matrix import reference
+from unit.clients.matrix.reference import assert_close, layers, samples, sgd, trained, whole
 from unit.clients.matrix.row import Row, main, scenario
 
 ROWS: dict[str, Row] = {}
@@ -60,7 +52,7 @@ class Host(CUDAAccelerator):
 class Regression(pl.LightningModule):
     """`layers`, trained by the optimizer that it is given."""
 
-    def __init__(self, make: Optimizers | None = sgd, late: bool = False) -> None:
+    def __init__(self, make: reference.Optimizers | None = sgd, late: bool = False) -> None:
         super().__init__()
         self.make = make
         self.losses: list[float] = []
@@ -95,27 +87,21 @@ class Regression(pl.LightningModule):
 
 def loader() -> DataLoader[Any]:
     """Every second sample for each rank, in their order; Lightning's own sampler would shuffle."""
-    sampler = DistributedSampler(samples(), RANKS, int(os.environ["RANK"]), shuffle=False)
-    return DataLoader(samples(), batch_size=MICRO, sampler=sampler)
+    rank = int(os.environ["RANK"])
+    sampler = DistributedSampler(samples(), reference.RANKS, rank, shuffle=False)
+    return DataLoader(samples(), batch_size=reference.MICRO, sampler=sampler)
 
 
 def trainer(
     folder: Path, stage: int, strategy: dict[str, Any] | None = None, **words: Any
 ) -> pl.Trainer:
     """A Trainer on two ranks of the host."""
-    options = {"stage": stage, **(strategy or {})}
-    if "config" in options:
-        del options["stage"]
+    options = strategy or {}
+    options = options if "config" in options else {"stage": stage, **options}
     given = {"max_epochs": 1, "enable_checkpointing": False, "enable_model_summary": False}
-    return pl.Trainer(
-        default_root_dir=folder,
-        accelerator=Host(),
-        devices=2,
-        strategy=DeepSpeedStrategy(process_group_backend="gloo", **options),
-        enable_progress_bar=False,
-        logger=False,
-        **{**given, **words},
-    )
+    given |= {"accelerator": Host(), "devices": 2, "enable_progress_bar": False, "logger": False}
+    made = DeepSpeedStrategy(process_group_backend="gloo", **options)
+    return pl.Trainer(default_root_dir=folder, strategy=made, **{**given, **words})
 
 
 def fit(folder: Path, stage: int, model: pl.LightningModule, **words: Any) -> pl.Trainer:
@@ -156,41 +142,39 @@ def fp16_skips_and_learns(folder: Path, stage: int) -> None:
 
 @scenario(ROWS, 1, 2, 3)
 def offload(folder: Path, stage: int) -> None:
-    def adam(params: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(params, lr=LR, weight_decay=0.1)
-
-    def host_adam(params: Any) -> torch.optim.Optimizer:
-        return DeepSpeedCPUAdam(params, lr=LR, weight_decay=0.1)
-
-    model = Regression(host_adam)
+    words = {"lr": reference.LR, "weight_decay": 0.1}
+    model = Regression(partial(DeepSpeedCPUAdam, **words))
     strategy = {"offload_optimizer": True, "offload_parameters": stage == 3}
     fit(folder, stage, model, strategy=strategy)
-    assert_close(whole(model), trained(adam, steps=BATCHES), 1e-5)
+    assert_close(whole(model), trained(partial(torch.optim.AdamW, **words), steps=BATCHES), 1e-5)
 
 
 @scenario(ROWS, 1, 2, 3)
 def optimizer_and_schedule_of_the_configuration(folder: Path, stage: int) -> None:
+    rates = {"warmup_min_lr": reference.LR / 2, "warmup_max_lr": reference.LR}
+    warmup = {**rates, "warmup_num_steps": 4, "warmup_type": "linear"}
     config = {
-        "train_micro_batch_size_per_gpu": MICRO,
-        "optimizer": {"type": "SGD", "params": {"lr": LR, "momentum": 0.9}},
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {
-                "warmup_min_lr": LR / 2,
-                "warmup_max_lr": LR,
-                "warmup_num_steps": 4,
-                "warmup_type": "linear",
-            },
-        },
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
+        **plan(stage),
+        "train_micro_batch_size_per_gpu": reference.MICRO,
+        "optimizer": {"type": "SGD", "params": {"lr": reference.LR, "momentum": 0.9}},
+        "scheduler": {"type": "WarmupLR", "params": warmup},
     }
     model = Regression(None)
     made = fit(folder, stage, model, strategy={"config": config})
     (schedule,) = made.lr_scheduler_configs
     assert isinstance(schedule.scheduler, WarmupLR)
-    assert schedule.scheduler.get_last_lr() == [LR]
+    assert schedule.scheduler.get_last_lr() == [reference.LR]
     assert model.losses[-1] < model.losses[0]
+
+
+def plan(stage: int, **zero: Any) -> dict[str, Any]:
+    """A configuration, anew each time: Lightning writes into what it is given."""
+    return {"zero_optimization": {"stage": stage, **zero}, "zero_allow_untested_optimizer": True}
+
+
+def sharded() -> dict[str, Any]:
+    """A strategy with which nothing stays whole between steps."""
+    return {"config": plan(3, stage3_param_persistence_threshold=0)}
 
 
 class Scheduled(Regression):
@@ -202,7 +186,7 @@ class Scheduled(Regression):
             self.layers.insert(1, torch.nn.Dropout(0.2))
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=LR)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=reference.LR)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -221,7 +205,7 @@ def resume_is_bit_equal(folder: Path, stage: int) -> None:
     made = trainer(folder, stage, precision="bf16-mixed", max_epochs=2)
     made.fit(second, loader(), ckpt_path=folder / "half.ckpt")
     assert made.current_epoch == 2 and made.global_step == 2 * BATCHES
-    assert_equal(whole(second), whole(straight))
+    reference.assert_equal(whole(second), whole(straight))
 
 
 @scenario(ROWS, 1, 2, 3)
@@ -240,7 +224,8 @@ def checkpoint_callback_and_best(folder: Path, stage: int) -> None:
 
 @scenario(ROWS, 1, 2, 3)
 def evaluation_alone(folder: Path, stage: int) -> None:
-    wanted = torch.nn.functional.mse_loss(layers()(samples()[:][0]), samples()[:][1]).item()
+    inputs, targets = samples()[:]
+    wanted = torch.nn.functional.mse_loss(layers()(inputs), targets).item()
     model = Regression(late=stage == 3)
     made = trainer(folder, stage)
     (validated,) = made.validate(model, loader(), verbose=False)
@@ -275,18 +260,10 @@ def manual_optimization(folder: Path, stage: int) -> None:
     assert_close(whole(model), trained(steps=BATCHES))
 
 
-def sharded() -> dict[str, Any]:
-    """Of which nothing stays whole between steps; Lightning writes into what it is given."""
-    return {
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "zero_allow_untested_optimizer": True,
-    }
-
-
 @scenario(ROWS, 3)
 def configure_model_keeps_shards_only(folder: Path, stage: int) -> None:
     model = Regression(late=True)
-    fit(folder, stage, model, strategy={"config": sharded()})
+    fit(folder, stage, model, strategy=sharded())
     assert {param.numel() for param in model.parameters()} == {0}
     assert_close(whole(model), trained(steps=BATCHES))
 
@@ -294,11 +271,7 @@ def configure_model_keeps_shards_only(folder: Path, stage: int) -> None:
 @scenario(ROWS, 1, 2, 3)
 def one_model_fitted_tested_and_fitted_again(folder: Path, stage: int) -> None:
     model = Regression(late=stage == 3)
-
-    def strategy() -> dict[str, Any] | None:
-        return {"config": sharded()} if stage == 3 else None
-
-    made = fit(folder, stage, model, strategy=strategy())
+    made = fit(folder, stage, model, strategy=sharded() if stage == 3 else None)
     again = layers()
     for param, value in zip(again.parameters(), trained(steps=BATCHES), strict=True):
         param.data = value
@@ -306,7 +279,7 @@ def one_model_fitted_tested_and_fitted_again(folder: Path, stage: int) -> None:
     loss = torch.nn.functional.mse_loss(again(inputs), wanted).item()
     (tested,) = made.test(model, loader(), verbose=False)
     assert abs(tested["tested"] - loss) < 1e-5
-    trainer(folder, stage, strategy()).fit(model, loader())
+    trainer(folder, stage, sharded() if stage == 3 else None).fit(model, loader())
     assert_close(whole(model), trained(steps=BATCHES, model=again))
 
 
@@ -329,7 +302,7 @@ def one_file_of_a_checkpoint(folder: Path, stage: int) -> None:
         again = Regression()
         full = trainer(folder, stage, {"load_full_weights": True}, precision="bf16-mixed")
         full.test(again, loader(), ckpt_path=folder / "one.pt", verbose=False, weights_only=False)
-        assert_equal(whole(again), masters)
+        reference.assert_equal(whole(again), masters)
 
 
 @scenario(ROWS, 1, 2, 3)
@@ -392,16 +365,11 @@ def several_models_one_after_the_other(folder: Path, stage: int) -> None:
 def configuration_from_a_file_and_the_environment(folder: Path, stage: int) -> None:
     file = folder / "config.json"
     if os.environ["RANK"] == "0":
-        file.write_text(
-            '{"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": true}'
-        )
+        file.write_text(json.dumps(plan(2)))
     deepspeed.comm.barrier()
-    os.environ["PL_DEEPSPEED_CONFIG_PATH"] = str(file)
-    try:
-        model = Regression()
+    model = Regression()
+    with mock.patch.dict(os.environ, {"PL_DEEPSPEED_CONFIG_PATH": str(file)}):
         made = fit(folder, stage, model)
-    finally:
-        del os.environ["PL_DEEPSPEED_CONFIG_PATH"]
     assert made.strategy.config["zero_optimization"] == {"stage": 2}
     assert_close(whole(model), trained(steps=BATCHES))
 

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from transformers import Trainer
 
 import deepspeed
-from unit.clients.matrix.reference import assert_close, assert_equal, whole
+from unit.clients.matrix.reference import assert_close, assert_equal, params_of, whole
 from unit.clients.matrix.row import Row, main, scenario
 from unit.clients.matrix.transformers_rows import (
+    DATA,
     STEPS,
-    Counting,
     arguments,
     config,
     forget,
@@ -40,7 +40,7 @@ def adapted(folder: Path) -> Any:
 def run(folder: Path, plan: dict[str, Any] | None, resume: bool = False, **words: Any) -> Trainer:
     """Train the adapters."""
     given = arguments(folder, plan, **words)
-    made = Trainer(adapted(folder), given, train_dataset=Counting())
+    made = Trainer(adapted(folder), given, train_dataset=DATA)
     made.train(resume_from_checkpoint=resume or None)
     return made
 
@@ -51,7 +51,7 @@ def adapters_equal_plain(folder: Path, stage: int) -> None:
     made = run(folder, config(stage), **words)
     values = whole(made.model)
     plain = run(folder, None, **words)
-    assert_close(values, [param.detach() for param in plain.model.parameters()], 1e-5)
+    assert_close(values, params_of(plain.model), 1e-5)
     norms = zip(said(made, "grad_norm"), said(plain, "grad_norm"), strict=True)
     assert max(abs(a - b) for a, b in norms) < 1e-3
 

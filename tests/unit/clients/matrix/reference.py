@@ -26,6 +26,11 @@ def samples() -> TensorDataset:
     return TensorDataset(inputs, inputs.sum(1, keepdim=True))
 
 
+def samples_of(batch: int, rank: int) -> tuple[torch.Tensor, ...]:
+    """Every second sample of a batch of all ranks."""
+    return samples()[batch * MICRO * RANKS + rank : (batch + 1) * MICRO * RANKS : RANKS]
+
+
 def sgd(params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """With momentum, so that the state counts."""
     return torch.optim.SGD(params, lr=LR, momentum=0.9)
@@ -57,6 +62,11 @@ def trained(
         optimizer.step()
         if scheduler:
             scheduler.step()
+    return params_of(model)
+
+
+def params_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The parameters of a model that is whole."""
     return [param.detach() for param in model.parameters()]
 
 
@@ -72,14 +82,12 @@ def assert_close(
 ) -> None:
     """Every element within ``tolerance``, in fp32."""
     assert len(found) == len(wanted)
-    worst = max(
-        (a.float() - b.float()).abs().max().item() for a, b in zip(found, wanted, strict=True)
-    )
+    pairs = zip(found, wanted, strict=True)
+    worst = max((a.float() - b.float()).abs().max().item() for a, b in pairs)
     assert worst <= tolerance, f"parameters differ by {worst}"
 
 
 def assert_equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
     """Every element bit by bit."""
-    assert len(found) == len(wanted) and all(map(torch.equal, found, wanted)), (
-        "parameters are not bit-equal"
-    )
+    are_equal = len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+    assert are_equal, "parameters are not bit-equal"

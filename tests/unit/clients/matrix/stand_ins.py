@@ -10,17 +10,19 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
 )
+
+from unit.clients.small_models import llama
 
 WORDS = [f"w{number}" for number in range(40)]
 CAUSAL, CLASSIFIER, TEXTS, PAIRS = "causal", "classifier", "texts", "pairs"
 HUB_LLAMA = "hf-internal-testing/tiny-random-LlamaForCausalLM"
 HUB_GPT2 = "sshleifer/tiny-gpt2"
 HUB_DATA, HUB_METRIC = "nyu-mll/glue", "glue"
+HEADS = {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
 
 CARD = """---
 configs:
@@ -60,25 +62,21 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def llama(vocabulary: int = len(WORDS) + 3, **words: Any) -> LlamaConfig:
-    """Two small layers."""
-    return LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=1,
-        **words,
-    )
+def causal(vocabulary: int = len(WORDS) + 3) -> LlamaForCausalLM:
+    """A small model, from torch's current random state."""
+    return LlamaForCausalLM(llama(32, vocabulary, **HEADS))
 
 
 def said(start: int, length: int) -> str:
     """Words that count up."""
     return " ".join(WORDS[(start + number) % len(WORDS)] for number in range(length))
+
+
+def pairs_of_words() -> Iterable[dict[str, str]]:
+    """What is asked, and a good and a bad answer."""
+    for start in range(64):
+        good, bad = said(start + 4, 4), said(start, 4)
+        yield {"prompt": said(start, 4), "chosen": good, "rejected": bad}
 
 
 def write_lines(file: Path, entries: Iterable[Mapping[str, Any]]) -> None:
@@ -96,23 +94,19 @@ def sentences(count: int) -> Iterable[dict[str, Any]]:
             " ".join(WORDS[(factor * number + place) % 38] for place in range(3 + number % several))
             for factor, several in ((7, 5), (11, 3))
         )
-        yield {
-            "sentence1": first,
-            "sentence2": f"{second} {WORDS[38 + label]}",
-            "label": label,
-            "idx": number,
-        }
+        told = f"{second} {WORDS[38 + label]}"
+        yield {"sentence1": first, "sentence2": told, "label": label, "idx": number}
 
 
 def write_models(out: Path) -> None:
     """Those of the hub, and two that a program's command line can name."""
     torch.manual_seed(0)
     # The programs' rate is 2e-5, which moves small weights alone in a few steps.
-    small = llama(initializer_range=0.002)
+    small = llama(32, len(WORDS) + 3, initializer_range=0.002, **HEADS)
     for model, name in (
         (LlamaForSequenceClassification(small), CLASSIFIER),
-        (LlamaForCausalLM(llama()), CAUSAL),
-        (LlamaForCausalLM(llama(300)), HUB_LLAMA),
+        (causal(), CAUSAL),
+        (causal(300), HUB_LLAMA),
     ):
         model.save_pretrained(out / name)
         tokenizer().save_pretrained(out / name)
@@ -143,12 +137,5 @@ def write_data(out: Path) -> None:
     (out / HUB_DATA / "README.md").write_text(CARD, encoding="utf-8")
     (out / HUB_METRIC).mkdir()
     (out / HUB_METRIC / f"{HUB_METRIC}.py").write_text(METRIC, encoding="utf-8")
-    starts = range(64)
-    write_lines(out / TEXTS / "train.jsonl", ({"text": said(start, 12)} for start in starts))
-    write_lines(
-        out / PAIRS / "train.jsonl",
-        (
-            {"prompt": said(start, 4), "chosen": said(start + 4, 4), "rejected": said(start, 4)}
-            for start in starts
-        ),
-    )
+    write_lines(out / TEXTS / "train.jsonl", ({"text": said(start, 12)} for start in range(64)))
+    write_lines(out / PAIRS / "train.jsonl", pairs_of_words())

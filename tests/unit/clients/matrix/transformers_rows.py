@@ -1,7 +1,6 @@
 """What users of transformers.Trainer do, compared with the same Trainer without DeepSpeed."""
 
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,13 +9,9 @@ from typing import Any
 
 import torch
 import transformers.training_args
-from accelerate import PartialState
-from accelerate.state import AcceleratorState, GradientState
-from torch.utils.data import Dataset
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    LlamaConfig,
     PreTrainedModel,
     Trainer,
     TrainingArguments,
@@ -28,48 +23,26 @@ from transformers.integrations.deepspeed import (
 
 import deepspeed
 from deepspeed.runtime.lr_schedules import WarmupDecayLR
-from deepspeed.utils import groups
 from deepspeed.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint
-from unit.clients.matrix.reference import assert_close, assert_equal, whole
+from unit.clients.matrix.reference import assert_close, assert_equal, params_of, whole
 from unit.clients.matrix.row import Row, main, scenario
-from unit.clients.test_sequence_parallel import TOLERANCE
+from unit.clients.scripts import ADAMW, BATCH, DECAY, TRAINER, auto, begin
+from unit.clients.small_models import VOCABULARY, Counting, llama
+from unit.clients.test_parallel import TOLERANCE
 from unit.clients.train_with_sequence_parallel import with_trainer
 
 ROWS: dict[str, Row] = {}
-STEPS, WARMUP, VOCABULARY, LENGTH, LR = 4, 2, 32, 12, 1e-2
+STEPS, WARMUP, LR = 4, 2, 1e-2
+DATA = Counting(64, 12)
 Schedules = tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None]
 # Refused on a host without a GPU; only this gate is opened, bf16 itself works there.
 transformers.training_args.is_torch_bf16_gpu_available = lambda: True
 
 
-class Counting(Dataset[dict[str, torch.Tensor]]):
-    """Sequences that count up from their index."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = (torch.arange(LENGTH) + index) % VOCABULARY
-        return {"input_ids": tokens, "labels": tokens}
-
-
-def llama(**words: Any) -> LlamaConfig:
-    """Two layers without dropout."""
-    return LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        pad_token_id=0,
-        **words,
-    )
-
-
 def built() -> PreTrainedModel:
     """A model from its configuration; sharded at once, transformers draws other numbers."""
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(llama())
+    return AutoModelForCausalLM.from_config(llama(heads=2, pad_token_id=0))
 
 
 def loaded(folder: Path, **words: Any) -> PreTrainedModel:
@@ -89,72 +62,38 @@ def loaded(folder: Path, **words: Any) -> PreTrainedModel:
 
 def config(stage: int, *, optimizer: bool = False, scheduler: bool = False, **zero: Any) -> Any:
     """As transformers' pages write it."""
-    blocks: dict[str, Any] = {}
-    if optimizer:
-        words = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
-        blocks["optimizer"] = {"type": "AdamW", "params": words}
-    if scheduler:
-        words = {
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-            "total_num_steps": "auto",
-        }
-        blocks["scheduler"] = {"type": "WarmupDecayLR", "params": words}
+    blocks = {"optimizer": ADAMW} if optimizer else {}
     return {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
+        **BATCH,
         "fp16": {"enabled": "auto", "initial_scale_power": 8},
         "bf16": {"enabled": "auto"},
         "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": "auto",
-            "stage3_prefetch_bucket_size": "auto",
-            "stage3_param_persistence_threshold": 0,
-            "stage3_max_live_parameters": 1e9,
-            "stage3_gather_16bit_weights_on_model_save": True,
+            **auto("reduce_bucket_size", "stage3_prefetch_bucket_size"),
+            **{"stage": stage, "stage3_param_persistence_threshold": 0},
+            **{
+                "stage3_max_live_parameters": 1e9,
+                "stage3_gather_16bit_weights_on_model_save": True,
+            },
             **zero,
         },
         **blocks,
+        **({"scheduler": DECAY} if scheduler else {}),
     }
 
 
 def forget(deepspeed_is_used: bool = True) -> None:
     """What accelerate and transformers keep for the process."""
     unset_hf_deepspeed_config()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    if deepspeed_is_used:
-        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-        PartialState(backend="gloo")
-    else:
-        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
-        PartialState(cpu=True, backend="gloo")
+    begin(deepspeed_is_used)
 
 
 def arguments(folder: Path, plan: dict[str, Any] | None, **words: Any) -> TrainingArguments:
     """Of a run with a configuration, or without DeepSpeed."""
     forget(plan is not None)
-    given = {
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 2,
-        "learning_rate": LR,
-        "logging_steps": 1,
-        "save_strategy": "no",
-    }
-    if plan is None:
-        given["use_cpu"] = True
-    return TrainingArguments(
-        output_dir=str(folder),
-        deepspeed=plan,
-        accelerator_config={"use_configured_state": True},
-        report_to=[],
-        disable_tqdm=True,
-        seed=3,
-        **{**given, **words},
-    )
+    given = {"output_dir": str(folder), "deepspeed": plan, "seed": 3, "max_steps": STEPS}
+    given |= {"per_device_train_batch_size": 2, "learning_rate": LR, "logging_steps": 1}
+    given |= {"save_strategy": "no", **({"use_cpu": True} if plan is None else {})}
+    return TrainingArguments(**{**TRAINER, **given, **words})
 
 
 def warmed(model: PreTrainedModel) -> Schedules:
@@ -172,8 +111,7 @@ def run(
 ) -> Trainer:
     """Train `loaded`, or go on; returns the Trainer. Without a ``plan``, without DeepSpeed."""
     given, model = arguments(folder, plan, **words), loaded(folder)
-    data = Counting()
-    made = Trainer(model, given, train_dataset=data, eval_dataset=data, optimizers=make(model))
+    made = Trainer(model, given, train_dataset=DATA, eval_dataset=DATA, optimizers=make(model))
     made.train(resume_from_checkpoint=resume or None)
     if plan is not None:
         assert type(made.model_wrapped) is deepspeed.DeepSpeedEngine
@@ -199,7 +137,7 @@ def as_plain(
     if "scheduler" in plan:
         assert type(found.model_wrapped.lr_scheduler) is WarmupDecayLR
     wanted = run(folder, None, make=make, **words)
-    assert_close(values, [param.detach() for param in wanted.model.parameters()], tolerance)
+    assert_close(values, params_of(wanted.model), tolerance)
     # The engine steps a schedule over an optimizer of its own before the Trainer reads the rate.
     own = not {"optimizer", "scheduler"} & plan.keys()
     for key, within in (("loss", 1e-4), ("grad_norm", 1e-3), *[("learning_rate", 1e-9)] * own):
@@ -240,7 +178,7 @@ def offload(folder: Path, stage: int) -> None:
 
 @scenario(ROWS, 0, 1, 2, 3)
 def half_precision(folder: Path, stage: int) -> None:
-    wanted = [param.detach() for param in run(folder, None).model.parameters()]
+    wanted = params_of(run(folder, None).model)
     for words, dtype in (({"bf16": True}, torch.bfloat16), ({"fp16": True}, torch.float16)):
         made = run(folder, config(stage), **words)
         values = whole(made.model)
@@ -262,7 +200,7 @@ def masters(engine: Any, stage: int) -> None:
 def a_model_that_is_half_from_the_start(folder: Path, stage: int) -> None:
     for words in ({"bf16": True}, {}):
         given = arguments(folder, config(stage), **words)
-        made = Trainer(loaded(folder, dtype=torch.bfloat16), given, train_dataset=Counting())
+        made = Trainer(loaded(folder, dtype=torch.bfloat16), given, train_dataset=DATA)
         made.train()
         # `zero.Init` rounds to the configuration's precision, fp32 where it names none.
         expected = torch.float32 if stage == 3 and not words else torch.bfloat16
@@ -293,15 +231,9 @@ def resume_is_bit_equal(folder: Path, stage: int) -> None:
 
 @scenario(ROWS, 0, 1, 2, 3)
 def the_best_model_is_loaded_at_the_end(folder: Path, stage: int) -> None:
-    words = {
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "eval_loss",
-        "greater_is_better": True,  # the first
-    }
+    words = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    words |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    words |= {"greater_is_better": True}  # the first
     made = run(folder, config(stage), **words)
     losses = said(made, "eval_loss")
     assert made.state.best_model_checkpoint.endswith("checkpoint-1"), losses
@@ -314,24 +246,24 @@ def the_best_model_is_loaded_at_the_end(folder: Path, stage: int) -> None:
 def evaluation_alone(folder: Path, stage: int) -> None:
     plain = arguments(folder, None)
     whole_model = loaded(folder)
-    wanted = Trainer(whole_model, plain, eval_dataset=Counting()).evaluate()["eval_loss"]
+    wanted = Trainer(whole_model, plain, eval_dataset=DATA).evaluate()["eval_loss"]
     for model in (whole_model, None):
         given = arguments(folder, config(3))
         assert is_deepspeed_zero3_enabled()
         if model is None:
             model = loaded(folder)
             assert {param.numel() for param in model.parameters()} == {0}
-        loss = Trainer(model, given, eval_dataset=Counting()).evaluate()["eval_loss"]
+        loss = Trainer(model, given, eval_dataset=DATA).evaluate()["eval_loss"]
         assert math.isclose(loss, wanted, rel_tol=1e-6), (loss, wanted)
     half = arguments(folder, config(3), bf16_full_eval=True)
-    loss = Trainer(loaded(folder), half, eval_dataset=Counting()).evaluate()["eval_loss"]
+    loss = Trainer(loaded(folder), half, eval_dataset=DATA).evaluate()["eval_loss"]
     assert math.isclose(loss, wanted, rel_tol=0.01), (loss, wanted)
 
 
 @scenario(ROWS, 3)
 def made_and_loaded_in_shards(folder: Path, stage: int) -> None:
     forget()
-    wanted = [param.detach() for param in loaded(folder).parameters()]
+    wanted = params_of(loaded(folder))
     given = arguments(folder, config(3))
     model = loaded(folder)
     assert {param.numel() for param in model.parameters()} == {0}
@@ -351,7 +283,7 @@ def made_and_loaded_in_shards(folder: Path, stage: int) -> None:
     forget()
     torch.manual_seed(5)
     other = AutoModelForSequenceClassification.from_pretrained(folder / "start", num_labels=3)
-    assert_equal(values, [param.detach() for param in other.parameters()])
+    assert_equal(values, params_of(other))
 
 
 @scenario(ROWS, 1, 2, 3)
@@ -363,18 +295,18 @@ def resized_embeddings(folder: Path, stage: int) -> None:
         return model
 
     given = arguments(folder, config(stage))
-    made = Trainer(resized(), given, train_dataset=Counting())
+    made = Trainer(resized(), given, train_dataset=DATA)
     made.train()
     values = whole(made.model)
     made.save_model(str(folder / "saved"))
     given = arguments(folder, None)
-    plain = Trainer(resized(), given, train_dataset=Counting())
+    plain = Trainer(resized(), given, train_dataset=DATA)
     plain.train()
-    assert_close(values, [param.detach() for param in plain.model.parameters()], 1e-5)
+    assert_close(values, params_of(plain.model), 1e-5)
     deepspeed.comm.barrier()
     again = AutoModelForCausalLM.from_pretrained(folder / "saved")
     assert again.get_input_embeddings().weight.shape[0] == VOCABULARY + 8
-    assert_equal([param.detach() for param in again.parameters()], values)
+    assert_equal(params_of(again), values)
 
 
 @scenario(ROWS, 1, 2, 3)
@@ -385,7 +317,7 @@ def weights_from_a_checkpoint(folder: Path, stage: int) -> None:
     deepspeed.comm.barrier()
     forget()
     model = load_state_dict_from_zero_checkpoint(built(), str(saved))
-    assert_equal([param.detach() for param in model.parameters()], values)
+    assert_equal(params_of(model), values)
     if deepspeed.comm.get_rank() == 0:
         command = [sys.executable, str(saved / "zero_to_fp32.py"), str(saved), str(folder / "out")]
         subprocess.run(command, check=True, capture_output=True)
@@ -401,7 +333,6 @@ def recomputed_activations(folder: Path, stage: int) -> None:
 @scenario(ROWS, 0, 1, 2, 3)
 def sequences_over_ranks(folder: Path, stage: int) -> None:
     worst = with_trainer(stage, folder)
-    groups.reset()
     assert worst <= TOLERANCE, worst
 
 

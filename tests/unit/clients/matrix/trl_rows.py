@@ -10,8 +10,7 @@ from typing import Any
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import deepspeed
-from deepspeed.utils import groups
-from unit.clients.matrix.reference import assert_close, whole
+from unit.clients.matrix.reference import assert_close, params_of, whole
 from unit.clients.matrix.row import Row, main
 from unit.clients.matrix.transformers_rows import forget, said
 from unit.clients.train_with_trl import KINDS, MORE_KINDS, STEPS, config, make_trainer
@@ -23,7 +22,6 @@ DETERMINED = ("sft", "sft-stream", "sft-ulysses", "dpo", "dpo-precomputed", "rew
 def train(kind: str, folder: Path, plan: dict[str, Any] | None) -> Any:
     """One run."""
     forget(plan is not None)
-    groups.reset()
     made = make_trainer(kind, folder, plan)
     made.train()
     return made
@@ -42,7 +40,7 @@ def row(kind: str) -> Callable[[Path, int], None]:
         values = whole(made.model)
         if kind in DETERMINED:
             plain = train(kind, folder, None)
-            assert_close(values, [param.detach() for param in plain.model.parameters()], 2e-5)
+            assert_close(values, params_of(plain.model), 2e-5)
 
     return run
 
