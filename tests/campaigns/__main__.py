@@ -11,25 +11,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from campaigns import clients, programs, selections, versions
 from campaigns.campaign import Campaign
 
-CAMPAIGNS: tuple[Campaign, ...] = (
-    *selections.CAMPAIGNS,
-    *programs.CAMPAIGNS,
-    *clients.CAMPAIGNS,
-    versions.CAMPAIGN,
-)
+CAMPAIGNS: tuple[Campaign, ...] = (*selections.CAMPAIGNS, *programs.CAMPAIGNS, *clients.CAMPAIGNS)
+CAMPAIGNS += (versions.CAMPAIGN,)
 
 
 def listing() -> str:
     """The names of all campaigns and what they do."""
     width = max(len(campaign.name) for campaign in CAMPAIGNS)
     rows = [f"  {campaign.name:{width}}  {campaign.summary}" for campaign in CAMPAIGNS]
-    return "\n".join(
-        [
-            "Campaigns run long. `make campaign NAME=...` runs one, "
-            'ARGS="--help" tells its parameters:',
-            *rows,
-        ]
-    )
+    how = '`make campaign NAME=...` runs one, ARGS="--help" tells its parameters:'
+    return "\n".join([f"Campaigns run long. {how}", *rows])
 
 
 def main(words: Sequence[str]) -> int:
@@ -41,9 +32,8 @@ def main(words: Sequence[str]) -> int:
     if found is None:
         print(f"there is no campaign {words[0]!r}\n{listing()}", file=sys.stderr)
         return 2
-    parser = argparse.ArgumentParser(
-        prog=f"campaign {found.name}", description=f"{found.name}: {found.summary}"
-    )
+    told = f"{found.name}: {found.summary}"
+    parser = argparse.ArgumentParser(prog=f"campaign {found.name}", description=told)
     found.fill(parser)
     arguments = parser.parse_args(list(words[1:]))
     arguments.output = arguments.output.absolute()

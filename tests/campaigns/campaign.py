@@ -28,12 +28,9 @@ class Campaign:
 
     def fill(self, parser: argparse.ArgumentParser) -> None:
         """Give ``parser`` the arguments of all campaigns and those of this one."""
-        parser.add_argument(
-            "--output",
-            type=Path,
-            default=self.output or RESULTS / f"{self.name}.txt",
-            help="file for what was found (default: %(default)s)",
-        )
+        place = self.output or RESULTS / f"{self.name}.txt"
+        found = "file for what was found (default: %(default)s)"
+        parser.add_argument("--output", type=Path, default=place, help=found)
         self.add_arguments(parser)
 
 
@@ -42,16 +39,9 @@ def run_and_keep(
 ) -> int:
     """Run ``command`` in ``folder``, keep what it prints in ``output`` too; returns its code."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        output.open("wb") as file,
-        subprocess.Popen(
-            command,
-            cwd=folder,
-            env=dict(environment),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        ) as process,
-    ):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    how = {"cwd": folder, "env": dict(environment), **pipes}
+    with output.open("wb") as file, subprocess.Popen(command, **how) as process:
         assert process.stdout is not None, "stdout=PIPE"
         while piece := process.stdout.read1():
             file.write(piece)

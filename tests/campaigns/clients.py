@@ -1,7 +1,6 @@
 """Client libraries, unmodified, in virtual environments of their own outside the tree."""
 
 import argparse
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from campaigns.campaign import RESULTS, ROOT, Campaign, run_and_keep
 from campaigns.support_table import NEWEST
-from campaigns.versions import Environment, Target
+from campaigns.versions import Environment, Target, add_pip_arguments
 
 # `evaluate` is what the tests that come with accelerate import.
 LIBRARIES = ("accelerate", "transformers", "lightning", "trl[peft]", "evaluate")
@@ -19,12 +18,9 @@ TESTS = ("tests/unit/clients", "-n", "0", "-rs")
 
 
 def _add_environment_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--venv", type=Path, help="folder of the environment, used as it is if it is there"
-    )
-    parser.add_argument(
-        "--pip-args", type=shlex.split, default=[], help="flags for pip, in one word"
-    )
+    folder = "folder of the environment, used as it is if it is there"
+    parser.add_argument("--venv", type=Path, help=folder)
+    add_pip_arguments(parser)
 
 
 def _in_environment(
@@ -52,9 +48,8 @@ def _in_environment(
 
 
 def _add_client_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--client", action="append", default=[], help="only this one; may be given several times"
-    )
+    several = "only this one; may be given several times"
+    parser.add_argument("--client", action="append", default=[], help=several)
     parser.add_argument("--row", help="only scenarios whose NAME@STAGE contains this")
     _add_environment_arguments(parser)
 

@@ -16,9 +16,8 @@ def _nothing(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def _add_pytest_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "pytest_arguments", nargs="*", metavar="PYTEST_ARG", help="after --: handed to pytest"
-    )
+    handed = "after --: handed to pytest"
+    parser.add_argument("pytest_arguments", nargs="*", metavar="PYTEST_ARG", help=handed)
 
 
 def _pytest(arguments: argparse.Namespace, selection: tuple[str, ...]) -> list[str]:
@@ -45,9 +44,8 @@ def tabled(name: str, summary: str, variable: str, *selection: str) -> Campaign:
         table.parent.mkdir(parents=True, exist_ok=True)
         table.unlink(missing_ok=True)
         log = table.with_name(f"{table.name}.log")
-        code = run_and_keep(
-            _pytest(arguments, selection), log, {**os.environ, variable: str(table)}
-        )
+        variables = {**os.environ, variable: str(table)}
+        code = run_and_keep(_pytest(arguments, selection), log, variables)
         if table.exists():
             print(table.read_text(encoding="utf-8"))
         return code
@@ -59,13 +57,9 @@ def corrupt_checkpoints() -> Campaign:
     """The campaign of bit flips: how many of each file is an argument."""
 
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--rounds",
-            type=int,
-            default=200,
-            help="random flips of each file, beside those at its start, middle and end "
-            "(default: %(default)s)",
-        )
+        flips = "random flips of each file, beside those at its start, middle and end"
+        words = f"{flips} (default: %(default)s)"
+        parser.add_argument("--rounds", type=int, default=200, help=words)
         _add_pytest_arguments(parser)
 
     tests = printed(
@@ -92,9 +86,7 @@ CAMPAIGNS = (
         "reshard-matrix",
         "checkpoints of every division of ranks loaded into every other (minutes)",
         "DS_RESHARD_MATRIX",
-        "tests/unit/v1/checkpoint/test_matrix.py",
-        "tests/unit/v1/checkpoint/test_stage3.py",
-        "tests/unit/v1/checkpoint/test_instances.py",
+        *(f"tests/unit/v1/checkpoint/test_{name}.py" for name in ("matrix", "stage3", "instances")),
     ),
     corrupt_checkpoints(),
     printed(

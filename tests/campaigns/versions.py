@@ -34,11 +34,8 @@ PINS = ROOT / "requirements" / "requirements-ci.txt"
 # Where the claim of each package stands, and the tests that are run for it.
 CLAIMED_IN = {
     "torch": "requirements.txt",
-    "accelerate": "requirements-transformers.txt",
-    "transformers": "requirements-transformers.txt",
-    "lightning": "requirements-clients.txt",
-    "trl": "requirements-clients.txt",
-    "peft": "requirements-clients.txt",
+    **dict.fromkeys(("accelerate", "transformers"), "requirements-transformers.txt"),
+    **dict.fromkeys(("lightning", "trl", "peft"), "requirements-clients.txt"),
 }
 PYTHON = "python"
 PYTHONS = {OLDEST: "3.10", BETWEEN: "3.11", NEWEST: "3.13"}
@@ -46,13 +43,10 @@ PACKAGES = (PYTHON, *CLAIMED_IN)
 # What `python -m` runs, and the library's pages and scenarios where they are no tests of pytest.
 WHOLE, OF_CLIENTS = "pytest tests/unit", "pytest tests/unit/clients"
 SUITES = {
-    PYTHON: WHOLE,
-    "torch": WHOLE,
-    "accelerate": OF_CLIENTS,
-    "transformers": OF_CLIENTS,
+    **dict.fromkeys((PYTHON, "torch"), WHOLE),
+    **dict.fromkeys(("accelerate", "transformers"), OF_CLIENTS),
     "lightning": "unit.clients.matrix lightning fabric",
-    "trl": "unit.clients.matrix trl",
-    "peft": "unit.clients.matrix peft",
+    **{package: f"unit.clients.matrix {package}" for package in ("trl", "peft")},
 }
 # Of the tools; its pins ask for a newer packaging than the oldest clients take.
 NOT_FOR_TESTS = ("pre-commit",)
@@ -138,12 +132,9 @@ def _is_same(claimed: str, version: str, package: str) -> bool:
 def _which(target: Target, version: str) -> str:
     if target.version == NEWEST and target.package != PYTHON:
         return NEWEST
-    same = [
-        row.which
-        for row in claims()
-        if row.package == target.package and _is_same(row.version, version, target.package)
-    ]
-    return same[0] if same else ""
+    mine = [row for row in claims() if row.package == target.package]
+    same = (row.which for row in mine if _is_same(row.version, version, target.package))
+    return next(same, "")
 
 
 class Environment:
@@ -204,13 +195,8 @@ class Environment:
 
     def _call(self, command: Sequence[str], capture: bool = False) -> str:
         print("+", shlex.join(command), flush=True)
-        done = subprocess.run(
-            command,
-            env=self.variables(),
-            check=True,
-            text=True,
-            stdout=subprocess.PIPE if capture else None,
-        )
+        kept = subprocess.PIPE if capture else None
+        done = subprocess.run(command, env=self.variables(), check=True, text=True, stdout=kept)
         return done.stdout or ""
 
 
@@ -228,15 +214,10 @@ def run_target(target: Target, venvs: Path, arguments: argparse.Namespace) -> Ro
         if not arguments.keep:
             shutil.rmtree(environment.folder, ignore_errors=True)
     others = [name for name in PACKAGES if name != target.package]
-    beside = [f"{name} {installed[name]}" for name in others if name in installed]
-    return Row(
-        target.package,
-        version,
-        _which(target, version),
-        ", ".join(beside),
-        datetime.date.today().isoformat(),
-        parse_counts(log.read_text(encoding="utf-8", errors="replace")),
-    )
+    beside = ", ".join(f"{name} {installed[name]}" for name in others if name in installed)
+    counts = parse_counts(log.read_text(encoding="utf-8", errors="replace"))
+    today = datetime.date.today().isoformat()
+    return Row(target.package, version, _which(target, version), beside, today, counts)
 
 
 def _tests(target: Target, arguments: argparse.Namespace) -> list[str]:
@@ -244,36 +225,32 @@ def _tests(target: Target, arguments: argparse.Namespace) -> list[str]:
     return shlex.split(tests)
 
 
+def add_pip_arguments(parser: argparse.ArgumentParser) -> None:
+    """What environments hand to pip."""
+    flags = "flags for pip, in one word"
+    parser.add_argument("--pip-args", type=shlex.split, default=[], help=flags)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The campaign's own arguments."""
-    parser.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        metavar="PACKAGE=VERSION",
-        help="this version instead of all that are claimed; may be given several times",
-    )
-    parser.add_argument(
-        "--tests", help="what pytest runs, instead of the suite or what the client has"
-    )
-    parser.add_argument(
-        "--venvs", type=Path, help="folder of the environments (default: a temporary one)"
-    )
+    several = "this version instead of all that are claimed; may be given several times"
+    word = "PACKAGE=VERSION"
+    parser.add_argument("--only", action="append", default=[], metavar=word, help=several)
+    of_pytest = "what pytest runs, instead of the suite or what the client has"
+    parser.add_argument("--tests", help=of_pytest)
+    folder = "folder of the environments (default: a temporary one)"
+    parser.add_argument("--venvs", type=Path, help=folder)
     parser.add_argument("--keep", action="store_true", help="leave the environments there")
-    parser.add_argument(
-        "--pip-args", type=shlex.split, default=[], help="flags for pip, in one word"
-    )
+    add_pip_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the commands only")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the versions one after the other; the document is written after each."""
     if arguments.tests and arguments.output == DOCUMENT and not arguments.dry_run:
-        print(
-            f"--tests {arguments.tests}: {DOCUMENT.relative_to(ROOT)} holds results of whole "
-            "suites only; name another file with --output",
-            file=sys.stderr,
-        )
+        told = f"{DOCUMENT.relative_to(ROOT)} holds results of whole suites only"
+        told += "; name another file with --output"
+        print(f"--tests {arguments.tests}: {told}", file=sys.stderr)
         return 2
     try:
         wanted = targets(arguments.only)

@@ -28,16 +28,9 @@ from deepspeed.checkpoint.files import read_file  # noqa: E402  the path above i
 SAVED_AFTER, TAG = 4, "step4"
 SIDES = ("here", "upstream")
 NAMES = [
-    *(
-        "zero0_fp32",
-        "zero0_bf16",
-        "zero0_fp16",
-        "zero1_fp32",
-        "zero1_bf16",
-        "zero1_bf16_fp32acc",
-        "zero1_fp16",
-    ),
-    *("zero2_fp32", "zero2_bf16", "zero2_fp16", "pipe2_zero0_fp32", "pipe2_zero1_bf16"),
+    *("zero0_fp32", "zero0_bf16", "zero0_fp16", "zero1_fp32", "zero1_bf16", "zero1_bf16_fp32acc"),
+    *("zero1_fp16", "zero2_fp32", "zero2_bf16", "zero2_fp16"),
+    *("pipe2_zero0_fp32", "pipe2_zero1_bf16"),
     *("experts_zero0_fp32", "experts_zero1_bf16", "experts_zero2_fp32"),
 ]
 
@@ -63,13 +56,11 @@ class Outcome:
     norm: float = float("nan")
 
     def __str__(self) -> str:
+        way = f"| {self.case} | {self.saver} -> {self.loader} |"
         if self.problem:
-            return f"| {self.case} | {self.saver} -> {self.loader} | {self.problem} | | |"
+            return f"{way} {self.problem} | | |"
         state = f"{self.equal_state} of {self.all_state}"
-        return (
-            f"| {self.case} | {self.saver} -> {self.loader} | {state} | {self.loss:.1e} | "
-            f"{self.norm:.1e} |"
-        )
+        return f"{way} {state} | {self.loss:.1e} | {self.norm:.1e} |"
 
 
 class Interpreters:
@@ -96,19 +87,11 @@ class Interpreters:
         log = self.folder / f"{side}.log"
         with log.open("a") as output:
             command = [self.interpreters[side], str(HERE / "worker.py"), str(asked), str(answer)]
-            subprocess.run(
-                command,
-                cwd=self.folder,
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                check=False,
-            )
+            pipes = {"stdout": output, "stderr": subprocess.STDOUT}
+            subprocess.run(command, cwd=self.folder, env=environment, **pipes)
         if not answer.exists():
-            raise SystemExit(
-                f"{self.interpreters[side]} failed; the end of its "
-                f"output:\n{log.read_text()[-4000:]}"
-            )
+            said = log.read_text()[-4000:]
+            raise SystemExit(f"{self.interpreters[side]} failed; the end of its output:\n{said}")
         found = json.loads(answer.read_text())
         self.versions[side] = f"deepspeed {found['version']}, torch {found['torch']}"
         problems: dict[str, str] = found["problems"]
@@ -126,30 +109,19 @@ def _values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         for index, item in enumerate(value):
             yield from _values(item, f"{path}/{index}")
     elif "loss_scaler" in path:
-        yield from (
-            (f"{path}/{key}", torch.tensor(item))
-            for key, item in vars(value).items()
-            if isinstance(item, (int, float))
-        )
+        numbers = {key: item for key, item in vars(value).items() if isinstance(item, (int, float))}
+        yield from ((f"{path}/{key}", torch.tensor(item)) for key, item in numbers.items())
 
 
 def _content(folder: str) -> dict[str, torch.Tensor]:
-    files = [
-        path
-        for path in sorted(Path(folder, TAG).glob("*.pt"))
-        if not path.name.startswith("host_state")
-    ]
-    found = {
-        name: value for path in files for name, value in _values(read_file(str(path)), path.name)
-    }
+    files = sorted(Path(folder, TAG).glob("*.pt"))
+    files = [path for path in files if not path.name.startswith("host_state")]
+    found = dict(pair for path in files for pair in _values(read_file(str(path)), path.name))
     if any(path.name.startswith("expp_rank") for path in files):
         # Upstream's model file has a copy of one rank's, which nobody reads and this project does
         # not write.
-        found = {
-            name: value
-            for name, value in found.items()
-            if "_model_states.pt/optimizer/" not in name
-        }
+        for name in [name for name in found if "_model_states.pt/optimizer/" in name]:
+            del found[name]
     return found
 
 
@@ -180,15 +152,11 @@ def measure(
         jobs = [{"case": case, "save": f"{folder}/{case}-{side}"} for case in cases]
         problems |= sides.run(side, jobs)
     for side in SIDES:
+        pairs = [(case, f"{folder}/{case}-{saver}") for case in cases for saver in SIDES]
         jobs = [
-            {
-                "case": case,
-                "load": f"{folder}/{case}-{saver}",
-                "save": f"{folder}/{case}-{saver}-{side}",
-            }
-            for case in cases
-            for saver in SIDES
-            if not problems[f"{folder}/{case}-{saver}"]
+            {"case": case, "load": saved, "save": f"{saved}-{side}"}
+            for case, saved in pairs
+            if not problems[saved]
         ]
         problems |= sides.run(side, jobs)
     ways = [(case, saver, loader) for case in cases for saver in SIDES for loader in SIDES]
@@ -209,13 +177,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--upstream", required=True, help="interpreter that has upstream's deepspeed"
-    )
+    peer = "interpreter that has upstream's deepspeed"
+    parser.add_argument("--upstream", required=True, help=peer)
     parser.add_argument("--cases", nargs="+", default=NAMES, choices=NAMES)
-    parser.add_argument(
-        "--keep", type=Path, help="a folder to which checkpoints and logs are written and left"
-    )
+    left = "a folder to which checkpoints and logs are written and left"
+    parser.add_argument("--keep", type=Path, help=left)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.keep or Path(temporary)).resolve()

@@ -34,21 +34,13 @@ WIDTH, MICRO_BATCHES, ROWS = 16, 2, 4
 TIMEOUT_S = 300.0  # upstream's first job compiles an op
 TAG = "step4"
 
+ADAM = {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.01, "torch_adam": True}
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": ROWS,
     "gradient_accumulation_steps": MICRO_BATCHES,
     "steps_per_print": 1000000,
     "gradient_clipping": 1.0,
-    "optimizer": {
-        "type": "AdamW",
-        "params": {
-            "lr": 1e-2,
-            "betas": [0.9, 0.95],
-            "eps": 1e-8,
-            "weight_decay": 0.01,
-            "torch_adam": True,
-        },
-    },
+    "optimizer": {"type": "AdamW", "params": ADAM},
     "scheduler": {
         "type": "WarmupLR",
         "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-2, "warmup_num_steps": 4},
@@ -117,25 +109,19 @@ def build(case: str) -> Any:
     get_accelerator().is_fp16_supported = lambda: True
     config = {**CONFIG, **keys}
     if kind == "pipe":
-        layers = [
-            LayerSpec(nn.Linear, WIDTH, 32),
-            LayerSpec(nn.GELU),
-            LayerSpec(nn.Linear, 32, WIDTH),
-        ]
-        module = PipelineModule(layers, num_stages=WORLD, loss_fn=squares)
-        return deepspeed.initialize(
-            model=module, model_parameters=list(module.parameters()), config=config
-        )[0]
+        outer = [LayerSpec(nn.Linear, *sizes) for sizes in ((WIDTH, 32), (32, WIDTH))]
+        layers = [outer[0], LayerSpec(nn.GELU), outer[1]]
+        model: nn.Module = PipelineModule(layers, num_stages=WORLD, loss_fn=squares)
+    elif kind == "experts":
+        model = Experts()
+    else:
+        model = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+    params: Any = list(model.parameters())
     if kind == "experts":
-        model: nn.Module = Experts()
-        groups = split_params_into_different_moe_groups_for_optimizer(
-            {"params": list(model.parameters()), "name": "all"}
+        params = split_params_into_different_moe_groups_for_optimizer(
+            {"params": params, "name": "all"}
         )
-        return deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
-    model = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
-    return deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=config
-    )[0]
+    return deepspeed.initialize(model=model, model_parameters=params, config=config)[0]
 
 
 def batches(
@@ -169,11 +155,8 @@ def run(rank: int, job: dict[str, Any], store: str) -> None:
     """One rank of a job: train from the start or from a checkpoint, save, write what was seen."""
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)  # a rank that waits for ever says where
-    os.environ.update(
-        {key: str(rank) for key in ("RANK", "LOCAL_RANK")},
-        WORLD_SIZE=str(WORLD),
-        LOCAL_SIZE=str(WORLD),
-    )
+    os.environ.update({key: str(rank) for key in ("RANK", "LOCAL_RANK")})
+    os.environ.update({key: str(WORLD) for key in ("WORLD_SIZE", "LOCAL_SIZE")})
     # Asked for by upstream; the store is a file.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29999")
     deepspeed.init_distributed(
@@ -221,9 +204,8 @@ def report(rank: int, job: dict[str, Any], folder: str) -> None:
     try:
         run(rank, job, f"{folder}/store")
     except BaseException as error:
-        Path(f"{folder}/problem.{rank}").write_text(
-            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        )
+        first = str(error).splitlines()[0] if str(error) else ""
+        Path(f"{folder}/problem.{rank}").write_text(f"{type(error).__name__}: {first}")
         raise
 
 
@@ -231,11 +213,8 @@ def main() -> None:
     """Run the jobs; write problems by the folder that the job saves to into the second file."""
     jobs = json.loads(Path(sys.argv[1]).read_text())
     problems = {job["save"]: run_on_ranks(job) for job in jobs}
-    Path(sys.argv[2]).write_text(
-        json.dumps(
-            {"version": deepspeed.__version__, "torch": torch.__version__, "problems": problems}
-        )
-    )
+    versions = {"version": deepspeed.__version__, "torch": torch.__version__}
+    Path(sys.argv[2]).write_text(json.dumps({**versions, "problems": problems}))
 
 
 if __name__ == "__main__":
