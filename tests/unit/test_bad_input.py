@@ -31,12 +31,30 @@ def give(*drop: str, **keys: Any) -> Callable[[], Any]:
     return lambda: deepspeed.initialize(model=torch.nn.Linear(4, 4), config=configuration)
 
 
-def zero(stage: Any) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": stage}}
+def zero(stage: Any, **more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **more}}
 
 
 def of_model(model: Any, **keys: Any) -> Callable[[], Any]:
     return lambda: deepspeed.initialize(model=model, config={**GOOD, **keys})
+
+
+def client(make: Callable[[torch.nn.Module], Any], **keys: Any) -> Callable[[], Any]:
+    """Initialize with an optimizer of the client's for a model."""
+
+    def initialize() -> Any:
+        model = torch.nn.Linear(4, 4)
+        return deepspeed.initialize(model=model, optimizer=make(model), config={**GOOD, **keys})
+
+    return initialize
+
+
+class Exotic(torch.optim.SGD):
+    """An optimizer that nobody knows, and that looks at all parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+        return super().step(closure)
 
 
 class Rotation(torch.nn.Module):
@@ -48,18 +66,22 @@ class Rotation(torch.nn.Module):
 
 
 WHOLE = torch.nn.Linear(4, 4)
+SGD, STAGES = torch.optim.SGD, (0, 1, 2, 3)
+HOST = {"offload_optimizer": {"device": "cpu"}}
+
+
+def beside(model: Any) -> torch.optim.Optimizer:
+    """An optimizer of a parameter that the model has not."""
+    others = [model.bias, torch.zeros(3, requires_grad=True)]
+    return SGD([{"params": [model.weight]}, {"params": others}], lr=0.1)
+
+
 # What is wrong -> what is done, and what its message must say.
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown key": (give(gradient_cliping=1.0), r"gradient_cliping.*gradient_clipping"),
-    "unknown nested key": (
-        give(zero_optimization={"stage": 1, "overlap_com": True}),
-        r"overlap_com.*overlap_comm",
-    ),
+    "unknown nested key": (give(**zero(1, overlap_com=True)), r"overlap_com.*overlap_comm"),
     "wrong type": (give(gradient_clipping="a lot"), r"gradient_clipping.*a lot"),
-    "wrong nested type": (
-        give(zero_optimization={"stage": "two"}),
-        r"zero_optimization\.stage.*two",
-    ),
+    "wrong nested type": (give(**zero("two")), r"zero_optimization\.stage.*two"),
     "inconsistent batch sizes": (
         give(train_batch_size=7, gradient_accumulation_steps=2),
         r"train_batch_size = 7.*train_micro_batch_size_per_gpu = 2.*"
@@ -75,22 +97,20 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "stage 4": (give(**zero(4)), r"zero_optimization\.stage.*4"),
     "a key that stage 3 has not": (
-        give(zero_optimization={"stage": 3, "elastic_checkpoint": True}),
+        give(**zero(3, elastic_checkpoint=True)),
         r"zero_optimization\.elastic_checkpoint.*use false",
     ),
     "fp16 and bf16": (give(fp16={"enabled": True}, **BF16), r"fp16.*bf16|bf16.*fp16"),
     "missing configuration file": (
-        lambda: deepspeed.initialize(model=torch.nn.Linear(4, 4), config="no/such/file.json"),
+        lambda: deepspeed.initialize(model=WHOLE, config="no/such/file.json"),
         r"no/such/file\.json",
     ),
     "no configuration": (
-        lambda: deepspeed.initialize(model=torch.nn.Linear(4, 4)),
+        lambda: deepspeed.initialize(model=WHOLE),
         r"no configuration; give config=",
     ),
     "two configurations": (
-        lambda: deepspeed.initialize(
-            Namespace(deepspeed_config="a.json"), torch.nn.Linear(4, 4), config=GOOD
-        ),
+        lambda: deepspeed.initialize(Namespace(deepspeed_config="a.json"), WHOLE, config=GOOD),
         r"given 2 times \(config, args\.deepspeed_config\); give it once",
     ),
     "no model": (lambda: deepspeed.initialize(config=GOOD), "model is required"),
@@ -119,15 +139,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     },
     **{
         f"a copy's parameters at stage {stage}": (
-            lambda stage=stage: deepspeed.initialize(
-                model=(m := torch.nn.Linear(4, 4)),
-                optimizer=torch.optim.SGD(copy.deepcopy(m).parameters(), lr=0.1),
-                config={**GOOD, **zero(stage)},
-            ),
+            client(lambda model: SGD(copy.deepcopy(model).parameters(), lr=0.1), **zero(stage)),
             r"2 of the 2 parameters in group 0 of SGD are not parameters of the model "
             r"\(Linear\); their shapes are \(4, 4\), \(4,\)\. Make the optimizer.*parameters\(\)",
         )
-        for stage in (0, 1, 2, 3)
+        for stage in STAGES
     },
     "a copy's parameters as model_parameters": (
         lambda: deepspeed.initialize(
@@ -140,17 +156,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         r"no trainable parameter|empty parameter list",
     ),
     "a parameter beside the model's": (
-        lambda: deepspeed.initialize(
-            model=WHOLE,
-            optimizer=torch.optim.SGD(
-                [
-                    {"params": [WHOLE.weight]},
-                    {"params": [WHOLE.bias, torch.zeros(3, requires_grad=True)]},
-                ],
-                lr=0.1,
-            ),
-            config={**GOOD, **zero(2)},
-        ),
+        client(beside, **zero(2)),
         r"1 of the 2 parameters in group 1 of SGD.*shapes are \(3,\)\. .*model\.name = module",
     ),
     **{
@@ -158,38 +164,30 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
             of_model(Rotation(), **zero(stage)),
             r"angles is torch\.complex64.*shape \(4, 2\), torch\.view_as_real\(value\)",
         )
-        for stage in (0, 1, 2, 3)
+        for stage in STAGES
     },
     **{
         f"a sparse embedding at stage {stage}": (
             of_model(torch.nn.Sequential(torch.nn.Embedding(3, 4, sparse=True)), **zero(stage)),
             r"0 is Embedding\(sparse=True\).*use sparse=False",
         )
-        for stage in (0, 1, 2, 3)
+        for stage in STAGES
     },
     "Adafactor with an elastic checkpoint": (
-        give(
-            optimizer={"type": "Adafactor"},
-            zero_optimization={"stage": 2, "elastic_checkpoint": True},
-        ),
+        give(optimizer={"type": "Adafactor"}, **zero(2, elastic_checkpoint=True)),
         r"zero_optimization\.elastic_checkpoint: true with Adafactor.*remove the key",
     ),
     "a client optimizer that updates parameters from each other": (
-        lambda: deepspeed.initialize(
-            model=(m := torch.nn.Linear(4, 4)),
-            optimizer=Exotic(m.parameters(), lr=1.0),
-            config={**GOOD, **zero(2), "zero_allow_untested_optimizer": True},
+        client(
+            lambda model: Exotic(model.parameters(), lr=1.0),
+            **{**zero(2), "zero_allow_untested_optimizer": True},
         ),
         r"Exotic updates a parameter from others too.*zero_optimization\.stage 0",
     ),
     "Muon's momentum on the device and on the host": (
         give(
             optimizer={"type": "Muon"},
-            zero_optimization={
-                "stage": 2,
-                "offload_optimizer": {"device": "cpu"},
-                "save_muon_momentum_buffer_in_memory": True,
-            },
+            **zero(2, save_muon_momentum_buffer_in_memory=True, **HOST),
         ),
         r"save_muon_momentum_buffer_in_memory: true with offload_optimizer.*remove one",
     ),
@@ -198,29 +196,17 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         r"ns_method: 'polar' is unknown; use one of",
     ),
     "untested client optimizer under ZeRO": (
-        lambda: deepspeed.initialize(
-            model=(m := torch.nn.Linear(4, 4)),
-            optimizer=Exotic(m.parameters(), lr=1.0),
-            config={**GOOD, **zero(2)},
-        ),
+        client(lambda model: Exotic(model.parameters(), lr=1.0), **zero(2)),
         'Exotic is not known to work on shards.*"zero_allow_untested_optimizer": true',
     ),
     "a client optimizer that is not made for the host, offloaded": (
-        lambda: deepspeed.initialize(
-            model=(m := torch.nn.Linear(4, 4)),
-            optimizer=torch.optim.SGD(m.parameters(), lr=1.0),
-            config={
-                **GOOD,
-                "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-            },
-        ),
+        client(lambda model: SGD(model.parameters(), lr=1.0), **zero(2, **HOST)),
         'client optimizer SGD: .*DeepSpeedCPUAdam.*"zero_force_ds_cpu_optimizer": false',
     ),
     "unused parameters an error, with local accumulation": (
         give(
-            bf16={"enabled": True},
+            **{**BF16, **zero(1, ignore_unused_parameters=False)},
             data_types={"grad_accum_dtype": "fp32"},
-            zero_optimization={"stage": 1, "ignore_unused_parameters": False},
         ),
         r"ignore_unused_parameters: false with data_types\.grad_accum_dtype.*use true, or stage 2",
     ),
@@ -236,14 +222,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         r"no trainable parameter|empty parameter list",
     ),
 }
-
-
-class Exotic(torch.optim.SGD):
-    """An optimizer that nobody knows, and that looks at all parameters."""
-
-    def step(self, closure: Any = None) -> Any:
-        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
-        return super().step(closure)
 
 
 class TestMistakes(DistributedTest):

@@ -23,24 +23,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     # A torch that cannot be imported: the build must not try. No compiler either.
     (folder / "torch.py").write_text("raise ImportError('setup.py imported torch')\n")
     environment = {**os.environ, "PYTHONPATH": str(folder), "CC": "false", "CXX": "false"}
-    build = ["setup.py", "-q", "build", "--build-base", str(folder / "build")]
-    egg = ["egg_info", "--egg-base", str(folder)]
-    subprocess.run(
-        [
-            sys.executable,
-            *build,
-            *egg,
-            "bdist_wheel",
-            "--dist-dir",
-            str(folder),
-            "--bdist-dir",
-            str(folder / "bdist"),
-        ],
-        cwd=ROOT,
-        env=environment,
-        check=True,
-        capture_output=True,
-    )
+    command = [sys.executable, "setup.py", "-q", "build", "--build-base", str(folder / "build")]
+    command += ["egg_info", "--egg-base", str(folder)]
+    command += ["bdist_wheel", "--dist-dir", str(folder), "--bdist-dir", str(folder / "bdist")]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
     (path,) = folder.glob("*.whl")
     return zipfile.ZipFile(path)
 
@@ -51,15 +37,11 @@ def test_the_wheel_is_pure_python_and_named_after_the_project(wheel: zipfile.Zip
 
 
 def test_the_wheel_has_every_module_of_the_package(wheel: zipfile.ZipFile) -> None:
-    packages = {path.parent for path in (ROOT / "deepspeed").rglob("__init__.py")} | {
-        ROOT / "deepspeed"
-    }
-    modules = {path for package in packages for path in package.glob("*.py")}
+    packages = {path.parent for path in (ROOT / "deepspeed").rglob("__init__.py")}
+    assert ROOT / "deepspeed" in packages
+    modules = (path.relative_to(ROOT) for package in packages for path in package.glob("*.py"))
     names = set(wheel.namelist())
-    missing = sorted(
-        str(path.relative_to(ROOT)) for path in modules if str(path.relative_to(ROOT)) not in names
-    )
-    assert missing == []
+    assert sorted({*map(str, modules)} - names) == []
     assert {
         "deepspeed/py.typed",
         "deepspeed/ops/op_builder/__init__.py",
@@ -74,14 +56,7 @@ def test_the_wheel_has_every_module_of_the_package(wheel: zipfile.ZipFile) -> No
 def test_no_folder_of_modules_lacks_its_init() -> None:
     """A package without __init__.py imports in a checkout and is missing from the wheel."""
     folders = {path.parent for path in (ROOT / "deepspeed").rglob("*.py")}
-    assert (
-        sorted(
-            str(folder.relative_to(ROOT))
-            for folder in folders
-            if not (folder / "__init__.py").exists()
-        )
-        == []
-    )
+    assert sorted(str(path) for path in folders if not (path / "__init__.py").exists()) == []
 
 
 def test_the_wheel_installs_the_commands_and_names_its_requirements(wheel: zipfile.ZipFile) -> None:
@@ -105,11 +80,8 @@ def test_the_wheel_installs_the_commands_and_names_its_requirements(wheel: zipfi
 def test_the_packaged_version_module_says_what_version_txt_says(wheel: zipfile.ZipFile) -> None:
     namespace: dict[str, str] = {}
     exec(wheel.read("deepspeed/git_version_info_installed.py"), namespace)
-    assert (
-        namespace["version"]
-        == git_version_info.version
-        == (ROOT / "version.txt").read_text().strip()
-    )
+    version = (ROOT / "version.txt").read_text().strip()
+    assert namespace["version"] == git_version_info.version == version
 
 
 def test_the_checkout_has_no_generated_version_module() -> None:
@@ -121,11 +93,8 @@ def test_op_lists_are_computed_on_demand() -> None:
     names = {"async_io", "cpu_adagrad", "cpu_adam", "cpu_lion"}
     # Upstream's other operators have names, too; nothing of them is built.
     assert set(git_version_info.compatible_ops) > set(git_version_info.installed_ops) == names
-    assert (
-        git_version_info.compatible_ops["async_io"]
-        is git_version_info.installed_ops["async_io"]
-        is False
-    )
+    for ops in (git_version_info.compatible_ops, git_version_info.installed_ops):
+        assert ops["async_io"] is False
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = git_version_info.nothing
 
@@ -133,10 +102,8 @@ def test_op_lists_are_computed_on_demand() -> None:
 def test_every_pin_of_the_direct_requirements_exists() -> None:
     """A package without a pin could pull in another torch, and would change under CI's feet."""
     folder = ROOT / "requirements"
-    pinned = {
-        line.partition("==")[0].lower().replace("_", "-")
-        for line in read(folder / "requirements-ci.txt")
-    }
+    lines = read(folder / "requirements-ci.txt")
+    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines}
     wanted = [*read(folder / "requirements.txt"), *read(folder / "requirements-dev.txt")]
     assert [name for name in wanted if name.partition(">")[0].lower() not in pinned] == []
 

@@ -59,9 +59,8 @@ def answer(module: str, name: str, method: str) -> str:
         return REFUSES if str(error) in told or method else MISSING
     if not method or hasattr(found, method):
         return HAS
-    if method in getattr(found, "model_fields", {}) or method in vars(found).get(
-        "__annotations__", {}
-    ):
+    fields = {**getattr(found, "model_fields", {}), **vars(found).get("__annotations__", {})}
+    if method in fields:
         return HAS
     return REFUSES if reason(f"{module}.{name}", method) else MISSING
 
@@ -130,18 +129,14 @@ assert deepspeed.utils.z3_leaf_module is print
 def test_a_name_wins_over_the_submodule_of_the_same_name() -> None:
     # Kills: importing `deepspeed.utils.z3_leaf_module` that replaces the function, as imports do.
     subprocess.run([sys.executable, "-c", NAMESAKES], check=True, timeout=120)
-    with pytest.raises(
-        NotImplementedError, match="tensor_fragment: use .*safe_get_full_fp32_param"
-    ):
+    words = "tensor_fragment: use .*safe_get_full_fp32_param"
+    with pytest.raises(NotImplementedError, match=words):
         deepspeed.utils.tensor_fragment()
 
 
 def test_each_absence_is_upstreams() -> None:
     # Kills: a rule that answers what nobody would ask for.
-    names = [
-        (f"{module}.{name}" if method else module, method or name)
-        for module, name, method, _ in listed()
-    ]
+    names = [(f"{m}.{name}" if method else m, method or name) for m, name, method, _ in listed()]
     modules = NAMES.with_name("upstream_modules.txt").read_text(encoding="ascii").split()
     names += [(package, name) for package, _, name in (name.rpartition(".") for name in modules)]
     names += [("deepspeed.checkpoint", "merge_state")]
