@@ -23,12 +23,8 @@ from campaigns.support_table import (
 )
 from campaigns.versions import Target, claims, constraints, floor, pins, targets
 
-CLAIMED = [
-    Row("torch", "2.6", OLDEST),
-    Row("torch", "2.9.1", BETWEEN),
-    Row("torch", "", NEWEST),
-    Row("accelerate", "1.1.0", OLDEST),
-]
+CLAIMED = [Row("torch", "2.6", OLDEST), Row("torch", "2.9.1", BETWEEN), Row("torch", "", NEWEST)]
+CLAIMED += [Row("accelerate", "1.1.0", OLDEST)]
 
 
 def row(version: str, which: str = "", passed: int = 10, package: str = "torch") -> Row:
@@ -117,11 +113,8 @@ def test_the_document_is_read_back() -> None:
 def test_what_is_claimed_and_was_not_run_says_so() -> None:
     document = render([row("2.9.1", BETWEEN)], CLAIMED)
     lines = [line for line in document.splitlines() if support_table.NOT_RUN in line]
-    assert lines == [
-        "| 2.6 | oldest |  | not run yet |  |  |  |",
-        "|  | newest |  | not run yet |  |  |  |",
-        "| 1.1.0 | oldest |  | not run yet |  |  |  |",
-    ]
+    starts = ("| 2.6 | oldest |", "|  | newest |", "| 1.1.0 | oldest |")
+    assert lines == [f"{start}  | not run yet |  |  |  |" for start in starts]
     assert parse(document) == [row("2.9.1", BETWEEN)]
 
 
@@ -147,20 +140,15 @@ def test_the_newest_gives_the_word_to_a_newer_one_of_its_package() -> None:
 def test_the_claims_are_those_of_the_requirements() -> None:
     assert floor("torch") in (ROOT / "requirements" / "requirements.txt").read_text()
     found = {(claim.package, claim.which): claim.version for claim in claims()}
-    assert set(found) == {
-        *((package, which) for package in versions.PACKAGES for which in (OLDEST, NEWEST)),
-        ("torch", BETWEEN),
-        ("python", BETWEEN),
-    }
+    ends = {(package, which) for package in versions.PACKAGES for which in (OLDEST, NEWEST)}
+    assert set(found) == {*ends, ("torch", BETWEEN), ("python", BETWEEN)}
     assert found["torch", OLDEST] == floor("torch") and found["torch", NEWEST] == ""
 
 
 def test_targets_are_all_claims_or_what_was_asked_for() -> None:
     assert len(targets([])) == len(claims())
-    assert targets(["torch=2.7.1", "accelerate=newest"]) == [
-        Target("torch", "2.7.1"),
-        Target("accelerate", NEWEST),
-    ]
+    wanted = [Target("torch", "2.7.1"), Target("accelerate", NEWEST)]
+    assert targets(["torch=2.7.1", "accelerate=newest"]) == wanted
     assert [target.requirement for target in targets(["torch=2.7.1", "torch=newest"])] == [
         "torch==2.7.1",
         "torch",
@@ -242,6 +230,5 @@ def test_a_target_is_installed_run_and_removed(
 
 
 def test_the_scenarios_of_a_client_are_counted() -> None:
-    assert parse_counts("lightning a@0 PASS\n46 of 47 passed\n    lightning b@1\n") == Counts(
-        46, 1, 0
-    )
+    said = "lightning a@0 PASS\n46 of 47 passed\n    lightning b@1\n"
+    assert parse_counts(said) == Counts(46, 1, 0)

@@ -10,15 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 PACKAGE = ROOT / "deepspeed"
-TOPS = sorted(
-    path.stem for path in PACKAGE.iterdir() if path.is_dir() and (path / "__init__.py").is_file()
-)
+TOPS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 NAMES = re.findall(rf"`((?:{'|'.join(TOPS)})(?:\.\w+)+)`", PAGE)
-ROOMS = {
-    f"runtime.{path.name}"
-    for path in (PACKAGE / "runtime").iterdir()
-    if (path / "__init__.py").is_file()
-}
+ROOMS = {f"runtime.{path.parent.name}" for path in (PACKAGE / "runtime").glob("*/__init__.py")}
 
 
 def exists(name: str) -> bool:
@@ -44,9 +38,8 @@ def test_the_layers_are_those_of_the_table() -> None:
     # Kills: a layer that is added or changed and not drawn.
     script = ROOT / "docs" / "generate_architecture.py"
     done = subprocess.run([sys.executable, str(script), "--check"], check=False)
-    assert done.returncode == 0, (
-        "docs/architecture.md is not current; run: python docs/generate_architecture.py"
-    )
+    remedy = "docs/architecture.md is not current; run: python docs/generate_architecture.py"
+    assert done.returncode == 0, remedy
 
 
 def test_every_name_is_in_the_package() -> None:
@@ -81,13 +74,9 @@ def test_the_table_of_rooms_has_every_room() -> None:
 
 
 def test_every_file_beside_the_rooms_is_named() -> None:
-    files = {
-        f"runtime.{path.stem}"
-        for path in (PACKAGE / "runtime").glob("*.py")
-        if path.stem != "__init__"
-    }
+    stems = {path.stem for path in (PACKAGE / "runtime").glob("*.py")} - {"__init__"}
     named = set(re.findall(r"`(runtime\.\w+)`", section("The rooms of `runtime/`")))
-    assert named - ROOMS == files
+    assert named - ROOMS == {f"runtime.{stem}" for stem in stems}
 
 
 def test_the_methods_of_a_stage_are_those_of_its_parts() -> None:
@@ -103,9 +92,7 @@ def test_the_methods_of_a_stage_are_those_of_its_parts() -> None:
         assert all(exists(f"{part}.{name}") for name in names if part != "each"), (part, names)
     own = vars(GradientReduction).items()
     getters = ((name, getattr(method, "fget", method)) for name, method in own)
-    raising = {
-        name
-        for name, get in getters
-        if "NotImplementedError" in getattr(getattr(get, "__code__", None), "co_names", ())
-    }
+    codes = {name: getattr(get, "__code__", None) for name, get in getters}
+    named = {name: getattr(code, "co_names", ()) for name, code in codes.items()}
+    raising = {name for name, words in named.items() if "NotImplementedError" in words}
     assert required == {name for name in raising if not name.startswith("_")}

@@ -48,13 +48,10 @@ def test_a_dead_link_is_noticed() -> None:
 
 
 def test_every_page_is_listed() -> None:
-    listed = {
-        (DOCS / link.partition("#")[0]).resolve()
-        for link in LINK.findall(prose(DOCS / "README.md"))
-    }
-    assert [
-        page.name for page in DOCS.rglob("*.md") if page not in listed and page.name != "README.md"
-    ] == []
+    links = LINK.findall(prose(DOCS / "README.md"))
+    listed = {(DOCS / link.partition("#")[0]).resolve() for link in links}
+    others = [page for page in DOCS.rglob("*.md") if page.name != "README.md"]
+    assert [page.name for page in others if page not in listed] == []
 
 
 @pytest.mark.parametrize("folder", INDEXED)
@@ -78,8 +75,5 @@ def test_sources_and_tests_name_pages_that_exist() -> None:
 
 def test_no_page_quotes_line_numbers_of_sources() -> None:
     quoting = re.compile(r"[\w/]+\.(?:py|cpp|h):\d+")
-    assert [
-        f"{page.name}: {found}"
-        for page in PAGES
-        for found in quoting.findall(page.read_text(encoding="utf-8"))
-    ] == []
+    texts = [(page.name, page.read_text(encoding="utf-8")) for page in PAGES]
+    assert [f"{name}: {found}" for name, text in texts for found in quoting.findall(text)] == []

@@ -1,8 +1,8 @@
 """The programs that edit upstream, and the made-up tree that they edit."""
 
+import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,24 +18,8 @@ def programs() -> Any:
     sys.path.insert(0, str(ROOT / "scripts" / "upstream"))
     before = set(sys.modules)
     try:
-        import catalogue
-        import fix
-        import own_tests
-        import releases
-        import runs
-        import table
-        import trees
-
-        modules: dict[str, ModuleType] = {
-            "catalogue": catalogue,
-            "fix": fix,
-            "own_tests": own_tests,
-            "releases": releases,
-            "runs": runs,
-            "table": table,
-            "trees": trees,
-        }
-        yield modules
+        names = ("catalogue", "fix", "own_tests", "releases", "runs", "table", "trees")
+        yield {name: importlib.import_module(name) for name in names}
     finally:
         sys.path.remove(str(ROOT / "scripts" / "upstream"))
         for name in set(sys.modules) - before:

@@ -45,6 +45,12 @@ def ds_config(zero_stage, **more):
     }
 
 
+def engine_of(model, zero_stage):
+    config, params = ds_config(zero_stage), model.parameters()
+    engine, _, _, _ = deepspeed.initialize(config=config, model=model, model_parameters=params)
+    return engine
+
+
 def train(engine, loader):
     for batch in loader:
         loss = engine(batch[0], batch[1])
@@ -60,9 +66,7 @@ class BaselineModel(DistributedFixture):
 
     def run(self, class_tmpdir, zero_stage):
         model = SimpleModel(HIDDEN, nlayers=2)
-        engine, _, _, _ = deepspeed.initialize(
-            config=ds_config(zero_stage), model=model, model_parameters=model.parameters()
-        )
+        engine = engine_of(model, zero_stage)
         train(engine, random_dataloader(engine, 8, HIDDEN, engine.device))
         engine.save_checkpoint(class_tmpdir, tag=f"{type(self).__name__}{zero_stage}")
         full = {name: safe_get_full_fp32_param(p) for name, p in engine.named_parameters()}
@@ -83,9 +87,7 @@ class TestLoadedByOtherRanks(DistributedTest):
     def test(self, class_tmpdir, zero_stage, baseline_ws1):
         assert dist.get_world_size() == self.world_size == int(os.environ["WORLD_SIZE"])
         model = SimpleModel(HIDDEN, nlayers=2)
-        engine, _, _, _ = deepspeed.initialize(
-            config=ds_config(zero_stage), model=model, model_parameters=model.parameters()
-        )
+        engine = engine_of(model, zero_stage)
         path, _ = engine.load_checkpoint(class_tmpdir, tag=f"baseline_ws1{zero_stage}")
         assert path is not None
         held = torch.load(os.path.join(class_tmpdir, f"baseline_ws1{zero_stage}.pt"))
@@ -101,12 +103,9 @@ class TestSimpleModels(DistributedTest):
     @pytest.mark.parametrize("zero_stage", [1, 3])
     def test_models(self, tmpdir, zero_stage):
         get_accelerator().manual_seed(3)
-        for model in (
-            SimpleFrozenModel(HIDDEN),
-            UnusedParametersModel(HIDDEN),
-            SimpleModel(HIDDEN, empty_grad=True),
-            LinearStack(HIDDEN, HIDDEN, HIDDEN, num_layers=2),
-        ):
+        models = [SimpleFrozenModel(HIDDEN), UnusedParametersModel(HIDDEN)]
+        models += [SimpleModel(HIDDEN, empty_grad=True), LinearStack(*[HIDDEN] * 3, num_layers=2)]
+        for model in models:
             args = args_from_dict(tmpdir, ds_config(zero_stage))
             trained = [p for p in model.parameters() if p.requires_grad]
             engine, optimizer, _, _ = deepspeed.initialize(
@@ -121,11 +120,9 @@ class TestSimpleModels(DistributedTest):
         config = ds_config(2, zero_allow_untested_optimizer=True)
         del config["optimizer"]
         data = random_dataset(8, HIDDEN, torch.device("cpu"))
+        optimizer = SimpleOptimizer(model.parameters())
         engine, _, loader, _ = deepspeed.initialize(
-            config=config,
-            model=model,
-            optimizer=SimpleOptimizer(model.parameters()),
-            training_data=data,
+            config=config, model=model, optimizer=optimizer, training_data=data
         )
         batches = [(x.to(engine.device), y.to(engine.device)) for x, y in loader]
         assert len(batches) == 2 and train(engine, batches).dim() == 0
@@ -133,9 +130,7 @@ class TestSimpleModels(DistributedTest):
     @enable_determinism(5)
     def test_experts(self):
         model = SimpleMoEModel(HIDDEN, num_experts=2, ep_size=2)
-        engine, _, _, _ = deepspeed.initialize(
-            config=ds_config(1), model=model, model_parameters=model.parameters()
-        )
+        engine = engine_of(model, 1)
         loader = sequence_dataloader(engine, 4, HIDDEN, engine.device, seq_len=4)
         assert reduce_boolean_flags(torch.isfinite(train(engine, loader)).item())
         assert dist.get_world_size(group=groups._get_expert_parallel_group("ep_size_2")) == 2

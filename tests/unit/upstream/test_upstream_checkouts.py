@@ -107,9 +107,8 @@ def test_a_branch_that_is_something_else_is_not_overwritten(programs: Any, tmp_p
     made.leave()
     assert made.commit() == commit
     git(checkout, "branch", "--force", made.name, "main")
-    with pytest.raises(
-        programs["releases"].NoSource, match=r"something else: gathered-writes; .*-m"
-    ):
+    words = r"something else: gathered-writes; .*-m"
+    with pytest.raises(programs["releases"].NoSource, match=words):
         made.leave()
     assert made.commit() == git(checkout, "rev-parse", "main")
 
@@ -184,18 +183,12 @@ def test_the_harness_of_a_checkout_is_not_used(tmp_path: Path) -> None:
         "        assert good, os.environ['RANK']\n"
     )
     log = tmp_path / "logs" / "base.log"
-    code = (
-        "from pathlib import Path; import runs; "
-        f"runs.run_all([runs.Run(Path({str(tree)!r}), (Path({str(file)!r}),), "
-        f"Path({str(log)!r}), 'without')], 2)"
-    )
+    places = f"Path({str(tree)!r}), (Path({str(file)!r}),), Path({str(log)!r})"
+    run = f"runs.run_all([runs.Run({places}, 'without')], 2)"
     environment = {k: v for k, v in os.environ.items() if k != "LOCAL_SIZE"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**environment, "PYTHONPATH": str(PROGRAM)},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-c", f"from pathlib import Path; import runs; {run}"]
+    environment["PYTHONPATH"] = str(PROGRAM)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     (kept,) = json.loads(log.with_suffix(".json").read_text()).values()
     counts = {"passed": 1, "failed": 1, "skipped": 0, "given_up": 0}
     assert kept["counts"] == counts, log.read_text()
@@ -297,18 +290,15 @@ def test_tests_of_the_checkout_before_and_after(
     found = comparison.run()
     name = "unit/v1/zero/test_zero.py::TestZero::test_"
     counts = programs["runs"].Counts
-    assert found.lasting == {
-        f"{name}broken_by_a_fix": ("passed", "failed"),
-        f"{name}mended_by_a_fix": ("failed", "passed"),
-    }
+    broken, mended = f"{name}broken_by_a_fix", f"{name}mended_by_a_fix"
+    assert found.lasting == {broken: ("passed", "failed"), mended: ("failed", "passed")}
     assert f"{name}unsteady" in found.again and not found.good
     assert found.files == 1 and found.left == 0 and found.regressions == counts(passed=1)
     assert found.text() == (
         "Upstream's own tests of the files touched (1 files): 2 failed, 4 passed, 1 skipped "
         "before; after: 3 failed, 3 passed, 1 skipped; different: "
-        f"{name}broken_by_a_fix (passed, then failed); "
-        f"{name}mended_by_a_fix (failed, then passed). 1 differed once, and not again. "
-        "The regression tests under the checkout's harness: 1 passed."
+        f"{broken} (passed, then failed); {mended} (failed, then passed). "
+        "1 differed once, and not again. The regression tests under the checkout's harness: 1 passed."
     )
     # Once, first, and not behind the lock.
     assert (comparison.extensions / "built.txt").read_text() == "shared memory\n"
@@ -361,9 +351,8 @@ def test_a_file_that_hangs_is_ended_with_what_it_has_started(
 ) -> None:
     # Not long after it has begun, which takes as long as it takes.
     own, pids = programs["own_tests"], tmp_path / "pid.txt"
-    monkeypatch.setattr(
-        own, "STUCK_S", type("Late", (), {"__gt__": lambda self, passed: not late()})()
-    )
+    never = type("Late", (), {"__gt__": lambda self, passed: not late()})()
+    monkeypatch.setattr(own, "STUCK_S", never)
 
     def late() -> bool:
         return pids.exists() and time.time() - pids.stat().st_mtime > 1
@@ -409,13 +398,10 @@ def test_the_tests_of_a_file_are_those_that_name_it_and_its_neighbours(
     applied = fix.Outcome(fix.APPLIED, files=("deepspeed/utils/groups.py",))
     there = fix.Outcome(fix.ALREADY)
     fixes = [(catalogue["mesh-gradients"], applied), (catalogue["expert-norm"], there)]
-    assert programs["own_tests"].chosen(tree, fixes) == (
-        "tests/unit/other/test_dotted.py",
-        "tests/unit/other/test_from.py",
-        "tests/unit/other/test_patched.py",
-        "tests/unit/utils/test_beside.py",
-        "tests/unit/v1/sequence_parallelism/test_ulysses.py",
-    )
+    others = [f"other/test_{name}.py" for name in ("dotted", "from", "patched")]
+    wanted = [*others, "utils/test_beside.py", "v1/sequence_parallelism/test_ulysses.py"]
+    chosen = programs["own_tests"].chosen(tree, fixes)
+    assert chosen == tuple(f"tests/unit/{name}" for name in wanted)
 
 
 def test_the_table_has_releases_and_checkouts(programs: Any) -> None:

@@ -14,11 +14,9 @@ import pytest
 from unit.upstream import made_up
 
 ROOT = Path(__file__).resolve().parents[3]
-RELEASES = {
-    "0.18.6": {"fix2-hook-stream"},
-    "0.19.6": {"fix2-hook-stream", "fix4-boundary-micro-batch"},
-    "0.19.8": set("fix2-hook-stream fix4-boundary-micro-batch expert-norm ulysses-layout".split()),
-}
+RELEASES = {"0.18.6": {"fix2-hook-stream"}}
+RELEASES["0.19.6"] = {*RELEASES["0.18.6"], "fix4-boundary-micro-batch"}
+RELEASES["0.19.8"] = {*RELEASES["0.19.6"], "expert-norm", "ulysses-layout"}
 """What releases have already."""
 NAMES = tuple(
     "fix1-bucket-streams fix2-hook-stream fix3-zero-norm fix3-bf16-norm fix3-pipe-dtype "
@@ -52,9 +50,8 @@ def test_applied_once_and_found_afterwards(programs: Any, tree: Path, name: str)
     outcome = programs["fix"].apply(one, tree)
     assert outcome.what == programs["fix"].APPLIED, str(outcome)
     after = texts(tree)
-    assert (
-        after.pop(one.test_path) == (ROOT / "scripts/upstream/regressions" / one.test).read_text()
-    )
+    test = (ROOT / "scripts/upstream/regressions" / one.test).read_text()
+    assert after.pop(one.test_path) == test
     assert sorted(outcome.files) == sorted(f for f in after if after[f] != before[f])
     for file in outcome.files:
         compile(after[file], file, "exec")
@@ -69,14 +66,9 @@ def test_only_what_the_edit_is_about_changes(programs: Any, tree: Path) -> None:
     before = texts(tree)
     programs["fix"].apply(fix_of(programs, "fix4-boundary-micro-batch"), tree)
     file = "deepspeed/runtime/engine.py"
-    changes = [
-        line
-        for line in difflib.ndiff(before[file].splitlines(), texts(tree)[file].splitlines())
-        if line[0] in "+-"
-    ]
-    assert [line for line in changes if line[0] == "-"] == [
-        "-             self.optimizer.backward_epilogue()"
-    ]
+    lines = difflib.ndiff(before[file].splitlines(), texts(tree)[file].splitlines())
+    gone = [line for line in lines if line[0] == "-"]
+    assert gone == ["-             self.optimizer.backward_epilogue()"]
     text = texts(tree)[file]
     assert text.count("self.optimizer.backward_epilogue()") == 2
     assert text.index("backward_epilogue()\n") < text.index("allreduce_gradients()")
@@ -96,7 +88,7 @@ def test_a_function_that_is_gone_is_named(programs: Any, tree: Path, name: str) 
     # Kills: a program that edits half of its places, or ends without a word.
     one = fix_of(programs, name)
     before = texts(tree)
-    (first, *_) = changed = _files_of(programs, one, tree)
+    (first, *_) = changed = programs["fix"].apply(one, tree).files
     shutil.rmtree(tree)
     made_up.write(tree)
     for file in changed:
@@ -107,11 +99,6 @@ def test_a_function_that_is_gone_is_named(programs: Any, tree: Path, name: str) 
     assert outcome.what == programs["fix"].FAILED, str(outcome)
     assert "there is no " in outcome.why and ".py" in outcome.why
     assert texts(tree) == renamed and renamed[first] != before[first]
-
-
-def _files_of(programs: Any, one: Any, tree: Path) -> tuple[str, ...]:
-    files: tuple[str, ...] = programs["fix"].apply(one, tree).files
-    return files
 
 
 def test_a_place_that_is_gone_is_named(programs: Any, tree: Path) -> None:
@@ -226,17 +213,12 @@ def test_the_tally_counts_each_file(programs: Any, tmp_path: Path) -> None:
         "pytest.main([*options, '-c', '/dev/null', '--rootdir', '.', '.'], [plugin])\n"
         "print('kept', json.dumps(kept))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "scripts" / "upstream")},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    kept = json.loads(done.stdout.rsplit("kept", 1)[1])
-    one_each = {"passed": 1, "failed": 1, "skipped": 1, "given_up": 1}
-    passed = {"passed": 1, "failed": 0, "skipped": 0, "given_up": 0}
+    command = [sys.executable, "-c", program]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts" / "upstream")}
+    said = subprocess.check_output(command, cwd=tmp_path, env=environment, text=True)
+    kept = json.loads(said.rsplit("kept", 1)[1])
+    one_each = dict.fromkeys(("passed", "failed", "skipped", "given_up"), 1)
+    passed = {**dict.fromkeys(one_each, 0), "passed": 1}
     assert kept == {"test_a.py": one_each, "test_b.py": passed, "test_c.py": {"failed": 1}}
 
 
@@ -269,18 +251,12 @@ def test_the_release_itself(programs: Any, tmp_path: Path, release: str) -> None
     source = ROOT / "build" / "upstream" / "sources" / f"deepspeed-{release}"
     if not source.is_dir():
         pytest.skip(f"`make upstream-patches UPSTREAM={release}` gets the source of {release}")
-    files = {
-        file
-        for one in programs["catalogue"].FIXES
-        for file in made_up.FILES
-        if (source / file).is_file()
-    }
+    files = [file for file in made_up.FILES if (source / file).is_file()]
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source / file, tmp_path / file)
-    outcomes = {
-        one.name: programs["fix"].apply(one, tmp_path).what for one in programs["catalogue"].FIXES
-    }
+    fixes, apply = programs["catalogue"].FIXES, programs["fix"].apply
+    outcomes = {one.name: apply(one, tmp_path).what for one in fixes}
     there = {name for name, what in outcomes.items() if what == programs["fix"].ALREADY}
     assert there == RELEASES[release]
     assert set(outcomes.values()) == {programs["fix"].ALREADY, programs["fix"].APPLIED}
