@@ -4,41 +4,28 @@ Names are modules below `deepspeed`; a name covers what is below it as well unle
 otherwise, and `NAME.__init__` is the package's own file alone.
 """
 
+
+def of(package: str, names: str) -> tuple[str, ...]:
+    """Modules of one package."""
+    return tuple(f"{package}.{name}" for name in names.split())
+
+
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "What every file may use: the log, names that load on first use or say why they are absent",
         (
-            "_absent",
-            "_absent_internals",
-            "_lazy",
-            "_modules",
-            "module_inject",
+            *("_absent", "_absent_internals", "_lazy", "_modules", "module_inject"),
             "runtime.__init__",
-            "utils.__init__",
-            "utils.comms_logging",
-            "utils.exceptions",
-            "utils.logging",
+            *of("utils", "__init__ comms_logging exceptions logging"),
         ),
     ),
     ("The device seam", ("accelerator",)),
     (
         "Beside one device and one process: native operators, helpers, the launcher",
         (
-            "elasticity",
-            "env_report",
-            "git_version_info",
-            "launcher",
-            "ops",
-            "utils.bwc",
-            "utils.html_page",
-            "utils.init_on_device",
-            "utils.memory_names",
-            "utils.numa",
-            "utils.nvtx",
-            "utils.tensor_fragment",
-            "utils.timer",
-            "utils.torch",
-            "utils.z3_leaf_module",
+            *("elasticity", "env_report", "git_version_info", "launcher", "ops"),
+            *of("utils", "bwc html_page init_on_device memory_names numa nvtx"),
+            *of("utils", "tensor_fragment timer torch z3_leaf_module"),
         ),
     ),
     ("Collectives and process groups", ("comm",)),
@@ -50,59 +37,31 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "The configuration",
         (
-            "nebula",
-            "runtime.activation_checkpointing.config",
-            "runtime.config",
-            "runtime.config_models",
-            "runtime.config_utils",
-            "runtime.constants",
-            "runtime.precision_config",
-            "runtime.zero.__init__",
-            "runtime.zero.config",
-            "runtime.zero.offload_config",
+            *("nebula", "runtime.activation_checkpointing.config"),
+            *of("runtime", "config config_models config_utils constants precision_config"),
+            *of("runtime.zero", "__init__ config offload_config"),
         ),
     ),
     (
         "Who owns what, where gradients go, on which streams",
-        ("runtime.gradients", "runtime.module_hooks", "runtime.sharding", "runtime.streams"),
+        of("runtime", "gradients module_hooks sharding streams"),
     ),
     (
         "The step sequence and its parts",
-        (
-            "runtime.base_optimizer",
-            "runtime.fp16.__init__",
-            "runtime.fp16.loss_scaler",
-            "runtime.lr_schedules",
-            "runtime.optimizers",
-        ),
+        of("runtime", "base_optimizer fp16.__init__ fp16.loss_scaler lr_schedules optimizers"),
     ),
-    (
-        "Parameters of stage 3, and who has them whole",
-        ("runtime.zero.gathering", "runtime.zero.parameters"),
-    ),
+    ("Parameters of stage 3, and who has them whole", of("runtime.zero", "gathering parameters")),
     ("The optimizers", ("runtime.bf16_optimizer", "runtime.fp16", "runtime.zero")),
     (
         "Around the optimizers: saving and loading, recomputation, data, clients' helpers",
         (
-            "runtime.activation_checkpointing",
-            "runtime.checkpoint_engine",
-            "runtime.checkpointing",
-            "runtime.compiler",
-            "runtime.data_pipeline",
-            "runtime.dataloader",
-            "runtime.script_helpers",
-            "runtime.sequence_parallel",
-            "runtime.utils",
+            *of("runtime", "activation_checkpointing checkpoint_engine checkpointing compiler"),
+            *of("runtime", "data_pipeline dataloader script_helpers sequence_parallel utils"),
         ),
     ),
     (
         "Parts of the engine",
-        (
-            "runtime.engine_parts",
-            "runtime.optimizer_factory",
-            "runtime.step_observers",
-            "runtime.tensor_parallel",
-        ),
+        of("runtime", "engine_parts optimizer_factory step_observers tensor_parallel"),
     ),
     ("The engine", ("runtime.engine",)),
     ("Pipelines", ("pipe", "runtime.pipe")),

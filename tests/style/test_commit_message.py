@@ -59,12 +59,8 @@ def test_pre_commit_runs_it_on_messages_and_nothing_else() -> None:
     settings = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     assert settings["default_install_hook_types"] == ["pre-commit", "commit-msg"]
     assert settings["default_stages"] == ["pre-commit"]
-    (hook,) = (
-        hook
-        for repository in settings["repos"]
-        for hook in repository["hooks"]
-        if "commit-msg" in hook.get("stages", ())
-    )
+    hooks = [hook for repository in settings["repos"] for hook in repository["hooks"]]
+    (hook,) = (hook for hook in hooks if "commit-msg" in hook.get("stages", ()))
     assert hook["entry"] == f"python {SCRIPT.relative_to(ROOT)}"
 
 
@@ -103,13 +99,8 @@ def run(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def checkout(tmp_path: Path) -> Path:
     (tmp_path / "version.txt").write_text("1.2.3\n")
     (tmp_path / "CHANGELOG.md").write_text(CHANGELOG)
-    for words in (
-        ["init", "-q"],
-        ["config", "user.name", "A B"],
-        ["config", "user.email", "a@b.org"],
-        ["add", "."],
-        ["commit", "-qm", "all: begin"],
-    ):
+    who = [["config", "user.name", "A B"], ["config", "user.email", "a@b.org"]]
+    for words in (["init", "-q"], *who, ["add", "."], ["commit", "-qm", "all: begin"]):
         assert run("git", *words, folder=tmp_path).returncode == 0
     return tmp_path
 

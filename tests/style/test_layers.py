@@ -97,11 +97,8 @@ def room_of(module: str) -> str:
 
 
 def test_no_two_packages_import_each_other() -> None:
-    imports = {
-        (room_of(s.module), room_of(module)): f"{s.path}:{line}"
-        for s in sources()
-        for line, module in imported_modules(s)
-    }
+    found = [(s, line, module) for s in sources() for line, module in imported_modules(s)]
+    imports = {(room_of(s.module), room_of(m)): f"{s.path}:{line}" for s, line, m in found}
     report([place for (a, b), place in imports.items() if a != b and a and (b, a) in imports])
 
 

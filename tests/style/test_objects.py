@@ -103,12 +103,8 @@ def large() -> dict[str, str]:
 def called() -> dict[str, str]:
     """The overridden methods that constructors call, and where."""
     classes, found = Classes(), {}
-    overridden = {
-        f"{base}.{method}"
-        for name in classes.nodes
-        for base in classes.line(name)[1:]
-        for method in classes.methods(name)
-    }
+    pairs = [(name, base) for name in classes.nodes for base in classes.line(name)[1:]]
+    overridden = {f"{base}.{method}" for name, base in pairs for method in classes.methods(name)}
     for name in classes.nodes:
         for node in ast.walk(classes.methods(name).get("__init__", ast.Module([], []))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

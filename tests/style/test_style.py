@@ -78,12 +78,8 @@ def sources_of(package: Path) -> tuple[Source, ...]:
 
 def offences(find: Callable[[Source], Iterator[int]], skip: tuple[str, ...] = ()) -> list[str]:
     """`file:line` of all that `find` yields, in files whose path starts with none of `skip`."""
-    return [
-        f"{s.path}:{line}"
-        for s in sources()
-        if not s.path.startswith(skip or ("\0",))
-        for line in find(s)
-    ]
+    asked = (s for s in sources() if not s.path.startswith(skip or ("\0",)))
+    return [f"{s.path}:{line}" for s in asked for line in find(s)]
 
 
 def report(found: list[str]) -> None:
@@ -158,11 +154,8 @@ def type_checking_lines(source: Source) -> set[int]:
 
 def docstring_lines(source: Source) -> set[int]:
     """Lines of strings that stand alone: docstrings of modules, classes, functions and names."""
-    return lines_of(
-        node
-        for node in source.every(ast.Expr)
-        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-    )
+    alone = (node for node in source.every(ast.Expr) if isinstance(node.value, ast.Constant))
+    return lines_of(node for node in alone if isinstance(node.value.value, str))
 
 
 @rule()
@@ -379,12 +372,9 @@ def test_the_checked_tree_is_not_empty() -> None:
 
 def test_no_test_file_is_outside_the_suites() -> None:
     """`make test` and the campaign `multinode` run these folders alone."""
-    strays = [
-        path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "tests").rglob("test_*.py")
-        if path.relative_to(ROOT / "tests").parts[0] not in ("unit", "style", "multinode")
-    ]
-    report(strays)
+    paths = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")]
+    suites = ("unit", "style", "multinode")
+    report([path.as_posix() for path in paths if path.parts[1] not in suites])
 
 
 NOT_OF_ONE_MODULE = ("campaigns", "clients", "docs", "examples", "mutation", "upstream", "v1")
