@@ -285,13 +285,8 @@ def _join(rank: int, call: dict[str, Any]) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
     from deepspeed import comm
 
-    comm.init_distributed(
-        dist_backend=call["backend"],
-        init_method=f"file://{call['store']}",
-        rank=rank,
-        world_size=call["num_ranks"],
-        verbose=False,
-    )
+    place = {"init_method": f"file://{call['store']}", "world_size": call["num_ranks"]}
+    comm.init_distributed(dist_backend=call["backend"], rank=rank, verbose=False, **place)
 
 
 def _leave() -> None:
@@ -331,10 +326,8 @@ def _skip_without_device(exec_class: type[DistributedExec], num_ranks: int) -> N
         pytest.skip("needs an accelerator device, and there is only the host")
     if exec_class.backend == "nccl" and accelerator.communication_backend_name() != "nccl":
         pytest.skip(f"needs the nccl backend, and the accelerator is {accelerator._name}")
-    uses_devices = not on_host and exec_class.backend in (
-        None,
-        accelerator.communication_backend_name(),
-    )
+    backends = (None, accelerator.communication_backend_name())
+    uses_devices = not on_host and exec_class.backend in backends
     if uses_devices and accelerator.device_count() < num_ranks:
         pytest.skip(f"needs {num_ranks} devices, and there are {accelerator.device_count()}")
 
@@ -352,11 +345,8 @@ def _pack_values(values: dict[str, Any], nodeid: str) -> tuple[dict[str, bytes],
             pickled[name] = pickle.dumps(value)
         except Exception as error:  # pickle raises whatever the object's own methods raise
             if not (name in params and params[name] is value):
-                pytest.fail(
-                    f"the value of {name!r}, {type(value).__name__}, cannot be sent to the ranks "
-                    f"({error}); make it inside of the test",
-                    pytrace=False,
-                )
+                what = f"the value of {name!r}, {type(value).__name__}, cannot be sent to the ranks"
+                pytest.fail(f"{what} ({error}); make it inside of the test", pytrace=False)
             from_item.append(name)
     return pickled, from_item
 
@@ -405,10 +395,8 @@ def report(results: list[RankResult], timeout_s: float) -> None:
     """Print what ranks wrote, and raise how they ended: a failure before a skip before a pass."""
     for result in results:
         if result.output:
-            sys.stdout.write(
-                f"---- output of rank {result.rank} of {len(results)} "
-                f"----\n{result.output.rstrip()}\n"
-            )
+            head = f"---- output of rank {result.rank} of {len(results)} ----"
+            sys.stdout.write(f"{head}\n{result.output.rstrip()}\n")
     # The first to leave decides: what happens to the others afterwards is its consequence.
     ended = sorted((r for r in results if r.outcome != PASSED), key=lambda r: r.ended_at)
     for outcome, leave in ((SKIPPED, pytest.skip), (XFAILED, pytest.xfail)):

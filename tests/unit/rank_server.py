@@ -102,12 +102,9 @@ def _redirect_output(path: Path) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
-    sys.stdout = io.TextIOWrapper(
-        io.FileIO(1, "w", closefd=False), line_buffering=True, write_through=True
-    )
-    sys.stderr = io.TextIOWrapper(
-        io.FileIO(2, "w", closefd=False), line_buffering=True, write_through=True
-    )
+    files = (io.FileIO(number, "w", closefd=False) for number in (1, 2))
+    at_once = {"line_buffering": True, "write_through": True}
+    sys.stdout, sys.stderr = (io.TextIOWrapper(file, **at_once) for file in files)
 
 
 def _write_result(directory: Path, rank: int, outcome: str, text: str) -> None:
@@ -133,9 +130,8 @@ def _outcome_of(error: BaseException) -> tuple[str, str]:
         if Path(frames.tb_frame.f_code.co_filename).stem not in ("rank_server", "common"):
             break
         frames = frames.tb_next
-    return FAILED, "".join(
-        traceback.format_exception(type(error), error, frames or error.__traceback__)
-    )
+    lines = traceback.format_exception(type(error), error, frames or error.__traceback__)
+    return FAILED, "".join(lines)
 
 
 def _run_rank(job: Job, rank: int) -> None:
@@ -451,15 +447,12 @@ class RankServer:
             reply = _receive(self._connection)
             if reply is None:
                 self.stop()
-                raise RuntimeError(
-                    "the process from which ranks are forked has died; its output is above"
-                )
+                what = "the process from which ranks are forked has died; its output is above"
+                raise RuntimeError(what)
             statuses, given_up = pickle.loads(reply)
             directory = Path(job.directory)
-            return [
-                _collect(directory, rank, statuses[rank], rank in given_up)
-                for rank in range(job.num_ranks)
-            ]
+            ranks = range(job.num_ranks)
+            return [_collect(directory, rank, statuses[rank], rank in given_up) for rank in ranks]
         except BaseException:
             # An interrupt may have left a job running and its reply unread.
             self.stop()
@@ -487,17 +480,13 @@ def _own_frames(stacks: str) -> str:
 
 
 def _collect(directory: Path, rank: int, status: int, given_up: bool) -> RankResult:
-    output, stacks = (
-        _read(directory / f"rank{rank}.out"),
-        _own_frames(_read(directory / f"rank{rank}.stacks")),
-    )
+    output = _read(directory / f"rank{rank}.out")
+    stacks = _own_frames(_read(directory / f"rank{rank}.stacks"))
     result = directory / f"rank{rank}.result"
     code = os.waitstatus_to_exitcode(status)
-    how = (
-        f"was killed by {signal.Signals(-code).name}"
-        if code < 0
-        else f"ended the process with exit code {code}"
-    )
+    how = f"ended the process with exit code {code}"
+    if code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
     if result.exists():
         outcome, text, ended_at = pickle.loads(result.read_bytes())
         if outcome == PASSED and code and not given_up:

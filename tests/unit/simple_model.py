@@ -67,15 +67,9 @@ class SimpleMoEModel(nn.Module):
     ) -> None:
         super().__init__()
         self.linear1 = nn.Linear(hidden_dim, hidden_dim)
-        self.linear2 = MoE(
-            hidden_size=hidden_dim,
-            expert=nn.Linear(hidden_dim, hidden_dim),
-            ep_size=ep_size,
-            use_residual=use_residual,
-            num_experts=num_experts,
-            k=1,
-            use_rts=use_rts,
-        )
+        words = {"ep_size": ep_size, "use_residual": use_residual, "use_rts": use_rts}
+        expert = nn.Linear(hidden_dim, hidden_dim)
+        self.linear2 = MoE(hidden_dim, expert, num_experts=num_experts, k=1, **words)
         self.cross_entropy_loss = nn.CrossEntropyLoss()
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,6 @@ def python(code: str) -> str:
         capture_output=True,
         text=True,
         timeout=120,
-        check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     return run.stdout
