@@ -46,13 +46,8 @@ class Node:
     def boot(self) -> None:
         """Bring the network up and start the ssh server."""
         ip("netns add", self.namespace)
-        ip(
-            "link add",
-            self.cable,
-            "type veth peer name eth0 netns",
-            self.namespace,
-            at=self._switch,
-        )
+        peer = f"type veth peer name eth0 netns {self.namespace}"
+        ip("link add", self.cable, peer, at=self._switch)
         ip("link set", self.cable, "master bridge up", at=self._switch)
         ip("address add", f"{self.address}/24", "dev eth0", at=self.namespace)
         ip("link set eth0 up", at=self.namespace)
@@ -70,13 +65,9 @@ class Node:
             """
         command = f"ip netns exec {self.namespace} unshare --uts --mount bash -c"
         log = open(folder / f"{self.name}.log", "wb")  # noqa: SIM115 the server writes on
-        self.server = subprocess.Popen(
-            [*command.split(), textwrap.dedent(script)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        words = [*command.split(), textwrap.dedent(script)]
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+        self.server = subprocess.Popen(words, start_new_session=True, **pipes)
         log.close()
 
     def inside(self, *command: str) -> list[str]:

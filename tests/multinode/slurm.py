@@ -55,14 +55,9 @@ class Slurm:
 
     def _daemon(self, node: Node, name: str, *command: str) -> None:
         with open(self.folder / f"{name}.{node.name}.log", "wb") as log:
-            subprocess.Popen(
-                node.inside(*command),
-                env={**os.environ, **self.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            pipes = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            given = {**os.environ, **self.environment}
+            subprocess.Popen(node.inside(*command), env=given, start_new_session=True, **pipes)
 
     def _write_configuration(self) -> None:
         key = self.folder / "munge.key"
@@ -101,12 +96,9 @@ class Slurm:
         """Wait until every node is idle."""
         deadline = time.monotonic() + READY_SECONDS
         while True:
-            done = subprocess.run(
-                node.inside("sinfo", "--noheader", "--format=%D %t"),
-                env={**os.environ, **self.environment},
-                capture_output=True,
-                text=True,
-            )
+            command = node.inside("sinfo", "--noheader", "--format=%D %t")
+            given = {**os.environ, **self.environment}
+            done = subprocess.run(command, env=given, capture_output=True, text=True)
             if done.stdout.split() == [str(len(self._cluster.nodes)), "idle"]:
                 return
             if time.monotonic() > deadline:

@@ -21,16 +21,13 @@ Words = dict[str, str]
 Running = tuple[hosts.Cluster, Words]
 SCRIPT = Path(__file__).with_name("train.py")
 TOOLS = {"ssh": "ssh", "pdsh": "pdsh", "openmpi": "mpirun.openmpi", "mpich": "mpirun.mpich"}
-ENGINES = [
-    pytest.param(
-        name,
-        marks=pytest.mark.skipif(shutil.which(tool) is None, reason=f"{tool} is not installed"),
-    )
+LACKING = {
+    name: pytest.mark.skipif(shutil.which(tool) is None, reason=f"{tool} is not installed")
     for name, tool in TOOLS.items()
-]
-pytestmark = pytest.mark.skipif(
-    hosts.why_impossible() is not None, reason=str(hosts.why_impossible())
-)
+}
+ENGINES = [pytest.param(name, marks=mark) for name, mark in LACKING.items()]
+WHY_NOT = hosts.why_impossible()
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 SILENT = f"(node2) failed first, with no sign of life for {NODE_TIMEOUT:g} seconds"
 ARGUMENTS = ["two words", "$HOME `id` ;'\"&|*", "%n%h 100%", ""]
 

@@ -56,11 +56,9 @@ def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(0)
     model = make_model()
-    config = {
-        "train_batch_size": GLOBAL_BATCH,
-        "optimizer": {"type": "Adam", "params": {"lr": LEARNING_RATE}},
-        "zero_optimization": {"stage": 1},
-    }
+    adam = {"type": "Adam", "params": {"lr": LEARNING_RATE}}
+    config = {"train_batch_size": GLOBAL_BATCH, "optimizer": adam}
+    config["zero_optimization"] = {"stage": 1}
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )

@@ -35,14 +35,10 @@ def whole_state(model: nn.Module) -> State:
 
 def differing(found: State, wanted: State) -> list[str]:
     """Names whose bits, dtypes or shapes differ, or that only one of them has."""
-    return sorted(
-        name
-        for name in found.keys() | wanted.keys()
-        if name not in found
-        or name not in wanted
-        or found[name].dtype != wanted[name].dtype
-        or not torch.equal(found[name], wanted[name])
-    )
+    both = found.keys() & wanted.keys()
+    equal = {name for name in both if torch.equal(found[name], wanted[name])}
+    equal -= {name for name in both if found[name].dtype != wanted[name].dtype}
+    return sorted((found.keys() | wanted.keys()) - equal)
 
 
 def _seeded(make: Callable[[], Any], seed: int) -> Any:

@@ -25,16 +25,12 @@ def auto(*keys: str) -> dict[str, Any]:
     return dict.fromkeys(keys, "auto")
 
 
-BATCH = auto(
-    *("train_batch_size", "train_micro_batch_size_per_gpu"),
-    *("gradient_accumulation_steps", "gradient_clipping"),
-)
+BATCH = auto("train_batch_size", "train_micro_batch_size_per_gpu")
+BATCH |= auto("gradient_accumulation_steps", "gradient_clipping")
 ADAMW = {"type": "AdamW", "params": auto("lr", "betas", "eps", "weight_decay")}
-WARMUP = {
-    "type": "WarmupLR",
-    "params": auto("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"),
-}
-DECAY = {"type": "WarmupDecayLR", "params": {**WARMUP["params"], **auto("total_num_steps")}}
+RATES = auto("warmup_min_lr", "warmup_max_lr", "warmup_num_steps")
+WARMUP = {"type": "WarmupLR", "params": RATES}
+DECAY = {"type": "WarmupDecayLR", "params": {**RATES, "total_num_steps": "auto"}}
 # Arguments of every Trainer here.
 TRAINER = {"accelerator_config": {"use_configured_state": True}, "report_to": []}
 TRAINER |= {"disable_tqdm": True}

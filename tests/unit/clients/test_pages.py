@@ -9,13 +9,9 @@ from .launching import ROOT, need, run_ranks
 
 DOCS = ROOT / "docs" / "clients"
 # What a page's program imports, and what it must leave.
-NEEDS = {
-    "accelerate": ("accelerate",),
-    "transformers": ("accelerate", "transformers"),
-    "lightning": ("lightning",),
-    "trl": ("accelerate", "transformers", "trl"),
-    "peft": ("accelerate", "transformers", "peft"),
-}
+OF_TRAINER = ("accelerate", "transformers")
+NEEDS = {"accelerate": ("accelerate",), "lightning": ("lightning",), "transformers": OF_TRAINER}
+NEEDS |= {name: (*OF_TRAINER, name) for name in ("trl", "peft")}
 SHARD = "zero_pp_rank_1_mp_rank_00_model_states.pt"
 LEFT = {
     "accelerate": ("out/latest", "out/pytorch_model/mp_rank_00_model_states.pt"),

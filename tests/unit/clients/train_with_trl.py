@@ -39,10 +39,8 @@ def config(stage: int) -> dict[str, Any]:
     """Of which nothing stays whole at stage 3."""
     zero = auto("reduce_bucket_size", "stage3_prefetch_bucket_size")
     zero |= {"stage": stage, "stage3_param_persistence_threshold": 0}
-    return {
-        **BATCH,
-        "zero_optimization": {**zero, "stage3_gather_16bit_weights_on_model_save": True},
-    }
+    zero |= {"stage3_gather_16bit_weights_on_model_save": True}
+    return {**BATCH, "zero_optimization": zero}
 
 
 def pretrained(out: Path) -> str:
@@ -81,12 +79,9 @@ def make_trainer(kind: str, out: Path, plan: dict[str, Any] | None) -> Any:
         if kind == "sft-stream":
             data = IterableDataset.from_generator(lambda: iter(texts))
         adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-        return SFTTrainer(
-            model=model,
-            args=SFTConfig(**words, max_length=16),
-            train_dataset=data,
-            peft_config=adapters if kind == "sft-lora" else None,
-        )
+        more = {"peft_config": adapters} if kind == "sft-lora" else {}
+        settings = SFTConfig(**words, max_length=16)
+        return SFTTrainer(model=model, args=settings, train_dataset=data, **more)
     if kind.startswith("dpo") or kind == "reward":
         pairs = Dataset.from_list(list(pairs_of_words()))
         words["max_length"] = 16

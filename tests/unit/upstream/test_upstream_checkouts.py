@@ -298,7 +298,8 @@ def test_tests_of_the_checkout_before_and_after(
         "Upstream's own tests of the files touched (1 files): 2 failed, 4 passed, 1 skipped "
         "before; after: 3 failed, 3 passed, 1 skipped; different: "
         f"{broken} (passed, then failed); {mended} (failed, then passed). "
-        "1 differed once, and not again. The regression tests under the checkout's harness: 1 passed."
+        "1 differed once, and not again. "
+        "The regression tests under the checkout's harness: 1 passed."
     )
     # Once, first, and not behind the lock.
     assert (comparison.extensions / "built.txt").read_text() == "shared memory\n"

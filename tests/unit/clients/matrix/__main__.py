@@ -14,14 +14,13 @@ from unit.clients.matrix.row import DONE, STARTED
 from unit.common import get_master_port
 
 # Client: the packages that its scenarios import.
+OF_TRAINER = ("accelerate", "transformers")
 CLIENTS = {
-    "accelerate": ("accelerate", "transformers"),
-    "transformers": ("accelerate", "transformers"),
-    "lightning": ("lightning",),
-    "fabric": ("lightning",),
-    "peft": ("accelerate", "transformers", "peft"),
-    "trl": ("accelerate", "transformers", "trl", "peft"),
-    "shipped": ("accelerate", "transformers", "trl", "peft", "evaluate"),
+    **dict.fromkeys(OF_TRAINER, OF_TRAINER),
+    **dict.fromkeys(("lightning", "fabric"), ("lightning",)),
+    "peft": (*OF_TRAINER, "peft"),
+    "trl": (*OF_TRAINER, "trl", "peft"),
+    "shipped": (*OF_TRAINER, "trl", "peft", "evaluate"),
 }
 START_S, ROW_S = 60.0, 90.0
 
@@ -33,14 +32,9 @@ def module(client: str) -> list[str]:
 
 def names_of(client: str) -> list[str]:
     """Its scenarios, as NAME@STAGE."""
-    listed = subprocess.run(
-        [sys.executable, "-m", module(client)[1]],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return [line for line in listed.stdout.splitlines() if "@" in line]
+    command = [sys.executable, "-m", module(client)[1]]
+    listed = subprocess.check_output(command, env=environment(), text=True)
+    return [line for line in listed.splitlines() if "@" in line]
 
 
 def attempt(client: str, rows: Sequence[str], out: Path) -> tuple[list[str], str]:

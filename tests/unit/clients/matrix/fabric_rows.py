@@ -13,7 +13,7 @@ from lightning.fabric.strategies import DeepSpeedStrategy
 
 import deepspeed
 from unit.clients.matrix import reference
-from unit.clients.matrix.lightning_rows import Host, begin
+from unit.clients.matrix.lightning_rows import Host, begin, plan
 from unit.clients.matrix.reference import assert_close, layers, samples, sgd, trained, whole
 from unit.clients.matrix.row import Row, main, scenario
 
@@ -133,13 +133,8 @@ def a_model_alone(folder: Path, stage: int) -> None:
 
 @scenario(ROWS, 1, 2, 3)
 def clipping_is_the_configurations(folder: Path, stage: int) -> None:
-    plan = {
-        "train_micro_batch_size_per_gpu": reference.MICRO,
-        "gradient_clipping": 0.5,
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-    }
-    made = fabric(stage, config=plan)
+    own = {"train_micro_batch_size_per_gpu": reference.MICRO, "gradient_clipping": 0.5}
+    made = fabric(stage, config={**plan(stage), **own})
     model, optimizer = set_up(made)
     assert type(made.strategy.model) is deepspeed.DeepSpeedEngine
     with pytest.raises(NotImplementedError):

@@ -32,12 +32,8 @@ SCRIPTS = Path(accelerate.test_utils.scripts.__file__).parent
 HOST = Path(__file__).parent / "host.py"
 STEPS, LR = 16, 1e-2
 # As accelerate's repository keeps them, for optimizers and schedules of the client's.
-MODEL_ONLY = {
-    "bf16": {"enabled": "auto"},
-    "gradient_accumulation_steps": 1,
-    "gradient_clipping": "auto",
-    "train_batch_size": "auto",
-}
+MODEL_ONLY = {"bf16": {"enabled": "auto"}, "gradient_accumulation_steps": 1}
+MODEL_ONLY |= dict.fromkeys(("gradient_clipping", "train_batch_size"), "auto")
 
 
 def on_rank_0(run: Callable[[Path, int], None]) -> Callable[[Path, int], None]:
@@ -56,17 +52,14 @@ def on_rank_0(run: Callable[[Path, int], None]) -> Callable[[Path, int], None]:
 def launch(folder: Path, settings: list[str], program: Path, *words: str) -> str:
     """Start ``program`` on two ranks in ``folder``, the stand-ins'; returns what it printed."""
     command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
+        *(sys.executable, "-m", "accelerate.commands.launch"),
         *("--num_processes", "2", "--num_machines", "1", "--dynamo_backend", "no"),
         *("--main_process_port", str(get_master_port()), *settings),
         *(str(HOST), str(program), *words),
     ]
     caches = {"HF_HOME": str(folder / "hub")}
-    ended = subprocess.run(
-        command, cwd=folder, env={**environment(), **caches}, capture_output=True, text=True
-    )
+    given = {**environment(), **caches}
+    ended = subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True)
     # The launcher's own report comes last, and says less.
     said = ended.stderr.partition("torch/distributed/elastic")[0]
     assert ended.returncode == 0, ended.stdout[-2000:] + said[-5000:]
@@ -226,16 +219,8 @@ def trl_sft_script(folder: Path, stage: int) -> None:
 @scenario(ROWS, 3)
 @on_rank_0
 def trl_sft_script_with_adapters(folder: Path, stage: int) -> None:
-    words = (
-        "--use_peft",
-        "--lora_r",
-        "4",
-        "--lora_target_modules",
-        "q_proj",
-        "v_proj",
-        "down_proj",
-    )
-    losses = train_with_script(folder, stage, "sft", *words)
+    words = "--use_peft --lora_r 4 --lora_target_modules q_proj v_proj down_proj"
+    losses = train_with_script(folder, stage, "sft", *words.split())
     assert losses[-1] < losses[0], losses
     saved = load_file(folder / "out" / "adapter_model.safetensors")
     assert saved and all(min(value.shape) > 0 and value.dim() == 2 for value in saved.values())

@@ -57,9 +57,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     words = {word: number for number, word in enumerate(["[PAD]", "[EOS]", "[UNK]", *WORDS])}
     core = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="[PAD]", eos_token="[EOS]", unk_token="[UNK]"
-    )
+    tokens = {"pad_token": "[PAD]", "eos_token": "[EOS]", "unk_token": "[UNK]"}
+    return PreTrainedTokenizerFast(tokenizer_object=core, **tokens)
 
 
 def causal(vocabulary: int = len(WORDS) + 3) -> LlamaForCausalLM:
@@ -103,11 +102,8 @@ def write_models(out: Path) -> None:
     torch.manual_seed(0)
     # The programs' rate is 2e-5, which moves small weights alone in a few steps.
     small = llama(32, len(WORDS) + 3, initializer_range=0.002, **HEADS)
-    for model, name in (
-        (LlamaForSequenceClassification(small), CLASSIFIER),
-        (causal(), CAUSAL),
-        (causal(300), HUB_LLAMA),
-    ):
+    made = {CLASSIFIER: LlamaForSequenceClassification(small)}
+    for name, model in {**made, CAUSAL: causal(), HUB_LLAMA: causal(300)}.items():
         model.save_pretrained(out / name)
         tokenizer().save_pretrained(out / name)
     tiny = GPT2Config(vocab_size=64, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)

@@ -35,6 +35,8 @@ ROWS: dict[str, Row] = {}
 STEPS, WARMUP, LR = 4, 2, 1e-2
 DATA = Counting(64, 12)
 Schedules = tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LRScheduler | None]
+Make = Callable[[PreTrainedModel], Schedules]
+NOTHING: Make = lambda model: (None, None)  # noqa: E731  the Trainer makes its own
 # Refused on a host without a GPU; only this gate is opened, bf16 itself works there.
 transformers.training_args.is_torch_bf16_gpu_available = lambda: True
 
@@ -103,11 +105,7 @@ def warmed(model: PreTrainedModel) -> Schedules:
 
 
 def run(
-    folder: Path,
-    plan: dict[str, Any] | None,
-    resume: bool = False,
-    make: Callable[[PreTrainedModel], Schedules] = lambda model: (None, None),
-    **words: Any,
+    folder: Path, plan: Any, resume: bool = False, make: Make = NOTHING, **words: Any
 ) -> Trainer:
     """Train `loaded`, or go on; returns the Trainer. Without a ``plan``, without DeepSpeed."""
     given, model = arguments(folder, plan, **words), loaded(folder)
@@ -124,13 +122,7 @@ def said(made: Trainer, key: str) -> list[float]:
     return [float(entry[key]) for entry in made.state.log_history if key in entry]
 
 
-def as_plain(
-    folder: Path,
-    plan: dict[str, Any],
-    tolerance: float,
-    make: Callable[[PreTrainedModel], Schedules] = lambda model: (None, None),
-    **words: Any,
-) -> None:
+def as_plain(folder: Path, plan: Any, tolerance: float, make: Make = NOTHING, **words: Any) -> None:
     """Compare a run with the same Trainer's without DeepSpeed, which gets what ``make`` makes."""
     found = run(folder, plan, **words)
     values = whole(found.model)

@@ -47,11 +47,8 @@ def row(kind: str) -> Callable[[Path, int], None]:
 
 # Older releases give no position_ids, without which a piece of a sequence has no place.
 SPLITS = "return_position_ids" in DataCollatorForLanguageModeling.__dataclass_fields__
-ROWS = {
-    kind: Row(row(kind), (0, 1, 2, 3))
-    for kind in (*KINDS, *MORE_KINDS)
-    if SPLITS or kind != "sft-ulysses"
-}
+CHOSEN = [kind for kind in (*KINDS, *MORE_KINDS) if SPLITS or kind != "sft-ulysses"]
+ROWS = {kind: Row(row(kind), (0, 1, 2, 3)) for kind in CHOSEN}
 
 if __name__ == "__main__":
     main(ROWS, forget, forget)
