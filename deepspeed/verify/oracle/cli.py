@@ -72,7 +72,8 @@ def parser() -> argparse.ArgumentParser:
     add("--model", required=True, help=text)
     text = "module:FUNCTION, file.py:FUNCTION or a file of tensors; instead of the model's own"
     add("--data", help=text)
-    add("--world-size", type=int, default=2, help="local ranks (default: 2)")
+    text = "local ranks (default: two that hold the same of the model)"
+    add("--world-size", type=int, help=text)
     add("--steps", type=int, default=4, help="optimizer steps of a training run (default: 4)")
     text = "orders tried on the simulated device; 0 for none (default: 8)"
     add("--schedules", type=int, default=8, help=text)
@@ -98,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
 def verify(settings: Settings, visible: bool = False) -> Report:
     """Check a model under a configuration; what the command does, without its output."""
     for name, least in (("world_size", 1), ("steps", 1), ("schedules", 0), ("seed", 0)):
-        if (value := getattr(settings, name)) < least:
+        if (value := getattr(settings, name)) is not None and value < least:
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
     if settings.timeout <= 0:
         raise UsageError(f"--timeout {settings.timeout:g}: must be more than 0 seconds")
@@ -108,8 +109,8 @@ def verify(settings: Settings, visible: bool = False) -> Report:
         backends = ", ".join(list_backends())
         raise UsageError(f"--compile {backend}: torch.compile knows {backends}")
     config = load_config(settings.config)
-    shape = shape_of(config, settings.world_size)
-    plan = make_plan(settings, config, shape, *_try_model(settings, config, shape))
+    ranks, shape = shape_of(config, settings.world_size)
+    plan = make_plan(settings, config, ranks, shape, *_try_model(settings, config, shape))
     started = time.monotonic()
     progress = _Progress(plan, visible)
     with progress.bar:
@@ -119,9 +120,11 @@ def verify(settings: Settings, visible: bool = False) -> Report:
     return make_report(plan, session, shown)
 
 
-def _try_model(settings: Settings, config: dict[str, Any], shape: Shape) -> tuple[int, str, str]:
-    """Run one forward and backward here, where a mistake is told at once. Returns the number of
-    trainable elements, and why the batch cannot be cut in other ways or joined (or nothing).
+def _try_model(
+    settings: Settings, config: dict[str, Any], shape: Shape
+) -> tuple[list[int], str, str]:
+    """Run one forward and backward here, where a mistake is told at once. Returns the sizes of
+    trained parameters, and why the batch cannot be cut in other ways or joined (or nothing).
     """
     workload = load_workload(settings.model, settings.data, settings.seed, shape.rows)
     batches = GlobalBatches(workload, shape, settings.steps)
@@ -134,8 +137,8 @@ def _try_model(settings: Settings, config: dict[str, Any], shape: Shape) -> tupl
             f"{losses[1].item()!r} for one batch), so no run equals another; switch off what draws "
             "random numbers in forward"
         )
-    numel = sum(param.numel() for param in workload.module.parameters() if param.requires_grad)
-    return numel, uncuttable(workload, batches), batches.whole_reason or ""
+    sizes = [param.numel() for param in workload.module.parameters() if param.requires_grad]
+    return sizes, uncuttable(workload, batches), batches.whole_reason or ""
 
 
 def _loss(workload: Workload, batch: Batch, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -171,7 +171,10 @@ class ReferenceOptimizer:
 
     def judge(self, record: StepRecord) -> dict[str, Deviation]:
         """Step as the system did, and compare the parameters."""
-        for own, other in zip(self.optimizer.param_groups, record.groups, strict=True):
+        for own in self.optimizer.param_groups:
+            # The system's may be parted further, for experts.
+            kind = own.get("use_muon")
+            other = next(group for group in record.groups if group.get("use_muon") == kind)
             # What schedules change; switches of an implementation (fused, foreach) stay its own.
             for key in {"lr", "betas", "momentum", "weight_decay"} & own.keys() & other.keys():
                 own[key] = other[key]

@@ -6,7 +6,7 @@ Owns how the user's configuration is changed for each run. Runs nothing.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from deepspeed.ops.op_builder import CPUAdamBuilder
-from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config import DeepSpeedConfig, read_tree
 from deepspeed.runtime.config_utils import parse_dtype
 from deepspeed.runtime.engine_parts.model_setup import buffer_dtype, model_dtype
 from deepspeed.verify.oracle import UsageError
@@ -63,25 +63,6 @@ class RunKind(str, Enum):
         return self in (RunKind.LEDGER, RunKind.COLLECTIVES)
 
 
-# The first that is meant counts: what is not checked, and why: key, value and remedy.
-UNCHECKED: tuple[tuple[Callable[[DeepSpeedConfig], bool], str], ...] = (
-    (
-        lambda config: int(config.tree.zero_optimization.stage) > 2,
-        "zero_optimization.stage 3 is not checked by this release; use stage 0, 1 or 2",
-    ),
-    (
-        lambda config: config.tree.expert_parallel.enabled,
-        "expert_parallel.enabled true is not checked by this release, which compares whole "
-        "parameters; use false",
-    ),
-    (
-        lambda config: config.tree.tensor_parallel.autotp_size > 1,
-        "tensor_parallel.autotp_size {config.tree.tensor_parallel.autotp_size}: ranks that "
-        "share layers are not checked by this release; leave the block out",
-    ),
-)
-
-
 @dataclass(frozen=True)
 class Settings:
     """What the command is asked for; see `cli.parser`."""
@@ -89,7 +70,7 @@ class Settings:
     config: str | dict[str, Any]
     model: str
     data: str | None = None
-    world_size: int = 2
+    world_size: int | None = None  # processes; None: two data-parallel ranks
     steps: int = 4
     schedules: int = 8
     compile: str = TRACED_BACKEND
@@ -127,6 +108,7 @@ class Plan:
     seed: int
     steps: int
     shape: Shape  # the configuration's cut of the global batch
+    ranks: int  # processes: data-parallel ranks times those that share layers
     runs: list[Run] = field(default_factory=list)
     # Why the batch is not cut in other ways, its micro-batches not joined, the model not compiled.
     no_split: str = ""
@@ -213,34 +195,72 @@ def quiet(config: dict[str, Any]) -> dict[str, Any]:
 
 def in_several_buckets(config: dict[str, Any], numel: int, gathers: bool) -> dict[str, Any]:
     """Cut buckets, for `gathers` those too, so that a small model fills several."""
+    enough = max(1, numel // SIM_BUCKETS)
+    keys = ("reduce_bucket_size", *(("allgather_bucket_size",) if gathers else ()))
+    return _at_most(config, dict.fromkeys(keys, enough))
+
+
+def in_shards(config: dict[str, Any], sizes: Sequence[int]) -> dict[str, Any]:
+    """At stage 3, cut what a small model would keep whole: its largest parameters are gathered for
+    each use, the others persist; some units are gathered ahead and some used again.
+    """
+    if int((config.get("zero_optimization") or {}).get("stage", 0)) < 3:
+        return config
+    numel, middle, largest = sum(sizes), sorted(sizes)[len(sizes) // 2], max(sizes)
+    return _at_most(
+        config,
+        {
+            "stage3_param_persistence_threshold": middle + 1 if middle < largest else 0,
+            "stage3_prefetch_bucket_size": max(1, numel // SIM_BUCKETS),
+            "stage3_max_reuse_distance": max(1, numel // SIM_BUCKETS),
+            "stage3_max_live_parameters": max(1, numel // 2),
+            "sub_group_size": max(1, numel // SIM_BUCKETS),
+        },
+    )
+
+
+def _at_most(config: dict[str, Any], limits: Mapping[str, int]) -> dict[str, Any]:
+    """Return the configuration with sizes of `zero_optimization` that are not above `limits`."""
     changed = copy.deepcopy(config)
     zero = dict(changed.get("zero_optimization") or {})
-    enough = max(1, numel // SIM_BUCKETS)
-    for key in ("reduce_bucket_size", *(("allgather_bucket_size",) if gathers else ())):
-        size = zero.get(key)
-        zero[key] = min(int(size), enough) if isinstance(size, (int, float)) else enough
+    for key, limit in limits.items():
+        size = zero.pop(key.removeprefix("stage3_"), zero.get(key))
+        zero[key] = min(int(size), limit) if isinstance(size, (int, float)) else limit
     return {**changed, "zero_optimization": zero}
 
 
-def shape_of(config: dict[str, Any], world: int) -> Shape:
-    """Tell how this configuration cuts the global batch; UsageError where nothing is checked."""
+def shape_of(config: dict[str, Any], ranks: int | None) -> tuple[int, Shape]:
+    """Tell how many processes there are, for None as few as average gradients of every parameter,
+    and how they cut the global batch. UsageError for a number that the configuration cannot have.
+    """
+    tree, _ = read_tree(copy.deepcopy(config))
+    tensor = max(1, tree.tensor_parallel.autotp_size)
+    experts = tree.expert_parallel.autoep_size if tree.expert_parallel.enabled else 1
+    if ranks is None:
+        ranks = 2 * max(tensor, experts)
+    for key, size in (("tensor_parallel.autotp_size", tensor), ("autoep_size", experts)):
+        if ranks % size:
+            raise UsageError(f"--world-size {ranks}: {key} is {size}; give a multiple of it")
+    world = ranks // tensor
     read = read_config(config, world)
-    for is_meant, refusal in UNCHECKED:
-        if is_meant(read):
-            raise UsageError(f"--config: {refusal.format(config=read)}")
-    return Shape(world, read.gradient_accumulation_steps, read.train_micro_batch_size_per_gpu)
+    shape = Shape(world, read.gradient_accumulation_steps, read.train_micro_batch_size_per_gpu)
+    return ranks, shape
 
 
 def make_plan(
     settings: Settings,
     config: dict[str, Any],
+    ranks: int,
     shape: Shape,
-    numel: int,
+    sizes: Sequence[int],
     no_split: str = "",
     no_whole: str = "",
 ) -> Plan:
-    """List the runs that `ds_verify` makes for these settings and this size of a model."""
-    base = with_shape(quiet(config), shape)
+    """List the runs that `ds_verify` makes for these settings and trained parameters of these
+    sizes.
+    """
+    given = with_shape(quiet(config), shape)
+    base, numel = in_shards(given, sizes), sum(sizes)
     sgd, steps, backend = with_sgd(base), settings.steps, settings.compile
     runs = [Run("SGD", RunKind.SGD, sgd, shape, steps)]
     configs = [sgd]
@@ -273,13 +293,15 @@ def make_plan(
         )
     if settings.schedules:
         some = min(steps, AS_CONFIGURED_STEPS)
-        runs.append(Run(AS_CONFIGURED, RunKind.SIM, configs[-1], shape, some))
+        own = with_sgd(given) if len(configs) == 1 else with_low_scale(given)
+        runs.append(Run(AS_CONFIGURED, RunKind.SIM, own, shape, some))
     return Plan(
         settings.model,
         settings.data,
         settings.seed,
         steps,
         shape,
+        ranks,
         runs,
         no_split or ("" if splits else ONE_CUT),
         no_whole,

@@ -117,8 +117,8 @@ class _Launch:
         root = Path(self.folder.name)
         self.plan_path = str(root / "plan.json")
         Path(self.plan_path).write_text(json.dumps(asdict(plan)), encoding="utf-8")
-        self.logs = [_RankLog(root / f"events-{rank}.jsonl") for rank in range(plan.shape.world)]
-        self.outputs = [root / f"output-{rank}.txt" for rank in range(plan.shape.world)]
+        self.logs = [_RankLog(root / f"events-{rank}.jsonl") for rank in range(plan.ranks)]
+        self.outputs = [root / f"output-{rank}.txt" for rank in range(plan.ranks)]
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def ready(self) -> list[dict[str, Any]]:
@@ -136,7 +136,7 @@ class _Launch:
             self.folder.cleanup()
 
     def _start(self) -> None:
-        world = self.plan.shape.world
+        world = self.plan.ranks
         threads = max(1, (os.cpu_count() or 1) // world)
         root = str(Path(__file__).resolve().parents[3])
         paths = os.pathsep.join([root, os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])

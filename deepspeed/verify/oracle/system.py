@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,17 @@ import torch
 from torch import nn
 
 import deepspeed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.auto_ep import named_spread_experts
+from deepspeed.runtime.sharding.model_ranks import is_model_parallel_parameter
+from deepspeed.runtime.sharding.model_slices import slices_of
+from deepspeed.runtime.zero.parameters.zero_parameter import (
+    ZeroParamStatus,
+    is_zero_param,
+    record_of,
+)
 from deepspeed.utils.tensor_fragment import (
+    own_shard,
     safe_get_full_fp32_params,
     safe_get_full_grad,
     safe_get_full_grads,
@@ -48,8 +59,8 @@ class RunRecord:
     steps: list[StepRecord] = field(default_factory=list)  # every step that this rank keeps
     losses: list[float] = field(default_factory=list)  # of all steps
     norms: list[float | None] = field(default_factory=list)  # of all steps
-    # Digest of this rank's model parameters after each step; equal on all ranks.
-    checksums: list[str] = field(default_factory=list)
+    # Digests of this rank's model parameters after each step, by who must have equal ones.
+    checksums: list[dict[str, str]] = field(default_factory=list)
     # What was wrong without any reference: frozen parameters that changed, parameters that are not
     # their master's.
     faults: list[str] = field(default_factory=list)
@@ -58,11 +69,10 @@ class RunRecord:
 class SystemRun:
     """An engine over a copy of the model."""
 
-    def __init__(self, run: Run, workload: Workload, batches: GlobalBatches, rank: int) -> None:
+    def __init__(self, run: Run, workload: Workload, batches: GlobalBatches) -> None:
         self.run = run
         self.workload = workload
         self.batches = batches
-        self.rank = rank
         self.model = workload.copy_module()
         self.params = trainable(self.model)
         optimizer = None
@@ -72,23 +82,44 @@ class SystemRun:
             model=self.model, optimizer=optimizer, config=run.config
         )
         self.frozen = {
-            n: p.detach().clone() for n, p in self.model.named_parameters() if not p.requires_grad
+            n: _held(p).clone() for n, p in self.model.named_parameters() if not p.requires_grad
+        }
+        self.spread = {
+            param: experts
+            for _, experts in named_spread_experts(self.model)
+            for param in experts.spread_params.values()
         }
         if run.kind is RunKind.COMPILED:
             self.engine.compile(backend=run.backend)
 
     def masters(self) -> Tensors:
         """The fp32 values of the trainable parameters, whole."""
+        return self._copied(self._values())
+
+    def _values(self) -> Sequence[torch.Tensor]:
+        """The same of what ranks that share layers or experts hold apart: this rank's."""
+        params = list(self.params.values())
         if not self._has_masters():
-            return {name: param.detach().clone() for name, param in self.params.items()}
-        return self._copied(safe_get_full_fp32_params(list(self.params.values())))
+            return [param.detach() for param in params]
+        return safe_get_full_fp32_params(params)
 
     def _has_masters(self) -> bool:
         return hasattr(next(iter(self.params.values())), "_hp_mapping")
 
     def _copied(self, values: Sequence[torch.Tensor | None] | None) -> Tensors:
+        """Copies, each put together of what ranks hold that share the parameter."""
         named = zip(self.params, values or [None] * len(self.params), strict=True)
-        return {name: value.clone() for name, value in named if value is not None}
+        return {
+            name: self._whole(name, value).clone() for name, value in named if value is not None
+        }
+
+    def _whole(self, name: str, own: torch.Tensor) -> torch.Tensor:
+        param, slices = self.params[name], slices_of(self.model)
+        if param in self.spread:
+            return self.spread[param].with_all_rows(own)
+        if slices is not None and is_model_parallel_parameter(param):
+            return slices.put_together(name, own)
+        return own
 
     def gradients(self) -> Tensors:
         """What the coming step will use."""
@@ -130,9 +161,9 @@ class SystemRun:
             )
             record.losses.append(loss)
             record.norms.append(found.norm)
-            record.checksums.append(self._checksum())
+            record.checksums.append(self._checksums())
             if wants_tensors:
-                record.faults += self._faults(step, masters)
+                record.faults += self._faults(step)
             if on_step is not None:
                 on_step(found)
             if keep(step):
@@ -147,28 +178,63 @@ class SystemRun:
         for micro in range(shape.accumulation):
             if micro:
                 self.engine.step()
-            batch = pieces[shape.place(self.rank, micro)]
+            batch = pieces[shape.place(self.engine.parallel_map.replicas.rank, micro)]
             loss = self.workload.loss_of(self.engine, batch, self.engine.model_dtype)
             self.engine.backward(loss)
             total += float(loss.detach())
         return total / shape.accumulation
 
-    def _checksum(self) -> str:
-        digest = hashlib.sha256()
+    def _checksums(self) -> dict[str, str]:
+        digests: dict[str, Any] = defaultdict(hashlib.sha256)
         for param in self.params.values():
-            digest.update(param.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()[:16]
+            if not _is_sharded(param):
+                content = param.detach().reshape(-1).view(torch.uint8).numpy()
+                digests[self._sharers(param)].update(content.tobytes())
+        return {sharers: digest.hexdigest()[:16] for sharers, digest in digests.items()}
 
-    def _faults(self, step: int, masters: Tensors) -> list[str]:
+    def _sharers(self, param: nn.Parameter) -> str:
+        """Name the ranks that hold the same of a parameter as this one."""
+        ranks = self.engine.parallel_map
+        if param in self.spread:
+            return str(ranks.experts(self.spread[param].expert_group_name).expert)
+        return str(ranks.tensor) if is_model_parallel_parameter(param) else "all"
+
+    def _faults(self, step: int) -> list[str]:
         faults = [
             f"step {step}: frozen {name} changed"
             for name, before in self.frozen.items()
-            if not torch.equal(self.model.get_parameter(name), before)
+            if not _is_equal(_held(self.model.get_parameter(name)), before)
         ]
-        for name, param in self.params.items():
-            if not torch.equal(param.detach(), masters[name].to(param.dtype).to(param.device)):
+        for (name, param), master in zip(self.params.items(), self._values(), strict=True):
+            if not _is_rounded(param, master.to(param.dtype)):
                 faults.append(f"step {step}: {name} is not its master rounded to {param.dtype}")
         return faults
+
+
+def _is_rounded(param: nn.Parameter, value: torch.Tensor) -> bool:
+    """Whether what this rank has of a parameter is `value`."""
+    if is_zero_param(param):
+        part = record_of(param).own_part(value)
+        if not _is_equal(own_shard(param)[: part.numel()], part):
+            return False
+        if _is_sharded(param):
+            return True
+    return _is_equal(param.detach(), value)
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare where both can be: one may be page-locked host memory."""
+    to_host = get_accelerator().to_host
+    return torch.equal(to_host(one), to_host(other))
+
+
+def _is_sharded(param: nn.Parameter) -> bool:
+    return is_zero_param(param) and record_of(param).status is not ZeroParamStatus.AVAILABLE
+
+
+def _held(param: nn.Parameter) -> torch.Tensor:
+    """What this rank has of a parameter between steps: all, or at stage 3 its shard."""
+    return own_shard(param) if is_zero_param(param) else param.detach()
 
 
 def plain_optimizer(

@@ -268,13 +268,14 @@ def _ranks_row(label: str, outcome: Outcome) -> Row:
     row = Row(f"{label}: equal on all ranks")
     results = list(enumerate(outcome.ranks))
     faults = [f"rank {rank}: {fault}" for rank, result in results for fault in result["faults"]]
-    first = outcome.ranks[0]["checksums"]
+    seen: dict[tuple[int, str], tuple[int, str]] = {}
     for rank, result in results:
-        apart = [step for step, one in enumerate(result["checksums"]) if one != first[step]]
-        if apart:
-            text = f"after step {apart[0]} ranks 0 and {rank} hold different parameters"
-            faults.insert(0, text)
-            break
+        for step, digests in enumerate(result["checksums"]):
+            for sharers, digest in digests.items():
+                first, wanted = seen.setdefault((step, sharers), (rank, digest))
+                if digest != wanted:
+                    text = f"after step {step} ranks {first} and {rank} hold different parameters"
+                    return _fail(row, text)
     if faults:
         more = f" and {len(faults) - 1} more findings" if len(faults) > 1 else ""
         return _fail(row, faults[0] + more)

@@ -81,13 +81,13 @@ class Worker:
 
         def keeps(step: int) -> bool:
             shared = run.kind is RunKind.SGD and step < self._sim_steps()
-            return run.kind.is_judged and (shared or step % run.shape.world == self.rank)
+            return run.kind.is_judged and (shared or step % self.plan.ranks == self.rank)
 
         # One rank's reference is enough: that all ranks hold the same parameters is checked by
         # their checksums.
         follows = run.kind is RunKind.USER and self.rank == 0
         record = self._trained(run, keeps, follow if follows else None)
-        findings = [self._judge(run, one) for one in self._own(run, record)]
+        findings = [self._judge(run, one) for one in self._own(record)]
         if run.kind is RunKind.SGD:
             self.sgd_steps = [one for one in record.steps if one.step < self._sim_steps()]
         reference = self._reference(run)
@@ -105,15 +105,15 @@ class Worker:
         keep: Callable[[int], bool],
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> RunRecord:
-        system = SystemRun(run, self.workload, self.batches, self.rank)
+        system = SystemRun(run, self.workload, self.batches)
         try:
             progress = partial(self.tell, "step", run=run.name)
             return system.train(keep, lambda step: progress(step=step), on_step)
         finally:
             system.engine.destroy()
 
-    def _own(self, run: Run, record: RunRecord) -> list[StepRecord]:
-        return [one for one in record.steps if one.step % run.shape.world == self.rank]
+    def _own(self, record: RunRecord) -> list[StepRecord]:
+        return [one for one in record.steps if one.step % self.plan.ranks == self.rank]
 
     def _reference(self, run: Run) -> Reference:
         config = read_config(run.config, run.shape.world)
@@ -142,16 +142,19 @@ class Worker:
         reference = self._reference(run)
         is_single = reference.precision.is_single
         config = read_config(run.config, run.shape.world).tree
-        # Double precision is the reference of fp32 and of other cuts; in half precision it is
-        # looked at at both ends of a run.
-        all_of_them = is_single or run.kind in (RunKind.SPLIT, RunKind.COMPILED)
+        # Ranks that share layers round their partial sums, so no one process rounds as they do.
+        shares_layers = self.plan.ranks > run.shape.world
+        # Double precision is the reference of these, of fp32 and of other cuts; in half precision
+        # it is looked at at both ends of a run.
+        all_of_them = is_single or shares_layers or run.kind in (RunKind.SPLIT, RunKind.COMPILED)
         with_whole = all_of_them or (run.kind is RunKind.SGD and record.step in (0, run.steps - 1))
         expected = reference.expected(
             record.before, record.step, run.shape, record.loss_scale, with_whole
         )
         factor = float(run.shape.world) if config.gradient_allreduce_op == "sum" else 1.0
         largest = torch.finfo(reference.precision.sums).max
-        findings = judge_step(record, expected, largest, factor, is_single and not only_sums)
+        by_whole = shares_layers or (is_single and not only_sums)
+        findings = judge_step(record, expected, largest, factor, by_whole)
         if run.kind is RunKind.SGD or (run.kind is RunKind.SIM and not run.has_user_optimizer):
             judge_sgd(findings, record, expected, config.gradient_clipping, factor)
         if run.kind is not RunKind.SIM:
@@ -172,7 +175,7 @@ class Worker:
         ):
             record = self._trained(run, lambda step: True)
         findings, followed = [], {}
-        for one in self._own(run, record):
+        for one in self._own(record):
             findings.append(self._judge(run, one))
             if not run.has_user_optimizer:
                 findings[-1].parameters.update(self._beside_host(run, one))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,13 @@ def plan_of(
     kinds: tuple[RunKind, ...],
     steps: int = 2,
     schedules: int = 0,
-    numel: int = 400,
+    sizes: Sequence[int] = (128, 16, 240, 16),
+    ranks: int = 2,
 ) -> Plan:
     """A plan for a function of `MODELS`, or for a model of transformers (`hf:...`)."""
     model = function if function.startswith("hf:") else f"{MODELS}:{function}"
     settings = Settings(config, model, steps=steps, schedules=schedules)
-    plan = make_plan(settings, config, shape_of(config, 2), numel)
+    plan = make_plan(settings, config, *shape_of(config, ranks), sizes)
     return replace(plan, runs=[run for run in plan.runs if run.kind in kinds])
 
 

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from deepspeed.verify.oracle import picture, ranks
 from deepspeed.verify.oracle.cli import main
 from deepspeed.verify.oracle.judge import Deviation
-from deepspeed.verify.oracle.plan import Plan, RunKind, Settings, make_plan
+from deepspeed.verify.oracle.plan import Plan, RunKind, Settings, in_shards, make_plan, shape_of
 from deepspeed.verify.oracle.ranks import Outcome, Session, run_plan
 from deepspeed.verify.oracle.reference import uncuttable
 from deepspeed.verify.oracle.report import Report, Row, Verdict, render
@@ -99,21 +99,44 @@ ELASTIC = {
 
 
 @pytest.mark.parametrize(
-    ("config", "text"),
+    ("more", "text"),
     [
-        (config_of(3), "stage 3"),
-        ({**config_of(1), "tensor_parallel": {"autotp_size": 2}}, "autotp_size 2"),
-        ({**config_of(1), "elasticity": ELASTIC}, "World size (2)"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "--world-size 3: tensor_parallel.autotp_size"),
+        ({"elasticity": ELASTIC}, "World size (3)"),
     ],
 )
-def test_what_is_not_checked_is_refused(
-    config: dict[str, Any], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_ranks_that_a_configuration_cannot_have(
+    more: dict[str, Any], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "c.json"
-    path.write_text(json.dumps(config))
-    assert main(["--config", str(path), "--model", f"{MODELS}:right"]) == 2
+    path.write_text(json.dumps({**config_of(1), **more}))
+    model = ["--model", f"{MODELS}:right", "--world-size", "3"]
+    assert main(["--config", str(path), *model]) == 2
     told = capsys.readouterr().err
     assert text in told and "Traceback" not in told
+
+
+def test_as_many_ranks_as_average_every_gradient() -> None:
+    """Kills: layers that two ranks share, all of whose gradients are one rank's."""
+    experts = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+    for more, wanted in (
+        ({}, (2, 2)),
+        ({"tensor_parallel": {"autotp_size": 2}}, (4, 2)),
+        (experts, (4, 4)),
+    ):
+        ranks, shape = shape_of({**config_of(1), **more}, None)
+        assert (ranks, shape.world) == wanted
+
+
+def test_a_small_model_is_in_shards() -> None:
+    """Kills: a check of stage 3 whose parameters all persist, which trains like stage 2."""
+    config = {**config_of(3), "zero_optimization": {"stage": 3, "prefetch_bucket_size": "auto"}}
+    cut = in_shards(config, [4, 400, 20, 100])["zero_optimization"]
+    assert cut["stage3_param_persistence_threshold"] == 101
+    assert cut["stage3_prefetch_bucket_size"] == 131 and "prefetch_bucket_size" not in cut
+    alike = in_shards(config, [9, 9])["zero_optimization"]
+    assert alike["stage3_param_persistence_threshold"] == 0
+    assert in_shards(config_of(2), [9, 9]) == config_of(2)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +168,7 @@ def test_a_rank_that_does_not_go_on(
 def bare_plan(backend: str = "none", **more: Any) -> Plan:
     """A plan of a model that nobody builds."""
     settings = Settings(config_of(1), "m", steps=1, schedules=0, compile=backend)
-    return make_plan(settings, config_of(1), Shape(2, 2, 4), numel=1, **more)
+    return make_plan(settings, config_of(1), 2, Shape(2, 2, 4), sizes=[1], **more)
 
 
 def test_what_becomes_of_the_compiled_model(monkeypatch: pytest.MonkeyPatch) -> None:

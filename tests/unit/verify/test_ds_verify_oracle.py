@@ -33,12 +33,22 @@ from unit.verify.oracle_runs import (
 )
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+SMALL = (
+    "num_hidden_layers=1&hidden_size=32&intermediate_size=48&num_attention_heads=4&vocab_size=64"
+)
+PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tensor": (f"hf:llama?{SMALL}&sequence=8", {"tensor_parallel": {"autotp_size": 2}}),
+    "experts": (
+        f"hf:mixtral?{SMALL}&num_key_value_heads=2&num_local_experts=4&sequence=8",
+        {"expert_parallel": {"enabled": True, "autoep_size": 2}},
+    ),
+}
 
 
 class TestCleanRuns(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("stage", [0, 1, 2])
+    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
     def test_every_precision_passes(self, stage: int) -> None:
         """Kills: a bound that rounding exceeds, a wrong expectation of clipping or divisor."""
         for precision in PRECISIONS:
@@ -81,10 +91,11 @@ class TestCleanRuns(DistributedTest):
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
         assert failures(report_of(plan_of(config, "right", TRAINING))) == []
 
-    def test_watched_and_simulated_runs_pass(self) -> None:
+    @pytest.mark.parametrize("stage", [2, 3])
+    def test_watched_and_simulated_runs_pass(self, stage: int) -> None:
         """Kills: a ledger, intent check, compiled or simulated run that is not really made."""
         kinds = (RunKind.SGD, RunKind.COMPILED, RunKind.LEDGER, RunKind.COLLECTIVES, RunKind.SIM)
-        report = report_of(plan_of(config_of(2, "bf16"), "right", kinds, steps=2, schedules=2))
+        report = report_of(plan_of(config_of(stage, "bf16"), "right", kinds, schedules=2))
         assert failures(report) == []
         passed = {row.check for row in report.rows if row.verdict.value == "PASS"}
         assert {
@@ -94,6 +105,18 @@ class TestCleanRuns(DistributedTest):
             "memory lifetimes",
         } <= passed
         assert {"simulated device = host", "eager = compiled"} <= passed
+
+    @pytest.mark.world_size(4)
+    @pytest.mark.parametrize("kind", PARTS)
+    def test_layers_and_experts_of_several_ranks_pass(self, kind: str) -> None:
+        """Kills: slices compared with whole parameters, ranks of one replica with other data."""
+        pytest.importorskip("transformers")
+        model, block = PARTS[kind]
+        for stage, precision in ((1, "bf16"), (3, "fp32")):
+            config = config_of(stage, precision, **block)
+            kinds = (RunKind.SGD, RunKind.USER)
+            report = report_of(plan_of(config, model, kinds, ranks=4, sizes=(1000, 4000)))
+            assert failures(report) == [], stage
 
     def test_checks_that_are_not_possible_are_told_in_the_verdict(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -146,6 +169,19 @@ class TestFaults(DistributedTest):
             report = report_of(plan_of(config_of(2, precision), "right", TRAINING))
             checks = {row.check for row in report.rows if row.verdict.value == "FAIL"}
             assert {"SGD", "SGD: gradient norm", "accumulation invariance"} <= checks
+
+    def test_a_shard_that_does_not_follow_its_master(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Kills: parameters of stage 3 that nobody looks at between steps."""
+        monkeypatch.setattr(publisher.Publisher, "updated", lambda self, start, end: None)
+        failed = failures(report_of(plan_of(config_of(3, "bf16"), "right", (RunKind.SGD,))))
+        assert any("weight is not its master rounded" in row for row in failed), failed
+
+    def test_a_norm_of_one_shard(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(
+            "deepspeed.runtime.gradients.norm.dist.all_reduce", lambda *a, **k: None
+        )
+        failed = failures(report_of(plan_of(config_of(3), "right", (RunKind.SGD,))))
+        assert any("the reported norm is off" in row for row in failed), failed
 
     def test_an_optimizer_that_steps_too_far(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Kills: parameters that are not compared, as the gradients are right here."""
