@@ -13,19 +13,8 @@ from typing import Any
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.runtime.checkpointing.background_save import finish_saves, in_flight
-from unit.v1.checkpoint.runs import (
-    config,
-    contents,
-    differences,
-    loaded,
-    look,
-    on_rank_0,
-    refused,
-    saved,
-    start,
-    train,
-    zero,
-)
+from unit.v1.checkpoint import runs
+from unit.v1.checkpoint.runs import contents, differences, on_rank_0, start, train
 
 MOUNT = ("mount", "-t", "tmpfs", "-o", "size=1m", "none")
 NEW_MOUNTS = 0x20000  # CLONE_NEWNS of Linux
@@ -44,7 +33,7 @@ def fill(path: Path) -> None:
 
 def fails(engine: Any, folder: Path, reason: str) -> None:
     """Save, which fails on every rank with a reason of this pattern, maybe at the next step."""
-    with refused(reason):
+    with runs.refused(reason):
         engine.save_checkpoint(folder, tag="next")
         for save in in_flight:
             save.join()
@@ -54,9 +43,9 @@ def fails(engine: Any, folder: Path, reason: str) -> None:
 def main(folder: Path) -> None:
     deepspeed.init_distributed()
     for writer in ({"type": "torch"}, {"type": "fast", "decoupled": True}, {"type": "dcp"}):
-        keys = {**zero(1), "checkpoint": {"writer": writer}}
-        unbroken = train(start(config(**keys)), 4)
-        engine = saved(folder, tag="good", **keys)
+        keys = {**runs.zero(1), "checkpoint": {"writer": writer}}
+        unbroken = train(start(**keys), 4)
+        engine = runs.saved(folder, tag="good", **keys)
         finish_saves(engine.device)
         dist.barrier()
         before = contents(folder)
@@ -69,10 +58,10 @@ def main(folder: Path) -> None:
         on_rank_0(lambda: run("mount", "-o", "remount,rw", folder))
         assert contents(folder) == before, writer
         train(engine, 4 - engine.global_steps)
-        now = look(engine)
+        now = runs.look(engine)
         assert differences({key: unbroken[-1][key] for key in now}, now) == [], writer
         engine.save_checkpoint(folder, tag="next")
-        other = loaded(folder, tag="good", **keys)
+        other = runs.loaded(folder, tag="good", **keys)
         assert differences(unbroken[1:2], train(other, 1)) == [], writer
         on_rank_0(lambda: run("rm", "-r", *folder.iterdir()))
     print("all held")

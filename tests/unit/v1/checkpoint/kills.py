@@ -95,27 +95,22 @@ Tell = Callable[[str, int, Any], None]
 
 
 class Progress:
-    """What ranks have told: steps whose saves began and returned, and where they loaded."""
+    """What ranks have told: where they loaded, steps whose saves began and returned, problems."""
 
     def __init__(self) -> None:
-        self.loaded: int | None = None
-        self.begun: dict[int, int] = {}
-        self.returned = 0
-        self.problems: list[str] = []
-        self.raised: list[str] = []
+        self.told: dict[str, list[tuple[int, Any]]] = {}
 
-    def take(self, message: tuple[Any, ...]) -> None:
+    def take(self, message: tuple[str, int, Any]) -> None:
         kind, rank, value = message
-        if kind == "loaded":
-            self.loaded = value
-        elif kind == "begin":
-            self.begun[rank] = value
-        elif kind == "return":
-            self.returned = max(self.returned, value)
-        elif kind == "problem":
-            self.problems.append(f"rank {rank}: {value}")
-        elif kind == "raised":
-            self.raised.append(f"rank {rank}: {value}")
+        self.told.setdefault(kind, []).append((rank, value))
+
+    def last(self, kind: str) -> int:
+        """The last step of which a rank has told that."""
+        return max((value for _, value in self.told.get(kind, ())), default=0)
+
+    def lines(self, kind: str) -> list[str]:
+        """What ranks have told of a kind."""
+        return [f"rank {rank}: {value}" for rank, value in self.told.get(kind, ())]
 
 
 # -- in a rank -------------------------------------------------------------------------------------
@@ -148,7 +143,7 @@ def _plain(value: Any) -> bytes:
 def _start(case: Case) -> Any:
     if case.stages:
         return pipeline.make(case.stages, **case.keys)
-    return runs.start(runs.config(**case.keys))
+    return runs.start(**case.keys)
 
 
 def _step(engine: Any, case: Case) -> None:
@@ -227,7 +222,6 @@ class Campaign:
         self.begun = self.at_least = 0
         self.problems: list[str] = []
         self.unbroken: dict[int, list[str]] = {}
-        self.restarts = 0
 
     def run(self, kills: int) -> None:
         """Kill that many times; then look once more."""
@@ -254,21 +248,21 @@ class Campaign:
             killed = ranks.follow(progress, kill)
         self.kills += killed
         where = f"{self.case.name}, after kill {self.kills} ({kill})"
-        if progress.loaded is None and kill is None:
+        loaded, begun = progress.last("loaded"), progress.last("begin")
+        if "loaded" not in progress.told and kill is None:
             self.problems.append(f"{where}: nothing could be loaded")
-        if progress.loaded is not None and not self.at_least <= progress.loaded <= self.begun:
-            loaded = f"step {progress.loaded} was loaded"
-            self.problems.append(f"{where}: {loaded}; {self.at_least} to {self.begun} were saved")
+        if "loaded" in progress.told and not self.at_least <= loaded <= self.begun:
+            saved = f"{self.at_least} was saved and {self.begun} begun"
+            self.problems.append(f"{where}: step {loaded} was loaded; {saved}")
         # What survivors raise about their lost peer is as it should be.
-        found = progress.problems + ([] if killed else progress.raised)
+        found = progress.lines("problem") + ([] if killed else progress.lines("raised"))
         self.problems += [f"{where}: {problem}" for problem in found]
-        self.begun = max([self.begun, *progress.begun.values()])
+        self.begun = max(self.begun, begun)
         # What returned is on disk; of an asynchronous save that is so of the one before.
-        self.at_least = max(self.at_least, progress.returned - self.case.is_async)
-        if max(progress.begun.values(), default=0) >= LAST_STEP - 1:
+        self.at_least = max(self.at_least, progress.last("return") - self.case.is_async)
+        if begun >= LAST_STEP - 1:
             shutil.rmtree(self.folder)
             self.begun = self.at_least = 0
-            self.restarts += 1
 
 
 class _Ranks:
@@ -277,7 +271,6 @@ class _Ranks:
     def __init__(
         self, case: Case, folder: str, kill: Kill | None, unbroken: dict[int, list[str]], logs: Path
     ) -> None:
-        self.case = case
         self.pids: dict[int, int] = {}
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
@@ -329,7 +322,7 @@ class _Ranks:
         for message in self.messages(ROUND_LIMIT_S, is_dead):
             progress.take(message)
             if kill is not None and message[:2] == ("begin", kill.rank) and kill.operation is None:
-                begun = message[2] - (progress.loaded or 0)
+                begun = message[2] - progress.last("loaded")
                 if begun == kill.save + 1:
                     time.sleep(kill.delay_s)
                     os.kill(self.pids[kill.rank], signal.SIGKILL)
@@ -338,7 +331,7 @@ class _Ranks:
             if is_dead():
                 break
         if time.monotonic() - first >= ROUND_LIMIT_S:
-            progress.problems.append("the ranks neither ended nor died")
+            progress.take(("problem", kill.rank if kill else 0, "the ranks neither ended nor died"))
         if not is_dead():
             return False
         self._drain(progress)

@@ -22,13 +22,16 @@ from deepspeed.utils import (
     safe_get_full_optimizer_state,
     safe_get_full_optimizer_states,
 )
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as fp32_weights
 from unit.common import get_master_port
+from unit.models import drawn
 
 WIDTH = 8
 # 5 micro-batches of 2 per rank and epoch: with 2 accumulation steps every other step spans two
 # epochs.
 SAMPLES = 20
 BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 2}}
 SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 ACCUMULATE = {**BF16, **SUMS}  # BF16_Optimizer
 ADAM: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
@@ -64,27 +67,7 @@ class Net(nn.Module):
 
 def samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Inputs and targets, the same in every run."""
-    generator = torch.Generator().manual_seed(5)
-    return [
-        (torch.randn(WIDTH, generator=generator), torch.randn(3, generator=generator))
-        for _ in range(SAMPLES)
-    ]
-
-
-def config(**keys: Any) -> dict[str, Any]:
-    """AdamW, a schedule, two accumulation steps and clipping; with further keys."""
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0.1,
-        "steps_per_print": 1000,
-        "optimizer": ADAM,
-        "scheduler": {
-            "type": "WarmupDecayLR",
-            "params": {"warmup_num_steps": 3, "total_num_steps": 9, "warmup_max_lr": 1e-2},
-        },
-        **keys,
-    }
+    return list(zip(drawn(5, SAMPLES, WIDTH), drawn(6, SAMPLES, 3), strict=True))
 
 
 def zero(stage: int, **keys: Any) -> dict[str, Any]:
@@ -99,12 +82,27 @@ def decay_groups(module: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [param for param in trained if param.dim() > 1]}, plain]
 
 
-def start(configuration: dict[str, Any], seed: int = 1, **more: Any) -> Any:
-    """An engine over a fresh `Net` or another `model`, with its own dataloader."""
+def start(
+    seed: int = 1, model: nn.Module | None = None, model_parameters: Any = None, **keys: Any
+) -> Any:
+    """An engine over a fresh `Net`, or another model, with its own dataloader: AdamW, a schedule,
+    two accumulation steps and clipping, and further keys of the configuration.
+    """
+    schedule = {"warmup_num_steps": 3, "total_num_steps": 9, "warmup_max_lr": 1e-2}
+    configuration = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.1,
+        "steps_per_print": 1000,
+        "optimizer": ADAM,
+        "scheduler": {"type": "WarmupDecayLR", "params": schedule},
+        **keys,
+    }
     torch.manual_seed(seed)
-    model = more.pop("model", None) or Net()
-    more = {"model_parameters": decay_groups(model), "training_data": samples(), **more}
-    engine = deepspeed.initialize(model=model, config=configuration, **more)[0]
+    model = model or Net()
+    parameters = decay_groups(model) if model_parameters is None else model_parameters
+    given = {"model_parameters": parameters, "training_data": samples()}
+    engine = deepspeed.initialize(model=model, config=configuration, **given)[0]
     for seeding in (torch.manual_seed, numpy.random.seed, random.seed):
         seeding(100 * seed + dist.get_rank())
     engine.batches = deepspeed.utils.RepeatingLoader(engine.training_dataloader)
@@ -112,16 +110,16 @@ def start(configuration: dict[str, Any], seed: int = 1, **more: Any) -> Any:
 
 
 def saved(folder: Any, steps: int = 1, tag: str | None = None, **keys: Any) -> Any:
-    """An engine of `config(**keys)` that has trained and is saved."""
-    engine = start(config(**keys))
+    """An engine that has trained and is saved."""
+    engine = start(**keys)
     train(engine, steps)
     engine.save_checkpoint(folder, tag=tag)
     return engine
 
 
 def loaded(folder: Any, steps: int = 0, tag: str | None = None, seed: int = 2, **keys: Any) -> Any:
-    """Another engine of `config(**keys)` that has loaded after steps of its own."""
-    engine = start(config(**keys), seed)
+    """Another engine, which has loaded after steps of its own."""
+    engine = start(seed, **keys)
     train(engine, steps)
     engine.load_checkpoint(folder, tag=tag)
     return engine
@@ -292,6 +290,15 @@ def of_kind(held: dict[str, Any], kind: str) -> dict[str, Any]:
     """What `by_name` has of a kind, under the parameters' own names."""
     start = f"{kind}."
     return {name.removeprefix(start): v for name, v in held.items() if name.startswith(start)}
+
+
+def exported_otherwise(folder: Any, held: dict[str, Any]) -> list[str]:
+    """What `zero_to_fp32` makes of a folder, where it is not what `by_name` had of the run: masters
+    where there are any, else weights.
+    """
+    weights = {name: value.float() for name, value in of_kind(held, "weight").items()}
+    wanted, found = {**weights, **of_kind(held, "master")}, fp32_weights(folder)
+    return differences(wanted, {name: found[name] for name in wanted if name in found})
 
 
 def masters_off(found: dict[str, Any], wanted: dict[str, Any], tolerance: float) -> list[str]:

@@ -27,18 +27,7 @@ from deepspeed.runtime.checkpointing.save_job import SaveJob
 from unit.common import DistributedTest
 
 from . import test_pipeline as pipeline
-from .runs import (
-    BF16,
-    config,
-    differences,
-    environment_of_two,
-    look,
-    refused,
-    saved,
-    start,
-    train,
-    zero,
-)
+from .runs import BF16, differences, environment_of_two, look, refused, saved, start, train, zero
 
 KEYS = {**BF16, **zero(2), "checkpoint": {"writer": {"decoupled": True}}}
 
@@ -123,8 +112,8 @@ class TestInTheBackground(DistributedTest):
 
     def test_the_state_at_the_call_is_saved_and_training_goes_on(self, tmp_path: Path) -> None:
         """Kills: tensors or schedules shared with the running model, a later step's file."""
-        unbroken = train(start(config(**KEYS)), 4)
-        engine = start(config(**KEYS))
+        unbroken = train(start(**KEYS), 4)
+        engine = start(**KEYS)
         train(engine, 1)
         gate, client = gated(engine), {"seen": [1], "value": torch.ones(2)}
         engine.save_checkpoint(tmp_path, client_state=client)
@@ -141,7 +130,7 @@ class TestInTheBackground(DistributedTest):
         seen += train(engine, 1)
         assert background_save.in_flight == []
         assert differences(unbroken[1:], seen) == []
-        other = start(config(**KEYS), seed=2)
+        other = start(seed=2, **KEYS)
         _, state = other.load_checkpoint(tmp_path)
         was = {"seen": [1], "value": torch.ones(2)}
         assert differences(was, {key: state[key] for key in was}) == []
@@ -151,7 +140,7 @@ class TestInTheBackground(DistributedTest):
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Kills: a start before its time, a backward that starts nothing, a wait for ever."""
-        engine = start(config(**KEYS))
+        engine = start(**KEYS)
 
         def begun(tag: str) -> BackgroundSave:
             engine.save_checkpoint(tmp_path, tag=tag)
@@ -183,7 +172,7 @@ class TestInTheBackground(DistributedTest):
 
     def test_the_next_save_a_load_by_another_engine_and_the_end_wait(self, tmp_path: Path) -> None:
         """Kills: two saves in flight that write one folder, loading what is not there yet."""
-        engine = start(config(**KEYS))
+        engine = start(**KEYS)
         train(engine, 1)
         gate = gated(engine)
         engine.save_checkpoint(tmp_path, tag="first")
@@ -191,7 +180,7 @@ class TestInTheBackground(DistributedTest):
         engine.save_checkpoint(tmp_path, tag="second")
         assert (tmp_path / "first" / "manifest.json").is_file()
         assert [save.job.info.tag for save in background_save.in_flight] == ["second"]
-        other = start(config(**KEYS), seed=2)
+        other = start(seed=2, **KEYS)
         assert other.load_checkpoint(tmp_path)[0] == str(tmp_path / "second")
         assert background_save.in_flight == []
         assert differences(look(engine), {**look(other), "random": look(engine)["random"]}) == []
@@ -205,7 +194,7 @@ class TestInTheBackground(DistributedTest):
         self, tmp_path: Path
     ) -> None:
         """Kills: an error on one rank alone, a folder published without one rank's files."""
-        unbroken = train(start(config(**KEYS)), 6)
+        unbroken = train(start(**KEYS), 6)
         engine = saved(tmp_path, tag="good", **KEYS)
         train(engine, 1)
         gate = gated(engine)
@@ -228,7 +217,7 @@ class TestInTheBackground(DistributedTest):
 
     def test_no_rank_ends_before_all_have(self, tmp_path: Path) -> None:
         """Kills: a rank that leaves while another saves; their collectives would differ."""
-        engine = start(config(**KEYS))
+        engine = start(**KEYS)
         gate = gated(engine)
         part, going_on = BackgroundSave._part, threading.Event()
 
@@ -253,7 +242,7 @@ class TestInTheBackground(DistributedTest):
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Kills: waiting for ever for the files of a rank that was killed."""
-        engine = start(config(**KEYS))
+        engine = start(**KEYS)
         monkeypatch.setattr(background_save, "WAIT_S", 0.5)
         if dist.get_rank() == 1:
             # As if it was killed: it says no word.
@@ -267,7 +256,7 @@ class TestInTheBackground(DistributedTest):
     def test_a_failure_that_nobody_is_left_to_raise_is_logged(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        engine, told = start(config(**KEYS)), list[str]()
+        engine, told = start(**KEYS), list[str]()
         gate = gated(engine)
         gate.error = OSError(28, "No space left on device")
         monkeypatch.setattr(background_save.logger, "error", told.append)
@@ -276,9 +265,8 @@ class TestInTheBackground(DistributedTest):
         monkeypatch.setattr(threading, "main_thread", threading.Thread)
         gate.opened.set()
         background_save.in_flight[0]._thread.join()
-        assert [text.split(";")[0] for text in told] == [
-            "saving t in the background failed. rank 0: OSError: [Errno 28] No space left on device"
-        ]
+        failed = "saving t in the background failed. rank 0: OSError: [Errno 28] No space left on"
+        assert len(told) == 1 and told[0].startswith(failed)
 
     def test_a_pipeline_saves_in_the_background(self, tmp_path: Path) -> None:
         """Kills: an error of the save that a pipeline's step does not raise."""
@@ -308,16 +296,10 @@ raise SystemExit(3)
 def test_an_exiting_interpreter_finishes_the_save(tmp_path: Path) -> None:
     """Kills: a daemon thread, threads that cannot start at exit, a store gone too early."""
     env = environment_of_two()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(tmp_path)],
-            env={**env, "RANK": rank, "LOCAL_RANK": rank},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in "01"
-    ]
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    envs = [{**env, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    ranks = [subprocess.Popen(command, env=own, **how) for own in envs]
     try:
         told = [rank.communicate(timeout=100)[0] for rank in ranks]
     finally:

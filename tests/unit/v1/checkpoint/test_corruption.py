@@ -20,7 +20,7 @@ from unit.common import DistributedTest
 
 from . import runs, test_experts
 from . import test_pipeline as pipeline
-from .runs import BF16, differences, on_rank_0, progress, put, refused, zero
+from .runs import BF16, FP16, differences, on_rank_0, progress, put, refused, zero
 
 # Flips in each file, beside those at its start, middle and end.
 RANDOM_FLIPS = int(os.environ.get("DS_CORRUPTIONS", "0"))
@@ -34,11 +34,8 @@ class Case(NamedTuple):
     train: Callable[[Any, int], Any]
 
 
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 6}}
-
-
 def plain(**keys: Any) -> Case:
-    return Case(lambda seed: runs.start(runs.config(**keys), seed), runs.train)
+    return Case(lambda seed: runs.start(seed, **keys), runs.train)
 
 
 def experts(**keys: Any) -> Case:
@@ -218,22 +215,19 @@ class TestLatest(DistributedTest):
             engine.load_checkpoint(tmp_path)
         assert engine.load_checkpoint(tmp_path, tag=OLDER)[1]["seed"] == 1
 
-    def test_what_is_not_asked_for_is_not_checked(self, tmp_path: Path) -> None:
-        """Kills: levels that do the same."""
-        engine = TestEveryFile.saved("stage 0", 1, tmp_path)
-        path = tmp_path / NEWER / "host_state_rank_0.pt"
-        whole = path.read_bytes()
-        checkpoint = engine._config.tree.checkpoint
+        # Kills: levels that do the same.
+        path = tmp_path / OLDER / "host_state_rank_0.pt"
+        whole, files = path.read_bytes(), engine._config.tree.checkpoint
         on_rank_0(lambda: put(path, flipped(whole, len(whole) // 2, 0)))
-        checkpoint.verify = "sizes"
-        engine.load_checkpoint(tmp_path)
+        files.verify = "sizes"
+        engine.load_checkpoint(tmp_path, tag=OLDER)
         on_rank_0(lambda: put(path, whole + b"x"))
         with refused("host_state_rank_0"):
-            engine.load_checkpoint(tmp_path)
-        checkpoint.verify = "off"
-        engine.load_checkpoint(tmp_path)
+            engine.load_checkpoint(tmp_path, tag=OLDER)
+        files.verify = "off"
+        engine.load_checkpoint(tmp_path, tag=OLDER)
         on_rank_0((path.parent / "manifest.json").unlink)
-        engine.load_checkpoint(tmp_path)
-        checkpoint.verify = "full"
+        engine.load_checkpoint(tmp_path, tag=OLDER)
+        files.verify = "full"
         with refused(r"manifest\.json is missing"):
-            engine.load_checkpoint(tmp_path)
+            engine.load_checkpoint(tmp_path, tag=OLDER)

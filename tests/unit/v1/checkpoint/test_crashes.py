@@ -16,29 +16,15 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.checkpointing.folders import StorageNode
 from deepspeed.runtime.checkpointing.save_job import SaveJob, put_converter
-from unit.common import DistributedFixture, DistributedTest
+from unit.common import DistributedTest
 from unit.launcher import forked
 from unit.v1.looping import each
 
-from . import disk_run
+from . import disk_run, runs
 from .kills import CASES, Campaign
-from .runs import (
-    BF16,
-    config,
-    contents,
-    differences,
-    environment_of_two,
-    look,
-    on_rank_0,
-    put,
-    refused,
-    saved,
-    start,
-    train,
-    zero,
-)
+from .runs import BF16, contents, differences, look, on_rank_0, put, refused, saved, start, train
 
-KEYS = {**BF16, **zero(2)}
+KEYS = {**BF16, **runs.zero(2)}
 
 
 class TestFailedSaves(DistributedTest):
@@ -90,18 +76,16 @@ class TestFailedSaves(DistributedTest):
                 files.replace_folder(str(tmp_path / ".same.saving"), str(tmp_path / "same"))
             monkeypatch.undo()
         dist.barrier()
-        other = start(config(**KEYS), seed=2)
+        other = start(seed=2, **KEYS)
         assert other.load_checkpoint(tmp_path)[0] == str(tmp_path / "same")
         assert differences(first, look(other)) == []
 
 
-class Killed(DistributedFixture):
-    """A run that was killed while both ranks wrote their second checkpoint."""
-
+class TestAfterAKill(DistributedTest):
     world_size = 1
 
-    def run(self, class_tmpdir: Any) -> None:
-        engine = saved(class_tmpdir, **KEYS)
+    def test_the_older_checkpoint_is_whole(self, tmp_path: Path) -> None:
+        engine = saved(tmp_path, **KEYS)
         train(engine, 1)
         pid = os.fork()
         if pid == 0:
@@ -115,24 +99,17 @@ class Killed(DistributedFixture):
                 return record
 
             torch_checkpoint_engine.write_file = dying  # in the forked process only
-            engine.save_checkpoint(str(class_tmpdir))
+            engine.save_checkpoint(tmp_path)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
-
-
-class TestAfterAKill(DistributedTest):
-    world_size = 1
-
-    def test_the_older_checkpoint_is_whole(self, Killed: Any, class_tmpdir: Any) -> None:
-        folder = Path(str(class_tmpdir))
-        assert (folder / "latest").read_text() == "global_step1"
-        assert not (folder / "global_step2").exists()
-        engine = start(config(**KEYS), seed=2)
-        assert engine.load_checkpoint(str(folder))[0] == str(folder / "global_step1")
-        train(engine, 1)
-        engine.save_checkpoint(str(folder))  # over what the killed one left
-        assert (folder / "latest").read_text() == "global_step2"
-        assert not list(folder.glob(".*"))
+        assert (tmp_path / "latest").read_text() == "global_step1"
+        assert not (tmp_path / "global_step2").exists()
+        other = start(seed=2, **KEYS)
+        assert other.load_checkpoint(tmp_path)[0] == str(tmp_path / "global_step1")
+        train(other, 1)
+        other.save_checkpoint(tmp_path)  # over what the killed one left
+        assert (tmp_path / "latest").read_text() == "global_step2"
+        assert not list(tmp_path.glob(".*"))
 
 
 class TestBadFiles(DistributedTest):
@@ -209,7 +186,7 @@ def test_full_and_read_only_disks(tmp_path: Path) -> None:
         pytest.skip("nothing can be mounted here: it takes unshare, and to be root")
     ranks = forked.start(
         [sys.executable, disk_run.__file__, str(folder)],
-        environment_of_two(),
+        runs.environment_of_two(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

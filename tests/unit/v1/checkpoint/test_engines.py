@@ -31,7 +31,7 @@ from deepspeed.runtime.checkpoint_engine.utils import make_checkpoint_engine
 from deepspeed.runtime.config_models.training import CheckpointConfig
 from unit.common import DistributedTest
 
-from .runs import BF16, Call, config, differences, loaded, refused, start, train, zero
+from .runs import BF16, Call, differences, loaded, refused, start, train, zero
 
 PAGE = mmap.PAGESIZE
 DIRECT = WriteOptions(2 * PAGE, num_buffers=1, direct=True)
@@ -87,7 +87,7 @@ class TestSaving(DistributedTest):
 
     def save_and_load(self, folder: Path, stage: int) -> None:
         base = {**BF16, **zero(stage)}
-        engine = start(config(**base))
+        engine = start(**base)
         train(engine, 1)
         for name, writer in {**self.writers, "client": None}.items():
             engine._config.tree.checkpoint = CheckpointConfig(writer=writer)
@@ -101,7 +101,7 @@ class TestSaving(DistributedTest):
             assert "mp_rank_00_model_states.pt" in calls
         unbroken = train(engine, 1)
         for name in (*self.writers, "client"):
-            other = start(config(**base), seed=2)
+            other = start(seed=2, **base)
             if name == "client":
                 with refused("cannot be read"):
                     other.load_checkpoint(folder, tag=name)
@@ -119,7 +119,7 @@ class TestSaving(DistributedTest):
             def commit(self, info: CheckpointCommitInfo) -> bool | None:
                 return dist.get_rank() == 0
 
-        engine = start(config())
+        engine = start()
         engine.checkpoint_engine = Torn()
         with refused(r"rank 1: CheckpointError: Torn\.commit\(\) says that .* is not complete"):
             engine.save_checkpoint(tmp_path, tag="t")

@@ -15,26 +15,12 @@ from deepspeed.checkpoint.experts import renumbered
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.checkpointing.model_files import ModelExperts
 from deepspeed.utils import groups
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as fp32_weights
 from unit.common import DistributedFixture, DistributedTest
+from unit.models import drawn
 from unit.v1.gathering import from_all_ranks
 
-from .runs import (
-    ACCUMULATE,
-    BF16,
-    TORCH_ADAM,
-    UNIVERSAL,
-    by_name,
-    convert,
-    counts,
-    differences,
-    keep,
-    kept,
-    masters_off,
-    of_kind,
-    on_rank_0,
-    zero,
-)
+from . import runs
+from .runs import ACCUMULATE, BF16, FP16, TORCH_ADAM, UNIVERSAL, by_name, differences, kept, zero
 
 WIDTH = 6
 EXPERTS = 4
@@ -49,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16-1": {**BF16, **zero(1)},
     "accumulate-1": {**ACCUMULATE, **zero(1)},
     "fp32-3": STAGE_3,
-    "fp16-0": {"fp16": {"enabled": True, "initial_scale_power": 6}},
+    "fp16-0": FP16,
     "fp32-2-data-first": {**zero(2), **DATA_FIRST},
     "fp32-0-data-first": DATA_FIRST,
     "bf16-3-data-first": {**BF16, **STAGE_3, **DATA_FIRST},
@@ -108,8 +94,7 @@ def train(engine: Any, steps: int) -> None:
     """Take steps; all ranks together have the same rows in every division."""
     dtype = next(engine.module.parameters()).dtype
     for _ in range(steps):
-        generator = torch.Generator().manual_seed(100 * engine.global_steps)
-        rows = torch.randn(ROWS, WIDTH, generator=generator).to(dtype)
+        rows = drawn(100 * engine.global_steps, ROWS, WIDTH).to(dtype)
         engine.backward(engine(rows.chunk(dist.get_world_size())[dist.get_rank()]))
         engine.step()
 
@@ -138,7 +123,7 @@ class SavedExperts(DistributedFixture):
                     engine.save_checkpoint(folder)
                     held = whole(engine)
                     train(engine, AFTER)
-                    keep(folder, (held, whole(engine)))
+                    runs.keep(folder, (held, whole(engine)))
 
 
 class TestOtherExpertGroups(DistributedTest):
@@ -157,6 +142,7 @@ class TestOtherExpertGroups(DistributedTest):
                         engine.load_checkpoint(name)
                         held, later = kept(name)
                         assert differences(held, whole(engine)) == [], (name, own_size)
+                        assert runs.exported_otherwise(name, held) == [], name
                         steps = AFTER if case.startswith("fp32") and own_size == 2 else 1
                         self.goes_on(engine, case, later, steps)
         # One test: the fixture runs for each.
@@ -167,10 +153,10 @@ class TestOtherExpertGroups(DistributedTest):
     def goes_on(self, engine: Any, case: str, later: dict[str, Any], steps: int = AFTER) -> None:
         """The next steps are the saver's, who held `later` after all of them."""
         train(engine, steps)
-        assert counts(engine) == {STEPS + steps - engine.skipped_steps}, case
+        assert runs.counts(engine) == {STEPS + steps - engine.skipped_steps}, case
         if steps == AFTER:
             # A tenth of the rate, 1e-2, is what a step counted twice makes.
-            assert masters_off(whole(engine), later, 1e-4) == [], case
+            assert runs.masters_off(whole(engine), later, 1e-4) == [], case
 
     def stage_3_and_others(self, class_tmpdir: Any) -> None:
         # Kills: experts of stage 3 that are looked for in files of their own, or numbered by each
@@ -190,13 +176,11 @@ class TestOtherExpertGroups(DistributedTest):
             again = make(2, 3, **CASES[other])
             train(again, 1)
             again.load_checkpoint(name, load_module_only=True)
-            weights = (of_kind(seen, "weight") for seen in (held, whole(again)))
+            weights = (runs.of_kind(seen, "weight") for seen in (held, whole(again)))
             assert differences(*weights) == [], (case, other)
         name = f"{class_tmpdir}/fp32-3-4-2"
         held, _ = kept(name)
-        exported, masters = fp32_weights(name), of_kind(held, "master")
-        assert differences(masters, {key: exported[key] for key in masters}) == []
-        on_rank_0(lambda: convert(name))
+        runs.on_rank_0(lambda: runs.convert(name))
         for case in ("fp32-2", "fp32-3"):
             engine = make(2, 4, **CASES[case], **UNIVERSAL)
             engine.load_checkpoint(name)

@@ -10,21 +10,8 @@ import torch
 from deepspeed import comm as dist
 from unit.common import DistributedFixture, DistributedTest
 
-from .runs import (
-    ACCUMULATE,
-    BF16,
-    by_name,
-    config,
-    differences,
-    keep,
-    kept,
-    loaded,
-    look,
-    saved,
-    start,
-    train,
-    zero,
-)
+from . import runs
+from .runs import ACCUMULATE, BF16, by_name, differences, keep, kept, loaded, saved, train, zero
 
 SCALE = {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2, "hysteresis": 2}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -85,7 +72,7 @@ class SavedByTwoInstances(DistributedFixture):
 def owned(engine: Any) -> dict[str, Any]:
     """Masters, moments and weights of this rank."""
     kinds = ("master.", "state.", "module.")
-    return {name: value for name, value in look(engine).items() if name.startswith(kinds)}
+    return {name: value for name, value in runs.look(engine).items() if name.startswith(kinds)}
 
 
 class TestOtherNumberOfInstances(DistributedTest):
@@ -134,7 +121,7 @@ class Crossing(NamedTuple):
         half = self.world // 2
         keys = {key: half if value == "ranks" else value for key, value in WAYS[self.way].items()}
         block = {"stage3_param_persistence_threshold": 7} if keys["stage"] == 3 else {}
-        return start(config(**PRECISIONS[self.precision], **zero(**block, **keys)), seed)
+        return runs.start(seed, **PRECISIONS[self.precision], **zero(**block, **keys))
 
 
 def crossings(into: Crossing) -> list[Crossing]:

@@ -15,24 +15,21 @@ from torch import nn
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.checkpoint import file_names
+from deepspeed.utils.tensor_fragment import fragment_address
 from unit.common import TORCH, DistributedTest
 from unit.v1.looping import each
 
 from .runs import ACCUMULATE, BF16, saved, zero
 
+ADAM = {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": 0.01}
+WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 4}
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 2,
     "steps_per_print": 1000000,
     "gradient_clipping": 1.0,
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": 0.01, "betas": [0.9, 0.95], "weight_decay": 0.01, "torch_adam": True},
-    },
-    "scheduler": {
-        "type": "WarmupLR",
-        "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 4},
-    },
+    "optimizer": {"type": "AdamW", "params": {**ADAM, "torch_adam": True}},
+    "scheduler": {"type": "WarmupLR", "params": WARMUP},
 }
 ADAM_GROUP = (
     "lr float, betas tuple, eps float, weight_decay float, amsgrad bool, maximize bool, foreach "
@@ -117,11 +114,8 @@ def check_shard(state: dict[str, Any]) -> None:
     mapping = state["param_slice_mappings"][0]
     places = {name: (address.numel, address.start) for name, address in mapping.items()}
     assert places == {"0.weight": (512, 0), "0.bias": (24, 512)}
-    kind = type(mapping["0.bias"])
-    assert (kind.__module__, kind.__name__) == (
-        "deepspeed.utils.tensor_fragment",
-        "fragment_address",
-    )
+    assert type(mapping["0.bias"]) is fragment_address
+    assert fragment_address.__module__ == "deepspeed.utils.tensor_fragment"
 
 
 class TestLayout(DistributedTest):
@@ -266,13 +260,9 @@ def test_every_kind_is_told_from_all_others() -> None:
 
 def literals(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """(line, text) of all strings that are no docstrings."""
-    docstrings = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-        and node.body
-        and isinstance(node.body[0], ast.Expr)
-    }
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    first = [node.body[0] for node in ast.walk(tree) if isinstance(node, owners) and node.body]
+    docstrings = {id(node.value) for node in first if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             if id(node) not in docstrings:

@@ -23,8 +23,8 @@ from deepspeed.checkpoint.verification import check_coverage, check_folder, veri
 from deepspeed.utils import groups
 from unit.common import DistributedTest
 
-from .runs import refused, zero
-from .test_corruption import CASES, FP16, flipped, pipelined, plain
+from .runs import FP16, refused, zero
+from .test_corruption import CASES, flipped, pipelined, plain
 
 Description = dict[str, Any]
 

@@ -24,21 +24,9 @@ from unit.models import seeded
 from unit.one_process import train as train_on
 from unit.v1.gathering import from_all_ranks
 
+from . import runs
 from . import test_pipeline as pipeline
-from .runs import (
-    ACCUMULATE,
-    BF16,
-    counts,
-    decay_groups,
-    differences,
-    keep,
-    kept,
-    masters_off,
-    on_rank_0,
-    zero,
-)
-
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}
+from .runs import ACCUMULATE, BF16, FP16, counts, decay_groups, differences, keep, kept, zero
 
 
 class Cut(NamedTuple):
@@ -111,17 +99,17 @@ def pairwise(combinations: Sequence[Combination]) -> list[Combination]:
         return set(itertools.combinations(properties, 2))
 
     def gain(one: Combination) -> tuple[int, int, int]:
-        shared = len({("saved", one.case, one.saved), ("into", one.case, one.into)} & runs)
+        shared = len({("saved", one.case, one.saved), ("into", one.case, one.into)} & begun)
         return len(shown[one] & missing), shared, -one.saved.world - one.into.world
 
-    runs: set[Any] = set()
+    begun: set[Any] = set()
     shown = {one: pairs(one) for one in combinations}
     missing = set().union(*shown.values())
     chosen = []
     while missing:
         best = max(combinations, key=gain)
         chosen.append(best)
-        runs |= {("saved", best.case, best.saved), ("into", best.case, best.into)}
+        begun |= {("saved", best.case, best.saved), ("into", best.case, best.into)}
         missing -= shown[best]
     return chosen
 
@@ -254,7 +242,7 @@ class TestMatrix(DistributedTest):
             ]
             run.engine.destroy()
         file = Path(class_tmpdir, f"outcomes-{dist.get_world_size()}.json")
-        on_rank_0(lambda: file.write_text(json.dumps(outcomes)))
+        runs.on_rank_0(lambda: file.write_text(json.dumps(outcomes)))
         assert [f"{told}: {problem}" for told, problem, _ in outcomes if problem] == []
 
     def load(self, run: Run, one: Combination, folder: str) -> tuple[str, str, float]:
@@ -265,7 +253,7 @@ class TestMatrix(DistributedTest):
             run.engine.load_checkpoint(folder)
         except CheckpointError as error:  # on all ranks
             return told, str(error), math.inf
-        found = differences(held, run.held())
+        found = differences(held, run.held()) + runs.exported_otherwise(folder, held)
         went_on = run.train(AFTER)
         off = deviation(went_on, wanted)
         if off > TOLERANCES[one.case.partition("-")[0]]:
@@ -276,7 +264,7 @@ class TestMatrix(DistributedTest):
         if one.case.startswith("fp32"):
             # Counting a step twice moves an update by a tenth of the rate of 1e-2; other precisions
             # round small gradients of other micro-batches otherwise.
-            found += masters_off(later, wanted_later, 1e-4)
+            found += runs.masters_off(later, wanted_later, 1e-4)
         return told, "; ".join(found[:3]), off
 
     @pytest.mark.world_size(1)

@@ -20,31 +20,15 @@ from unit.models import seeded
 from unit.v1.looping import each
 from unit.v1.zero.usage import Warnings
 
-from .runs import (
-    ACCUMULATE,
-    BF16,
-    WIDTH,
-    Net,
-    by_name,
-    config,
-    differences,
-    loaded,
-    look,
-    of_kind,
-    on_rank_0,
-    refused,
-    saved,
-    start,
-    train,
-    zero,
-)
+from . import runs
+from .runs import BF16, WIDTH, Net, by_name, differences, look, refused, saved, start, train, zero
 
 MODEL = "mp_rank_00_model_states.pt"
 ZERO2 = {**BF16, **zero(2)}
 ZERO: dict[str, dict[str, Any]] = {
     "stage0": {},
     "stage0-bf16": BF16,
-    "stage1-accumulate": {**ACCUMULATE, **zero(1)},
+    "stage1-accumulate": {**runs.ACCUMULATE, **zero(1)},
     "stage2": ZERO2,
 }
 
@@ -84,7 +68,7 @@ class TestOptions(DistributedTest):
         engine = saved(folder, 3, **keys)
         wanted, rates = weights(engine), engine.get_lr()
 
-        module_only = start(config(**keys), seed=2)
+        module_only = start(seed=2, **keys)
         train(module_only, 1)
         kept = ("counters", "schedule", "random", "data")
         before = states(module_only, *kept)
@@ -96,14 +80,14 @@ class TestOptions(DistributedTest):
         moved = [name for name in now if not torch.allclose(now[name], wanted[name], atol=0.05)]
         assert moved in ([], ["calls"])
 
-        fresh = start(config(**keys), seed=3)
+        fresh = start(seed=3, **keys)
         moments = states(fresh)
         fresh.load_checkpoint(folder, load_optimizer_states=False)
         assert differences(wanted, weights(fresh)) == []
         assert differences(moments, states(fresh)) == []
         assert (fresh.global_steps, fresh.get_lr()) == (3, rates)
 
-        unscheduled = start(config(**keys), seed=4)
+        unscheduled = start(seed=4, **keys)
         unscheduled.load_checkpoint(folder, load_lr_scheduler_states=False)
         assert unscheduled.lr_scheduler.state_dict() != engine.lr_scheduler.state_dict()
 
@@ -111,7 +95,7 @@ class TestOptions(DistributedTest):
         """Kills: masters always from the checkpoint, or always rounded up from bf16 weights."""
         engine = saved(tmp_path, 3, **ZERO2)
         for from_fp32 in (True, False):
-            other = loaded(tmp_path, **BF16, **zero(2, load_from_fp32_weights=from_fp32))
+            other = runs.loaded(tmp_path, **BF16, **zero(2, load_from_fp32_weights=from_fp32))
             assert differences(weights(engine), weights(other)) == []
             pairs = list(zip(engine.optimizer.groups, other.optimizer.groups, strict=True))
             rounded = [torch.cat(group.own_parts(group.flat)).float() for group, _ in pairs]
@@ -124,7 +108,7 @@ class TestOptions(DistributedTest):
     def test_custom_load_fn(self, tmp_path: Path) -> None:
         """Kills: masters of before the function; names checked although it knows better."""
         engine = saved(tmp_path, **ZERO2)
-        other, calls = start(config(**ZERO2), seed=2), []
+        other, calls = start(seed=2, **ZERO2), []
 
         def load(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
             calls.append(sorted(src))
@@ -133,7 +117,7 @@ class TestOptions(DistributedTest):
         other.load_checkpoint(tmp_path, custom_load_fn=load)
         assert calls == [sorted(engine.module.state_dict())]
         assert differences(weights(engine), weights(other)) == []
-        other = start(config(**ZERO2), seed=2)
+        other = start(seed=2, **ZERO2)
         first = weights(other)["first.weight"]
 
         def load_some(src: dict[str, torch.Tensor], dst: nn.Module) -> None:
@@ -147,13 +131,13 @@ class TestOptions(DistributedTest):
 
     @in_all_cases
     def test_exclude_frozen_parameters(self, folder: Path, keys: dict[str, Any]) -> None:
-        engine = start(config(**keys))
+        engine = start(**keys)
         train(engine, 1)
         engine.save_checkpoint(folder, exclude_frozen_parameters=True)
         model = content(folder, "global_step1", MODEL)
         assert not [name for name in model["module"] if name.startswith("frozen")]
         assert not model["frozen_param_shapes"]
-        other = start(config(**keys), seed=2)
+        other = start(seed=2, **keys)
         before = weights(other)
         with refused(r"frozen\.\w+ is missing.*load_module_strict=False"):
             other.load_checkpoint(folder)
@@ -163,7 +147,7 @@ class TestOptions(DistributedTest):
         assert differences({**weights(engine), **frozen}, weights(other)) == []
 
     def test_client_state_and_tags(self, tmp_path: Path) -> None:
-        engine = start(config(**ZERO2))
+        engine = start(**ZERO2)
         train(engine, 1)
         nested = {"names": ("a", None, True)}
         mine = {"epoch": 3, "best": torch.tensor([1.5]), "nested": nested, "ds_version": "mine"}
@@ -194,7 +178,7 @@ class TestOptions(DistributedTest):
     def test_ranks_agree_on_the_tag(self, tmp_path: Path) -> None:
         """Kills: files of one checkpoint in two folders; a mode that nobody looks at."""
         own = f"r{dist.get_rank()}"
-        engine = start(config(**ZERO2, checkpoint={"tag_validation": "Fail"}))
+        engine = start(**ZERO2, checkpoint={"tag_validation": "Fail"})
         # An AssertionError, which upstream's callers catch, and a CheckpointError.
         assert issubclass(CheckpointTagError, AssertionError)
         fails = r"tag: ranks save under different tags \['r0', 'r1'\].*\"Fail\""
@@ -202,7 +186,7 @@ class TestOptions(DistributedTest):
             engine.save_checkpoint(tmp_path, tag=own)
         dist.barrier()
         for mode in ("Warn", "Ignore"):
-            engine = start(config(**ZERO2, checkpoint={"tag_validation": mode}))
+            engine = start(**ZERO2, checkpoint={"tag_validation": mode})
             with Warnings() as said:
                 engine.save_checkpoint(tmp_path, tag=own)
             told = "".join(said.texts)
@@ -218,7 +202,7 @@ class TestOptions(DistributedTest):
     def test_nothing_there_to_load(self, tmp_path: Path) -> None:
         # Kills: a run that starts anew without a word, or with a word of each rank; a file, or the
         # folder of a tag, that is taken for an empty folder.
-        engine = start(config(**ZERO2))
+        engine = start(**ZERO2)
         engine.save_checkpoint(tmp_path, tag="mine", save_latest=False)
         instead = f"load_checkpoint({str(tmp_path)!r}, tag='mine')"
         cases = {
@@ -231,7 +215,7 @@ class TestOptions(DistributedTest):
                 assert engine.load_checkpoint(str(folder)) == (None, None)
             found = [f"starts anew: {folder} {why}" in text for text in said.texts]
             assert found == [True] * (dist.get_rank() == 0), said.texts
-        on_rank_0((tmp_path / "file").touch)
+        runs.on_rank_0((tmp_path / "file").touch)
         with refused("file is a file; give the folder that"):
             engine.load_checkpoint(tmp_path / "file")
 
@@ -242,12 +226,12 @@ class TestOptions(DistributedTest):
         def forbidden(*args: Any, **kwargs: Any) -> None:
             raise PermissionError(1, "Operation not permitted")
 
-        engine = start(config(**ZERO2))
+        engine = start(**ZERO2)
         monkeypatch.setattr(os, "chmod", forbidden)
         with Warnings() as said:
             for _ in range(2):
                 engine.save_checkpoint(tmp_path)
-                on_rank_0(lambda: (tmp_path / "zero_to_fp32.py").write_text(""))
+                runs.on_rank_0(lambda: (tmp_path / "zero_to_fp32.py").write_text(""))
         told = [text for text in said.texts if "zero_to_fp32.py is not executable" in text]
         assert len(told) == (dist.get_rank() == 0), said.texts
         assert engine.load_checkpoint(tmp_path)[0]
@@ -260,7 +244,7 @@ class TestOptions(DistributedTest):
                 state = super().module_state_dict(*args, **kwargs)
                 return {**state, "added": torch.ones(2)}
 
-        engine = start(config(**ZERO2))
+        engine = start(**ZERO2)
         train(engine, 1)
         assert engine.save_16bit_model(tmp_path / "out", "weights.bin")
         assert engine.save_16bit_model(tmp_path / "trained", exclude_frozen_parameters=True)
@@ -283,7 +267,7 @@ class TestOptions(DistributedTest):
 def start_with(model: nn.Module, keys: dict[str, Any]) -> Any:
     """An engine over `model`, with one group of what it trains."""
     trained = [param for param in model.parameters() if param.requires_grad]
-    return start(config(**keys), model=model, model_parameters=trained)
+    return start(model=model, model_parameters=trained, **keys)
 
 
 class Adapted(nn.Module):
@@ -328,7 +312,7 @@ class TestNames(DistributedTest):
         other.load_checkpoint(folder, load_module_only=True, load_module_strict=False)
         now = weights(other)
         assert differences({name: {**wanted, **own}[name] for name in now}, now) == []
-        masters = of_kind(by_name(other), "master")
+        masters = runs.of_kind(by_name(other), "master")
         assert differences({name: now[name].float() for name in masters}, masters) == []
 
     @in_all_cases

@@ -38,25 +38,9 @@ from deepspeed.utils import zero_to_fp32
 from deepspeed.utils.tensor_fragment import fragment_address
 from unit.common import DistributedTest
 
-from . import test_experts
+from . import runs, test_experts
 from . import test_pipeline as pipeline
-from .runs import (
-    BF16,
-    TAG,
-    UNIVERSAL,
-    Call,
-    config,
-    convert,
-    differences,
-    look,
-    on_rank_0,
-    output_of,
-    refused,
-    saved,
-    start,
-    train,
-    zero,
-)
+from .runs import BF16, TAG, UNIVERSAL, Call, convert, differences, look, on_rank_0, refused, zero
 
 MODEL = "mp_rank_00_model_states.pt"
 
@@ -197,7 +181,7 @@ def test_a_tool_reads_all_of_them_without_the_engine(tmp_path: Path) -> None:
         SubparamShape(["a"], (2, 3), 0),
     ]
     torch.save(content, tmp_path / "file.pt")
-    read = output_of(sys.executable, "-c", READ_ALONE, tmp_path / "file.pt")
+    read = runs.output_of(sys.executable, "-c", READ_ALONE, tmp_path / "file.pt")
     assert read.split() == list(PICKLED_CLASSES)
 
 
@@ -263,7 +247,7 @@ class TestEngines(DistributedTest):
     exec_timeout = 120
 
     def test_shards_programs_and_universal(self, tmp_path: Path) -> None:
-        engine = saved(tmp_path, **BF16, **zero(2))
+        engine = runs.saved(tmp_path, **BF16, **zero(2))
         folder, marker = tmp_path / "global_step1", tmp_path / "ran"
         shard = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
         every = [MODEL, shard, "host_state_rank_1.pt"]
@@ -287,8 +271,8 @@ class TestEngines(DistributedTest):
                     convert(tmp_path, "--inject_missing_state")
             assert not any(os.path.exists(path) for path in (marker, out, tmp_path / TAG))
         on_rank_0(lambda: convert(tmp_path, "--inject_missing_state"))
-        loading = start(config(**BF16, **zero(1), **UNIVERSAL), seed=2)
-        train(loading, 1)
+        loading = runs.start(seed=2, **BF16, **zero(1), **UNIVERSAL)
+        runs.train(loading, 1)
         of_weight = ["zero/first.weight/fp32.pt", "zero/first.weight/exp_avg.pt"]
         parts = [*of_weight, "zero/optimizer_state.pt", MODEL]
         refuse(loading, look, tmp_path / TAG, parts)

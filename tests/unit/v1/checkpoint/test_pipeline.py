@@ -15,21 +15,11 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from unit.common import DistributedFixture, DistributedTest
+from unit.models import drawn
 from unit.v1.gathering import from_all_ranks
 
-from .runs import (
-    ACCUMULATE,
-    BF16,
-    TORCH_ADAM,
-    by_name,
-    decay_groups,
-    differences,
-    keep,
-    kept,
-    on_rank_0,
-    refused,
-    zero,
-)
+from . import runs
+from .runs import ACCUMULATE, BF16, TORCH_ADAM, by_name, decay_groups, differences, keep, kept, zero
 
 WIDTH = 6
 MICRO_BATCHES = 2
@@ -62,16 +52,14 @@ def layers() -> list[Any]:
 
 def configuration(replicas: int, **keys: Any) -> dict[str, Any]:
     """AdamW, a schedule, two micro-batches and clipping; with further keys."""
+    rates = {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-2}
     return {
         "train_micro_batch_size_per_gpu": BATCH // replicas // MICRO_BATCHES,
         "gradient_accumulation_steps": MICRO_BATCHES,
         "gradient_clipping": 0.5,
         "steps_per_print": 1000,
         **TORCH_ADAM,
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-2, "warmup_num_steps": 4},
-        },
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, **rates}},
         **keys,
     }
 
@@ -81,14 +69,8 @@ def make(stages: int, seed: int = 1, grouped: bool = False, **keys: Any) -> Any:
     empty, as adapters leave.
     """
     torch.manual_seed(seed)
-    module = PipelineModule(
-        layers(),
-        num_stages=stages,
-        loss_fn=loss_fn,
-        seed_layers=True,
-        base_seed=seed,
-        partition_method="uniform",
-    )
+    how = {"loss_fn": loss_fn, "seed_layers": True, "partition_method": "uniform"}
+    module = PipelineModule(layers(), num_stages=stages, base_seed=seed, **how)
     parameters = [*decay_groups(module), {"params": []}] if grouped else None
     settings = configuration(dist.get_world_size() // stages, **keys)
     return deepspeed.initialize(model=module, model_parameters=parameters, config=settings)[0]
@@ -98,9 +80,8 @@ def draw(
     step: int, replicas: int, replica: int, dtype: torch.dtype
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The micro-batches of a step of one data-parallel rank: its part of one rank's."""
-    generator = torch.Generator().manual_seed(100 + step)
-    drawn = torch.randn(2, BATCH, WIDTH, generator=generator)
-    inputs, labels = (part.view(MICRO_BATCHES, replicas, -1, WIDTH)[:, replica] for part in drawn)
+    whole = drawn(100 + step, 2, BATCH, WIDTH)
+    inputs, labels = (part.view(MICRO_BATCHES, replicas, -1, WIDTH)[:, replica] for part in whole)
     return [(x.to(dtype), y) for x, y in zip(inputs, labels, strict=True)]
 
 
@@ -165,6 +146,7 @@ class TestOtherStages(DistributedTest):
             for place, (saved_world, saved_stages) in enumerate(ALL):
                 name = f"{class_tmpdir}/{case}-{saved_world}-{saved_stages}"
                 held, went_on = kept(name)
+                assert runs.exported_otherwise(name, held) == [], name
                 for stages in STAGES[dist.get_world_size()]:
                     into = ALL.index((dist.get_world_size(), stages))
                     if 4 not in (saved_stages, stages) or (place + into) % 2 != number:
@@ -208,8 +190,8 @@ class TestFiles(DistributedTest):
         before = whole(engine)
         train(engine, 1)
         changed = whole(engine)
-        on_rank_0((folder / layers[5]).unlink)
-        with refused(r"layer_05-model_states\.pt is missing"):
+        runs.on_rank_0((folder / layers[5]).unlink)
+        with runs.refused(r"layer_05-model_states\.pt is missing"):
             engine.load_checkpoint(tmp_path)
         # Nothing was loaded on the stage that had all its files either.
         assert differences(changed, whole(engine)) == []

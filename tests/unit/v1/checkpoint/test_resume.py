@@ -1,30 +1,14 @@
-"""A run that is saved and resumed equals, bit for bit, one that did not stop."""
+"""A resumed run equals, bit for bit, one that did not stop; in other processes: see `kills`."""
 
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
-import torch
 
-from deepspeed import comm as dist
-from unit.common import DistributedFixture, DistributedTest
+from unit.common import DistributedTest
 
-from .runs import (
-    ACCUMULATE,
-    BF16,
-    CPU,
-    SUMS,
-    TORCH_ADAM,
-    config,
-    differences,
-    loaded,
-    saved,
-    start,
-    train,
-    zero,
-)
+from . import runs
+from .runs import ACCUMULATE, BF16, CPU, SUMS, differences, loaded, saved, start, train, zero
 
 FP16 = {
     "fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2, "hysteresis": 2}
@@ -39,7 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stage0-bf16": BF16,
     "stage0-bf16-accumulate": ACCUMULATE,
     "stage0-fp16": FP16,
-    "stage0-fp16-per-parameter": {**FP16, **TORCH_ADAM},
+    "stage0-fp16-per-parameter": {**FP16, **runs.TORCH_ADAM},
     "stage0-fp16-consecutive": {"fp16": {**FP16["fp16"], "consecutive_hysteresis": True}},
     "stage0-fp16-static": {"fp16": {"enabled": True, "loss_scale": 64}},
     "stage1-fp32": zero(1),
@@ -75,13 +59,12 @@ class TestResume(DistributedTest):
 
     def resume(self, folder: Path, case: str) -> list[str]:
         """Where a resumed run differs from one that did not stop."""
-        configuration = config(**CASES[case])
-        engine = start(configuration)
+        engine = start(**CASES[case])
         train(engine, SAVED_AT)
         assert engine.save_checkpoint(str(folder), client_state={"note": [1, "two"]})
         straight = train(engine, STEPS - SAVED_AT)
 
-        resumed = start(configuration, seed=2)
+        resumed = start(seed=2, **CASES[case])
         train(resumed, 1)  # state that loading must replace
         path, client_state = resumed.load_checkpoint(str(folder))
         assert path == str(folder / f"global_step{SAVED_AT}")
@@ -93,7 +76,7 @@ class TestResume(DistributedTest):
     @pytest.mark.parametrize("case", ["stage0-fp16", "stage2-fp16"])
     def test_after_every_step(self, tmp_path: Path, case: str) -> None:
         """Whatever the scaler's, the schedule's and the epoch's state is when it is saved."""
-        engine = start(config(**CASES[case]))
+        engine = start(**CASES[case])
         for step in range(1, 6):
             train(engine, 1)
             engine.save_checkpoint(tmp_path, tag=f"at{step}")
@@ -103,12 +86,12 @@ class TestResume(DistributedTest):
             assert differences(last[-1], train(resumed, 6 - step)[-1]) == [], step
 
     def test_saving_changes_nothing(self, tmp_path: Path) -> None:
-        plain = train(start(config(**CASES["stage2-bf16"])), 4)
+        plain = train(start(**CASES["stage2-bf16"]), 4)
         engine = saved(tmp_path, 2, **CASES["stage2-bf16"])
         assert differences(plain[2:], train(engine, 2)) == []
 
     def test_a_plain_loop_over_the_loader_goes_on_mid_epoch(self, tmp_path: Path) -> None:
-        engine = start(config(**CASES["stage1-fp32"]))
+        engine = start(**CASES["stage1-fp32"])
         batches = iter(engine.training_dataloader)
         for _ in range(2):
             next(batches)
@@ -117,24 +100,3 @@ class TestResume(DistributedTest):
         resumed = loaded(tmp_path, **CASES["stage1-fp32"])
         assert differences(rest, [x for x, _ in resumed.training_dataloader]) == []
         assert len(rest) == 3
-
-
-class Saved(DistributedFixture):
-    """A run of six steps that was saved after the third, in processes that have ended."""
-
-    world_size = 2
-
-    def run(self, class_tmpdir: Any) -> None:
-        engine = saved(class_tmpdir, SAVED_AT, **CASES["stage2-bf16"])
-        torch.save(train(engine, STEPS - SAVED_AT), f"{class_tmpdir}/straight{dist.get_rank()}.pt")
-
-
-class TestNewProcesses(DistributedTest):
-    world_size = 2
-
-    def test_bit_equal(self, Saved: Any, class_tmpdir: Any) -> None:
-        straight = torch.load(f"{class_tmpdir}/straight{dist.get_rank()}.pt", weights_only=False)
-        random.seed(0)
-        numpy.random.seed(0)
-        resumed = loaded(class_tmpdir, seed=7, **CASES["stage2-bf16"])
-        assert differences(straight, train(resumed, STEPS - SAVED_AT)) == []

@@ -18,7 +18,7 @@ from unit.v1.looping import each
 
 from . import test_experts
 from . import test_pipeline as pipeline
-from .runs import BF16, config, differences, look, saved, start, train, zero
+from .runs import BF16, differences, look, saved, start, train, zero
 
 BESIDE = ["latest", "zero_to_fp32.py"]
 
@@ -84,7 +84,7 @@ class TestSaving(DistributedTest):
     @each(decoupled=(False, True))
     def test_three_saves_leave_two(self, tmp_path: Path, decoupled: bool) -> None:
         keys = {"checkpoint": {"keep_last": 2, "writer": {"decoupled": decoupled}}}
-        engine = start(config(**keys))
+        engine = start(**keys)
         folder = tmp_path / str(decoupled)
         for _ in range(3):
             train(engine, 1)
@@ -92,7 +92,7 @@ class TestSaving(DistributedTest):
         for save in background_save.in_flight:
             save.join()
         assert sorted(os.listdir(folder)) == ["global_step2", "global_step3", *BESIDE]
-        other = start(config(**keys), seed=2)
+        other = start(seed=2, **keys)
         assert other.load_checkpoint(folder)[0] == str(folder / "global_step3")
         assert differences(look(engine), {**look(other), "random": look(engine)["random"]}) == []
         # A tag that is overwritten is one.
@@ -111,10 +111,6 @@ def place_on_nodes(folder: Any) -> Path:
     node, local = divmod(dist.get_rank(), 2)
     os.environ.update(CROSS_RANK=str(node), LOCAL_RANK=str(local), LOCAL_SIZE="2")
     return Path(str(folder), f"node{node}")
-
-
-def plain(seed: int, **keys: Any) -> Any:
-    return start(config(**keys), seed)
 
 
 class TestTwoNodes(DistributedTest):
@@ -143,7 +139,7 @@ class TestTwoNodes(DistributedTest):
         for number, (keys, own) in enumerate(
             ((zero(0), ()), (zero(2), ranks), (zero(2, num_optimizer_instances=2), (0, 1)))
         ):
-            found = self.resumes(folder / str(number), plain, train, **BF16, **keys)
+            found = self.resumes(folder / str(number), start, train, **BF16, **keys)
             shards = [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in own]
             assert found == sorted([*shards, *always])
 
@@ -180,7 +176,7 @@ class TestTwoNodes(DistributedTest):
             shutil.rmtree(folder / "new")
             (folder / "latest").write_text("old")
         dist.barrier()
-        other = start(config(**keys), seed=2)
+        other = start(seed=2, **keys)
         assert other.load_checkpoint(folder)[0] == str(folder / "old")
         assert differences(before, look(other)) == []
         # One node that cannot be told from two.

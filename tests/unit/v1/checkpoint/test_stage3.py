@@ -1,6 +1,7 @@
 """Checkpoints of stage 3: resumed bit for bit, by other ranks, at other stages, made whole."""
 
 import gc
+import itertools
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,19 +20,8 @@ from unit.common import DistributedFixture, DistributedTest
 from unit.models import seeded
 from unit.v1.zero.stage3.models import Net, config_of, train
 
-from .runs import (
-    by_name,
-    convert,
-    decay_groups,
-    differences,
-    keep,
-    kept,
-    of_kind,
-    on_rank_0,
-    put,
-    refused,
-    whole,
-)
+from . import runs
+from .runs import by_name, convert, decay_groups, differences, kept, of_kind, on_rank_0, refused
 
 WHOLE = "DS_RESHARD_MATRIX" in os.environ
 PRECISIONS = ("fp32", "bf16")
@@ -185,7 +175,7 @@ class TestWhole(DistributedTest):
         assert differences(wanted, held(engine)) == []
         assert verify_checkpoint(str(tmp_path), "two") == []
         path = tmp_path / "two" / "zero_pp_rank_1_mp_rank_00_model_states.pt"
-        on_rank_0(lambda: put(path, path.read_bytes()[:-1]))
+        on_rank_0(lambda: runs.put(path, path.read_bytes()[:-1]))
         with refused("zero_pp_rank_1_mp_rank_00_model_states.pt"):
             engine.load_checkpoint(tmp_path, tag="two")
         assert differences(wanted, held(engine)) == []
@@ -204,7 +194,7 @@ class TestWhole(DistributedTest):
         config = {**config_of(3), "bf16": {"enabled": True}}
         evaluated = deepspeed.initialize(model=seeded(Net, seed=5), config=config)[0]
         evaluated.load_checkpoint(tmp_path, tag="unsaid")
-        found = {name: whole(param) for name, param in evaluated.module.named_parameters()}
+        found = {name: runs.whole(param) for name, param in evaluated.module.named_parameters()}
         rounded = {name: value.bfloat16() for name, value in of_kind(wanted, "weight").items()}
         assert differences(rounded, found) == []
         evaluated.destroy()
@@ -248,28 +238,17 @@ class Crossing(NamedTuple):
 
 def crossings(stage: int, world: int) -> list[Crossing]:
     """What `world` ranks load into `stage`: all in the campaign, else a share of each kind."""
-    every = (
-        Crossing(precision, of_stage, of_world)
-        for precision in PRECISIONS
-        for of_stage in (STAGES if stage == 3 else (3,))
-        for of_world in WORLDS
-        if (of_stage, of_world) != (stage, world)  # that is `TestResume`
-    )
-    return [
-        one
-        for one in every
-        if WHOLE
-        or (
-            one.stage == stage
-            and one.precision == PRECISIONS[one.world % 2]
-            and one.world == 1 + world % 3
-        )
-        or (
-            one.stage != stage
-            and one.precision == PRECISIONS[(one.stage + stage + 1) % 2]
-            and one.world == 1 + (world + one.stage + stage) % 3
-        )
-    ]
+    every = itertools.product(PRECISIONS, STAGES if stage == 3 else (3,), WORLDS)
+    # The same stage and ranks are `TestResume`.
+    others = [Crossing(*one) for one in every if one[1:] != (stage, world)]
+    return [one for one in others if WHOLE or is_of_the_share(one, stage, world)]
+
+
+def is_of_the_share(one: Crossing, stage: int, world: int) -> bool:
+    if one.stage == stage:
+        return one.precision == PRECISIONS[one.world % 2] and one.world == 1 + world % 3
+    number = one.stage + stage
+    return one.precision == PRECISIONS[(number + 1) % 2] and one.world == 1 + (world + number) % 3
 
 
 NEEDED = {one for stage in STAGES for world in WORLDS for one in crossings(stage, world)}
@@ -287,7 +266,7 @@ class saved_by_all(DistributedFixture):
             train(engine, 2, first=one.stage)
             folder = os.path.join(class_tmpdir, one.name)
             engine.save_checkpoint(folder)
-            keep(folder, held(engine))
+            runs.keep(folder, held(engine))
             engine.destroy()
 
 

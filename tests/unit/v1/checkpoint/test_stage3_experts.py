@@ -13,6 +13,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.utils import load_sharded_safetensors
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as fp32_weights
 from unit.common import DistributedFixture, DistributedTest
+from unit.models import drawn
 
 from .runs import UNIVERSAL, convert, differences, keep, kept, of_kind, on_rank_0, zero
 from .test_experts import whole
@@ -86,8 +87,7 @@ def make(ep_size: int, seed: int, frozen: str, **keys: Any) -> Any:
 
 def train(engine: Any, steps: int) -> None:
     for _ in range(steps):
-        generator = torch.Generator().manual_seed(100 * engine.global_steps + dist.get_rank())
-        engine.backward(engine(torch.randn(8, WIDTH, generator=generator)))
+        engine.backward(engine(drawn(100 * engine.global_steps + dist.get_rank(), 8, WIDTH)))
         engine.step()
 
 

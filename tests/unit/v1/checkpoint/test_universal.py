@@ -1,5 +1,5 @@
-"""Universal checkpoints go on in any other division over ranks, bit-equal by name; slices of
-tensor-parallel ranks are joined and cut by the client's patterns.
+"""A checkpoint, as it is or made universal, goes on with other ranks, stages and groups: all is
+found by name. Slices of tensor-parallel ranks are joined and cut by the client's patterns.
 """
 
 import os
@@ -14,32 +14,114 @@ import torch
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO, UNIVERSAL_FOLDER
+from deepspeed.checkpoint.resharding.cuts import ParallelDegrees
 from deepspeed.utils import groups
 from unit.common import DistributedFixture, DistributedTest
 from unit.one_process import train as train_on
 from unit.v1.tensor.megatron import CUT, Mpu, Parallel, batch
 
-from . import test_experts
+from . import runs, test_experts
 from . import test_pipeline as pipeline
-from .runs import (
-    BF16,
-    TAG,
-    TORCH_ADAM,
-    UNIVERSAL,
-    by_name,
-    convert,
-    differences,
-    keep,
-    kept,
-    on_rank_0,
-    refused,
-    train,
-    zero,
-)
-from .test_resharding import STEPS, expected, make, masters_and_moments
+from .runs import BF16, FP16, TAG, UNIVERSAL, convert, differences, keep, kept, refused, train, zero
+
+WORLDS = (1, 2, 4)
+STEPS = 2
+# Each is saved by all worlds and loaded in all of them, from one of the others.
+CASES: dict[str, dict[str, Any]] = {
+    "fp32-0": {},
+    "fp32-1": zero(1),
+    "fp32-2": zero(2),
+    "fp32-2-elastic": zero(2, elastic_checkpoint=True),
+    "fp32-2-dealt": zero(2, round_robin_gradients=True),
+    "bf16-0": BF16,
+    "bf16-1": {**BF16, **zero(1)},
+    "bf16-2": {**BF16, **zero(2)},
+    "accumulate-0": runs.ACCUMULATE,
+    "accumulate-1": {**runs.ACCUMULATE, **zero(1)},
+    "fp16-0": FP16,
+    "fp16-0-whole": {**FP16, **runs.TORCH_ADAM},
+    "fp16-2": {**FP16, **zero(2)},
+}
+# Files of the first become state of the second.
+ACROSS = [
+    ("fp32-0", "fp32-2"),
+    ("fp32-2", "fp32-0"),
+    ("fp32-2-dealt", "fp32-1"),
+    ("bf16-2", "bf16-0"),
+    ("bf16-0", "accumulate-1"),
+    ("accumulate-1", "bf16-2"),
+    ("fp16-0", "fp16-0-whole"),
+    ("fp16-0-whole", "fp16-2"),
+    ("fp16-2", "fp16-0"),
+]
+
+
+def make(case: str, seed: int = 1, **keys: Any) -> Any:
+    """An engine whose global batch is the same in every world."""
+    rows = 4 // dist.get_world_size()
+    sizes = {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": 1}
+    return runs.start(seed, **CASES[case], **sizes, **keys)
+
+
+def expected(engine: Any) -> dict[str, Any]:
+    scaler = vars(engine.optimizer.loss_scaler) if engine.fp16_enabled() else {}
+    return {
+        **runs.by_name(engine),
+        "scaler": {key: value for key, value in scaler.items() if key.startswith("cur_")},
+        "counts": (engine.global_steps, engine.global_samples, engine.skipped_steps),
+        "rates": engine.get_lr(),
+        "data": engine.training_dataloader.state_dict(),
+    }
+
+
+def masters_and_moments(found: dict[str, Any]) -> dict[str, Any]:
+    kinds = ("master", "exp_avg", "counts", "rates")
+    return {key: value for key, value in found.items() if key.startswith(kinds)}
+
+
+class SavedByAll(DistributedFixture):
+    """All cases, saved in every world, with what each holds."""
+
+    world_size = list(WORLDS)
+    exec_timeout = 120
+
+    def run(self, class_tmpdir: Any) -> None:
+        for case in CASES:
+            folder = f"{class_tmpdir}/{case}/{dist.get_world_size()}"
+            engine = make(case)
+            train(engine, STEPS)
+            engine.save_checkpoint(folder)
+            keep(folder, expected(engine))
+
+
+class TestOtherWorlds(DistributedTest):
+    """Kills: elements in others' places, padding taken for elements, a group's in one shard."""
+
+    world_size = list(WORLDS)
+    exec_timeout = 120
+
+    def test_the_same_by_name(self, SavedByAll: Any, class_tmpdir: Any) -> None:
+        world = dist.get_world_size()
+        others = [saved for saved in WORLDS if saved != world]  # the same is test_resume's
+        for number, case in enumerate(CASES):
+            self.load(f"{class_tmpdir}/{case}/{others[number % 2]}", case, case)
+        for number, (case, into) in enumerate(ACROSS):
+            self.load(f"{class_tmpdir}/{case}/{WORLDS[number % 3]}", case, into)
+
+    def load(self, folder: str, case: str, into: str) -> None:
+        engine = make(into, seed=2)
+        train(engine, 1)  # state that loading must replace
+        engine.load_checkpoint(folder)
+        wanted, found = kept(folder), expected(engine)
+        if case != into:
+            wanted, found = masters_and_moments(wanted), masters_and_moments(found)
+        assert differences(wanted, found) == [], (folder, into)
+
+
+# Made universal
 
 # Saved as the first, loaded as the second.
-ACROSS = [
+CONVERTED = [
     ("fp32-2-dealt", "fp32-1"),
     ("fp32-0", "fp32-2"),
     ("bf16-0", "bf16-0"),
@@ -61,7 +143,7 @@ class SavedByTwo(DistributedFixture):
     exec_timeout = 120
 
     def run(self, class_tmpdir: Any) -> None:
-        for case in sorted({case for case, _ in ACROSS}):
+        for case in sorted({case for case, _ in CONVERTED}):
             engine = make(case)
             train(engine, STEPS)
             self.save(engine, f"{class_tmpdir}/{case}", expected(engine))
@@ -79,7 +161,7 @@ class SavedByTwo(DistributedFixture):
     def save(engine: Any, folder: str, held: Any) -> None:
         engine.save_checkpoint(folder)
         keep(folder, held)
-        on_rank_0(lambda: convert(folder))
+        runs.on_rank_0(lambda: convert(folder))
 
 
 def load(engine: Any, folder: str) -> Any:
@@ -105,7 +187,7 @@ class TestOtherDivisions(DistributedTest):
         self.other_stages(str(class_tmpdir))
 
     def other_worlds(self, folder: str) -> None:
-        for case, into in ACROSS:
+        for case, into in CONVERTED:
             engine = make(into, seed=2, **UNIVERSAL)
             train(engine, 1)  # state that loading must replace
             wanted, found = load(engine, f"{folder}/{case}"), expected(engine)
@@ -182,7 +264,7 @@ def make_sliced(size: int, case: str = "fp32-0", **keys: Any) -> Any:
     mpu = Mpu(size)
     model = Parallel(mpu)
     model.row.weight.requires_grad_(case != "fp32-2")
-    keys = {"train_micro_batch_size_per_gpu": 4, **TORCH_ADAM, **SLICED[case], **keys}
+    keys = {"train_micro_batch_size_per_gpu": 4, **runs.TORCH_ADAM, **SLICED[case], **keys}
     trained = [param for param in model.parameters() if param.requires_grad]
     return deepspeed.initialize(model=model, model_parameters=trained, config=keys, mpu=mpu)[0]
 
@@ -194,7 +276,7 @@ def train_sliced(engine: Any, steps: int) -> list[float]:
 
 def whole(engine: Any) -> dict[str, Any]:
     """`by_name`, whole over the tensor-parallel ranks."""
-    found, group = by_name(engine), groups.get_tensor_model_parallel_group()
+    found, group = runs.by_name(engine), groups.get_tensor_model_parallel_group()
     for key, value in found.items():
         if (name := key.split(".", 1)[1]) in CUT:
             parts = [torch.empty_like(value) for _ in range(dist.get_world_size(group=group))]
@@ -216,7 +298,7 @@ class SavedSlices(DistributedFixture):
                 train_sliced(engine, 2)
                 engine.save_checkpoint(folder, client_state={UNIVERSAL_CHECKPOINT_INFO: INFO})
                 keep(folder, (whole(engine), train_sliced(engine, 2)))
-                on_rank_0(lambda folder=folder: convert(folder))
+                runs.on_rank_0(lambda folder=folder: convert(folder))
 
 
 class TestOtherTensorRanks(DistributedTest):
@@ -265,3 +347,32 @@ class TestOtherTensorRanks(DistributedTest):
             with refused("The client saves it by save_checkpoint"):
                 convert(tmp_path)
         dist.barrier()
+
+
+# What files say of ranks
+
+DIMENSIONS = "checkpoint_parallel_dimensions"
+FOUR = {"module": {}, "mp_world_size": 4, DIMENSIONS: {"pp_degree": 2, "tp_degree": 2}}
+
+
+@pytest.mark.parametrize(
+    ("model", "degrees"),
+    [
+        ({}, (1, 1, 1)),
+        ({"module": {}, "mp_world_size": 1}, (1, 1, 1)),
+        (FOUR, (2, 2, 4)),
+        ({"mp_world_size": 2, DIMENSIONS: {"tp_degree": 2}}, (1, 2, 2)),
+        ({"module": {}, "mp_world_size": 2}, (1, 2, 2)),
+        ({"module": None, "mp_world_size": 2}, (2, 1, 2)),
+        ({"module": None, "mp_world_size": 2, DIMENSIONS: None}, (2, 1, 2)),
+    ],
+)
+def test_of_a_file(model: dict[str, Any], degrees: tuple[int, int, int]) -> None:
+    assert ParallelDegrees.of_file(model) == degrees
+
+
+def test_fields_and_ranks_of_a_slice() -> None:
+    # The manifest and the files of processes hold them by these names.
+    assert ParallelDegrees._fields == ("stages", "tensor", "parts")
+    degrees = ParallelDegrees(stages=3, tensor=2, parts=6)
+    assert [list(degrees.ranks_of_slice(rank)) for rank in range(2)] == [[0, 2, 4], [1, 3, 5]]

@@ -16,37 +16,19 @@ from unit.common import DistributedFixture, DistributedTest
 from unit.v1.looping import each
 from unit.v1.zero.usage import Warnings
 
-from . import test_experts
-from .runs import (
-    ACCUMULATE,
-    BF16,
-    CPU,
-    SUMS,
-    TORCH_ADAM,
-    backward,
-    config,
-    convert,
-    differences,
-    look,
-    on_rank_0,
-    refused,
-    start,
-    stepped,
-    train,
-    zero,
-)
+from . import runs, test_experts
+from .runs import ACCUMULATE, BF16, CPU, FP16, backward, differences, refused, start, train, zero
 from .test_resume import IMMEDIATE
 
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 2}}
 HALF = {"device": "cpu", "ratio": 0.5}
 CASES: dict[str, dict[str, Any]] = {
     "stage0-fp32": {},
     "stage0-bf16": BF16,
     "stage0-bf16-accumulate": ACCUMULATE,
-    "stage0-fp16-per-parameter": {**FP16, **TORCH_ADAM},
+    "stage0-fp16-per-parameter": {**FP16, **runs.TORCH_ADAM},
     "stage1-fp32": zero(1, overlap_comm=True),
     "stage1-fp16": {**FP16, **zero(1)},
-    "stage1-fp16-accumulate": {**FP16, **SUMS, **zero(1)},
+    "stage1-fp16-accumulate": {**FP16, **runs.SUMS, **zero(1)},
     "stage1-bf16-accumulate": {**ACCUMULATE, **zero(1)},
     "stage1-bf16-immediate": {**IMMEDIATE, **zero(1)},
     "stage1-bf16-accumulate-offload": {**ACCUMULATE, **zero(1, **CPU)},
@@ -63,7 +45,7 @@ MIDDLE, NO_SYNC, BOUNDARY, READ = "middle", "no_sync", "boundary", "read"
 
 
 def keys_of(case: str, **more: Any) -> dict[str, Any]:
-    return config(**{**CASES[case], "gradient_accumulation_steps": WINDOW, **more})
+    return {**CASES[case], "gradient_accumulation_steps": WINDOW, **more}
 
 
 def go_to(engine: Any, point: str) -> list[float]:
@@ -93,12 +75,12 @@ def go_on(engine: Any, losses: Sequence[float]) -> list[dict[str, Any]]:
     if engine.global_steps == 1:
         losses.append(backward(engine))  # at the boundary once more
         engine.step()
-    return [stepped(engine, losses), *train(engine, 1)]
+    return [runs.stepped(engine, losses), *train(engine, 1)]
 
 
 def resumed(keys: dict[str, Any], folder: Path, **options: Any) -> Any:
     """Another engine, that has a window of its own, which loading must replace."""
-    engine = start(keys, seed=2)
+    engine = start(seed=2, **keys)
     train(engine, 1)
     backward(engine)
     engine.load_checkpoint(str(folder), **options)
@@ -134,7 +116,7 @@ def end(engine: Any, way: str) -> dict[str, Any]:
     if way in ("forced", "unmanaged", "divided at the step"):
         engine.step()
     assert engine.global_steps == 1
-    return look(engine)
+    return runs.look(engine)
 
 
 class TestWindow(DistributedTest):
@@ -152,7 +134,7 @@ class TestWindow(DistributedTest):
                 self.resume(Path(tmp_path, case, where), keys_of(case), where)
 
     def resume(self, folder: Path, keys: dict[str, Any], point: str) -> None:
-        engine = start(keys)
+        engine = start(**keys)
         train(engine, 1)
         losses = go_to(engine, point)
         engine.save_checkpoint(str(folder))
@@ -177,7 +159,7 @@ class TestWindow(DistributedTest):
             self.resume(tmp_path / case, keys_of(case), MIDDLE)
         found = []
         for saves in (False, True):
-            engine = start(keys_of(case))
+            engine = start(**keys_of(case))
             train(engine, 1)
             losses = go_to(engine, READ)
             if saves:
@@ -201,7 +183,7 @@ class TestWindow(DistributedTest):
                 keys["gradient_accumulation_steps"] = 1
             if way == "unmanaged":
                 keys["zero_optimization"] = {"stage": int(case[5])}
-            engine, again = start(keys), start(keys, seed=2)
+            engine, again = start(**keys), start(seed=2, **keys)
             for one in (engine, again):
                 one.module.drop.p = 0.0
                 one.train(way != "unnoticed")  # outputs in evaluation are not watched
@@ -215,7 +197,7 @@ class TestWindow(DistributedTest):
     @staticmethod
     def saved_in_the_middle(folder: Path, keys: dict[str, Any]) -> list[float]:
         """A run that is saved in its first window; its losses so far."""
-        engine = start(keys)
+        engine = start(**keys)
         losses = go_to(engine, MIDDLE)
         engine.save_checkpoint(folder, tag="t")
         return losses
@@ -229,13 +211,13 @@ class TestWindow(DistributedTest):
             one = resumed(keys, tmp_path, **options)
             assert one.tracker.window.is_plain is False and one.micro_steps == WINDOW
             own = [group.grad.clone() for group in one.optimizer.groups]
-            other = start(keys, seed=2)
+            other = start(seed=2, **keys)
             train(other, 1)
             backward(other)
             assert differences(own, [group.grad for group in other.optimizer.groups]) == []
-        on_rank_0((tmp_path / "t" / "window_rank_1.pt").unlink)
+        runs.on_rank_0((tmp_path / "t" / "window_rank_1.pt").unlink)
         for level in ("full", "off"):
-            other = start({**keys, "checkpoint": {"verify": level}}, seed=2)
+            other = start(seed=2, **{**keys, "checkpoint": {"verify": level}})
             with refused(r"window_rank_1\.pt"):
                 other.load_checkpoint(tmp_path)
 
@@ -243,33 +225,32 @@ class TestWindow(DistributedTest):
         # Kills: sums that are divided by other micro-batches or laid out otherwise, taken as they
         # are; a checkpoint of a step that asks for anything; a change before the error.
         keys = keys_of("stage2-fp32")
-        engine = start(keys)
+        engine = start(**keys)
         train(engine, 1)
         engine.save_checkpoint(tmp_path, tag="step")
         assert not list(tmp_path.glob("*/window*"))
         losses = go_to(engine, MIDDLE)
         engine.save_checkpoint(tmp_path, tag="window")
         straight = go_on(engine, losses)
+        small = zero(2, reduce_bucket_size=10, overlap_comm=True)
         others = {
             "gradient_accumulation_steps was 3, now 2": {"gradient_accumulation_steps": 2},
             "zero_optimization.stage was 2, now 1": zero(1, overlap_comm=True),
             "optimizer was DeepSpeedZeroOptimizer, now ReplicatedOptimizer": zero(0),
-            r"the layout of their gradients \(buckets, groups\)": zero(
-                2, reduce_bucket_size=10, overlap_comm=True
-            ),
+            r"the layout of their gradients \(buckets, groups\)": small,
         }
         for what, different in others.items():
-            other = start({**keys, **different}, seed=2)
-            before = look(other)
+            other = start(seed=2, **{**keys, **different})
+            before = runs.look(other)
             with refused(rf"rank 1: .*Different are: .*{what}.*Resume as it was saved"):
                 other.load_checkpoint(tmp_path, tag="window")
-            assert differences(before, look(other)) == []
+            assert differences(before, runs.look(other)) == []
             backward(other)
             other.load_checkpoint(tmp_path, tag="step")
             assert not other._sequence.has_gradients
             with Warnings() as said:
                 begins = {"checkpoint": {"open_window": "discard"}}
-                anew = start({**keys, **different, **begins}, seed=2)
+                anew = start(seed=2, **{**keys, **different, **begins})
                 anew.load_checkpoint(tmp_path, tag="window")
             told = [text for text in said.texts if "window begins anew" in text]
             assert len(told) == (dist.get_rank() == 0)
@@ -308,20 +289,20 @@ class TestWindow(DistributedTest):
 
     def test_a_universal_checkpoint_begins_the_window_anew(self, tmp_path: Path) -> None:
         keys = keys_of("stage2-fp32")
-        engine = start(keys)
+        engine = start(**keys)
         train(engine, 1)
         go_to(engine, MIDDLE)
         engine.save_checkpoint(tmp_path)
         with Warnings() as said:
-            on_rank_0(lambda: convert(tmp_path))
+            runs.on_rank_0(lambda: runs.convert(tmp_path))
         assert dist.get_rank() or any("begins the window anew" in text for text in said.texts)
-        other = start({**keys, "checkpoint": {"load_universal": True}}, seed=2)
+        other = start(seed=2, **{**keys, "checkpoint": {"load_universal": True}})
         other.load_checkpoint(tmp_path)
         assert (other.global_steps, other.micro_steps) == (1, WINDOW)
         assert train(other, 1)[0]["counters"][0] == 2
 
     def test_inside_a_backward(self, tmp_path: Path) -> None:
-        engine = start(keys_of("stage2-fp32"))
+        engine = start(**keys_of("stage2-fp32"))
         loss = engine(torch.ones(2, 8)).square().mean()
         loss.register_hook(lambda grad: engine.save_checkpoint(tmp_path))
         with refused("inside a backward: its gradients are not"):
@@ -334,7 +315,7 @@ class SavedWindow(DistributedFixture):
     world_size = 2
 
     def run(self, class_tmpdir: Any) -> None:
-        engine = start(keys_of("stage2-fp32"))
+        engine = start(**keys_of("stage2-fp32"))
         train(engine, 1)
         go_to(engine, MIDDLE)
         engine.save_checkpoint(str(class_tmpdir))
@@ -347,8 +328,8 @@ class TestOtherWorlds(DistributedTest):
         # Kills: ranks that go on without the gradients of those that are not there.
         keys, world = keys_of("stage2-fp32"), dist.get_world_size()
         with refused(f"Different are: world was 2, now {world}"):
-            start(keys).load_checkpoint(str(class_tmpdir))
-        anew = start({**keys, "checkpoint": {"open_window": "discard"}})
+            start(**keys).load_checkpoint(str(class_tmpdir))
+        anew = start(**{**keys, "checkpoint": {"open_window": "discard"}})
         anew.load_checkpoint(str(class_tmpdir))
         assert (anew.global_steps, anew.micro_steps) == (1, WINDOW)
         train(anew, 1)
