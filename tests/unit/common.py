@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pytest
@@ -42,6 +43,7 @@ server = RankServer()
 _items: dict[str, pytest.Item] = {}
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 TORCH = tuple(int(number) for number in importlib.metadata.version("torch").split(".")[:2])
 # The operations of `deepspeed.comm` are torch's; what a host backend lacks, they lack.
@@ -120,6 +122,19 @@ def allclose_on_all_ranks(
     assert reduce_boolean_flags(is_close), (
         assert_message or f"this rank: {is_close}\n{actual=}\n{expected=}"
     )
+
+
+@contextmanager
+def standing_in(accelerator: T) -> Iterator[T]:
+    """An accelerator in the place of the one that is there."""
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+
+    before = get_accelerator()
+    set_accelerator(accelerator)  # type: ignore[arg-type]  # a stand-in may have less
+    try:
+        yield accelerator
+    finally:
+        set_accelerator(before)
 
 
 def skip_on_accelerator(*names: str, reason: str = "") -> pytest.MarkDecorator:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.streams import SideStream
+from unit.common import standing_in
 
 
 class FakeStream:
@@ -73,11 +73,8 @@ class FakeAccelerator(CPU_Accelerator):
 
 @pytest.fixture
 def fake() -> Iterator[FakeAccelerator]:
-    real = get_accelerator()
-    stand_in = FakeAccelerator()
-    set_accelerator(stand_in)
-    yield stand_in
-    set_accelerator(real)
+    with standing_in(FakeAccelerator()) as stand_in:
+        yield stand_in
 
 
 @pytest.fixture
@@ -133,9 +130,8 @@ def test_the_producers_wait_before_the_references_go(fake, side, monkeypatch):
     # Kills: references that go first, or while only one of several producers waits.
     alive = kept(side, [fake.named("a"), fake.named("b")])
     waiting = []
-    monkeypatch.setattr(
-        FakeStream, "wait_event", lambda self, event: waiting.append((self.name, alive() is None))
-    )
+    note = lambda self, event: waiting.append((self.name, alive() is None))  # noqa: E731
+    monkeypatch.setattr(FakeStream, "wait_event", note)
     kept(side, [])
     kept(side, [])
     gc.collect()

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.utils import (
     get_z3_leaf_modules,
@@ -17,6 +16,7 @@ from deepspeed.utils import (
 )
 from deepspeed.utils.init_on_device import OnDevice
 from deepspeed.utils.nvtx import instrument_w_nvtx
+from unit.common import standing_in
 
 
 def test_modules_have_shapes_without_memory() -> None:
@@ -62,10 +62,8 @@ class RangeDevice(CPU_Accelerator):
 
 @pytest.fixture
 def range_device() -> Iterator[RangeDevice]:
-    before, device = get_accelerator(), RangeDevice()
-    set_accelerator(device)
-    yield device
-    set_accelerator(before)
+    with standing_in(RangeDevice()) as device:
+        yield device
 
 
 def test_ranges_close_also_after_an_exception(range_device: RangeDevice) -> None:

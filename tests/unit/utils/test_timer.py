@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from deepspeed.accelerator.real_accelerator import get_accelerator
 from deepspeed.utils import timer as timer_module
 from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, trim_mean
+from unit.common import standing_in
 
 
 class Clock:
@@ -71,11 +70,8 @@ class EventDevice(CPU_Accelerator):
 
 @pytest.fixture
 def event_device() -> Iterator[EventDevice]:
-    before = get_accelerator()
-    device = EventDevice()
-    set_accelerator(device)
-    yield device
-    set_accelerator(before)
+    with standing_in(EventDevice()) as device:
+        yield device
 
 
 def test_runs_add_up_until_reset(clock: Clock) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from unit.common import standing_in
 
-from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.runtime.gradients.buckets import Segment
 from deepspeed.runtime.gradients.sink import DeviceSink, HostSink
@@ -37,7 +37,6 @@ of_both = pytest.mark.parametrize("make_sink", SINKS.values(), ids=SINKS.keys())
 @of_both
 def test_the_first_write_replaces_what_an_earlier_step_left_and_later_ones_add(make_sink):
     # Kills: adding into the last step's gradient, or wiping elements that belong to other buckets.
-    # buckets.
     group, sink = make_group(), make_sink()
     group.grad.fill_(math.nan)
     sink.add(0, group, TWO_SEGMENTS, [torch.arange(5.0)], 2.0)
@@ -121,12 +120,9 @@ class StagingAccelerator(CPU_Accelerator):
 
 @pytest.fixture
 def staging() -> Iterator[StagingAccelerator]:
-    real = get_accelerator()
-    stand_in = StagingAccelerator()
-    set_accelerator(stand_in)
     FakeEvent.synchronized = 0
-    yield stand_in
-    set_accelerator(real)
+    with standing_in(StagingAccelerator()) as stand_in:
+        yield stand_in
 
 
 def test_staged_slices_equal_the_device_path(staging):
