@@ -1,5 +1,6 @@
-"""Ranks that take different ways, in training, saving, pipelines: who waits says so, and where."""
+"""Ranks that take different ways: who waits says so, and where. Threads that look end in time."""
 
+import gc
 import os
 import threading
 import time
@@ -13,6 +14,7 @@ import torch
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.comm.watch import lone_waits
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.checkpointing import folders
@@ -25,25 +27,18 @@ from unit.v1.zero.usage import Warnings
 WIDTH = 4
 REPORT_S = 0.5
 LATE_S = 1.0
-# Of a report; beside more programs than cores each waits for its turn.
+# Of a report, or of a thread that is not told: it ends by itself when it finds nothing to look at.
+# Beside more programs than cores each waits for its turn.
 LIMIT_S = 5.0 * max(1.0, os.getloadavg()[0] / (4 * (os.cpu_count() or 1)))
 
 
-class Waits(Warnings):
-    """What the log says meanwhile, of waits."""
-
-    @property
-    def told(self) -> list[str]:
-        return [text for text in self.texts if " s for " in text]
-
-
 @contextmanager
-def heard() -> Iterator[Waits]:
-    """Waits are soon reported."""
+def heard() -> Iterator[Callable[[], list[str]]]:
+    """What the log says meanwhile of waits, which are soon reported."""
     lone_waits.watch.report_s = REPORT_S
     try:
-        with Waits() as said:
-            yield said
+        with Warnings() as said:
+            yield lambda: said.about(" s for ")
     finally:
         lone_waits.watch.report_s = lone_waits.DEFAULT_REPORT_S
 
@@ -59,6 +54,15 @@ def engine_of(stage: int, is_pipeline: bool = False, **options: Any) -> Any:
         ranks, loss = dist.get_world_size(), torch.nn.MSELoss()
         model = PipelineModule(list(model), num_stages=ranks, loss_fn=loss)
     return deepspeed.initialize(model=model, config=config)[0]
+
+
+def train(engine: Any, steps: int = 2) -> None:
+    x = torch.ones(1, WIDTH, device=engine.device)
+    for _ in range(steps):
+        if isinstance(engine.module, PipelineModule):
+            engine.train_batch(iter([(x, x)]))
+        else:
+            step(engine)
 
 
 def backward(engine: Any) -> None:
@@ -81,10 +85,10 @@ def one_that_is_late(act: Callable[[], Any], what: str, who: str) -> None:
         act()
         assert time.monotonic() - started < LIMIT_S
         # It is written a moment after the other was asked what it waits for.
-        while not is_late and not said.told and time.monotonic() - started < LIMIT_S:
+        while not is_late and not said() and time.monotonic() - started < LIMIT_S:
             time.sleep(0.02)
-        assert len(said.told) == (0 if is_late else 1), said.texts
-        for text in said.told:
+        assert len(said()) == (0 if is_late else 1), said()
+        for text in said():
             assert f"s for {what}, which {who}" in text, text
             assert "test_lone_waits.py" in text
             assert "rank 1 has not waited so long for anything of this kind" in text
@@ -128,8 +132,7 @@ class TestLate(DistributedTest):
         engine.destroy()
 
     def test_a_long_write_is_none(self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        # Kills: ranks that wait until another has written, reported as alone; and a later wait
-        # taken for one of them.
+        # Kills: ranks reported that wait until another has written; a later wait taken for one.
         engine = engine_of(2)
         step(engine)
         write = SaveJob.write
@@ -142,18 +145,16 @@ class TestLate(DistributedTest):
         with monkeypatch.context() as patch, heard() as said:
             patch.setattr(SaveJob, "write", slow)
             engine.save_checkpoint(str(tmpdir), "a")
-            assert not said.told
+            assert not said()
         act = lambda: folders.together(lambda: None, engine.device, "something")  # noqa: E731
         one_that_is_late(act, "something", "rank 1 has not joined")
         engine.destroy()
 
     def test_pipeline(self) -> None:
         engine = engine_of(0, is_pipeline=True)
-        x = torch.ones(1, WIDTH)
-        act = lambda: engine.train_batch(iter([(x, x)]))  # noqa: E731
-        act()
+        train(engine, 1)
         wait = "gradients of part 1's inputs (rank 1 to rank 0), with rank 1"
-        one_that_is_late(act, wait, NOT_ALL)
+        one_that_is_late(lambda: train(engine, 1), wait, NOT_ALL)
         engine.destroy()
 
     def test_nobody_is_late(self) -> None:
@@ -167,7 +168,7 @@ class TestLate(DistributedTest):
                 dist.broadcast(is_over, 0)
                 if is_over:
                     break
-            assert not said.told
+            assert not said()
         engine.destroy()
 
 
@@ -195,5 +196,106 @@ class TestApart(DistributedTest):
         ]
         others = [GRADIENTS[2], "saving global_step1"]
         own, other = waits[dist.get_rank()], others[dist.get_rank()]
-        assert any(f"s for {own}" in text for text in said.told), said.texts
-        assert any(f"has last waited so long for {other}" in text for text in said.told), said.texts
+        assert any(f"s for {own}" in text for text in said()), said()
+        assert any(f"has last waited so long for {other}" in text for text in said()), said()
+
+
+def new_threads(before: set[threading.Thread]) -> list[str]:
+    return [thread.name for thread in set(threading.enumerate()) - before]
+
+
+def soon_none(before: set[threading.Thread]) -> list[str]:
+    end = time.monotonic() + LIMIT_S
+    while new_threads(before) and time.monotonic() < end:
+        time.sleep(0.05)
+    return new_threads(before)
+
+
+class TestThreadsAlone(DistributedTest):
+    world_size = 1
+
+    @pytest.mark.parametrize("stage", [2, 3])
+    def test_nothing_is_started(self, stage: int) -> None:
+        # Kills: a thread that looks after ranks that wait for each other, with one rank.
+        before = set(threading.enumerate())
+        engine = engine_of(stage)
+        train(engine)
+        assert not new_threads(before)
+        del engine
+
+
+class TestThreads(DistributedTest):
+    world_size = 2
+
+    def test_destroy_ends_them(self, tmpdir: Any) -> None:
+        # Kills: a thread that outlives the last engine; one that the first of two ends for both.
+        before = set(threading.enumerate())
+        folder = Path(str(tmpdir))
+        for stage in (0, 2, 3):
+            saving = {"checkpoint": {"writer": {"type": "fast", "decoupled": True}}}
+            first, second = engine_of(stage, **saving), engine_of(stage)
+            train(first)
+            first.save_checkpoint(folder / str(stage))
+            train(first)
+            first.destroy()
+            train(second)
+            second.destroy()
+            # At once: who looks at the threads after a test does not wait.
+            assert not new_threads(before)
+        engine = engine_of(0, is_pipeline=True)
+        train(engine)
+        engine.destroy()
+        assert not new_threads(before)
+
+    @pytest.mark.parametrize("is_pipeline", [False, True])
+    def test_so_does_the_end_without_it(self, is_pipeline: bool, monkeypatch: Any) -> None:
+        # Kills: threads that end by `destroy` only, and hold what they look after.
+        monkeypatch.setattr(lone_waits, "_LOOK_S", 0.1)
+        before = set(threading.enumerate())
+        engine = engine_of(0 if is_pipeline else 3, is_pipeline)
+        train(engine)
+        del engine
+        gc.collect()
+        assert not soon_none(before)
+
+    def test_simulated_device(self) -> None:
+        before = set(threading.enumerate())
+        with simulate():
+            engine = engine_of(2)
+            train(engine)
+            engine.destroy()
+        assert not soon_none(before)
+
+    def test_whoever_looks_can_stop_them(self) -> None:
+        # What Lightning's tests do with a daemon that is left by an engine that is not destroyed.
+        # Kills: a thread that cannot be stopped; one that never comes back.
+        before = set(threading.enumerate())
+        engine = engine_of(3)
+        for _ in range(2):
+            train(engine)
+            left: Any = set(threading.enumerate()) - before
+            assert [thread.name for thread in left] == ["lone waits"]
+            for thread in left:
+                assert thread.daemon
+                thread.stop()
+                assert not thread.is_alive()
+        engine.destroy()
+
+
+class TestThreadsWithoutGroup(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("ends", [dist.destroy_process_group, None])
+    def test_the_group_ends_first(self, ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Kills: a thread that asks a store that is gone.
+        monkeypatch.setattr(lone_waits, "_LOOK_S", 0.1)
+        before = set(threading.enumerate())
+        engine = engine_of(3)
+        train(engine)
+        if ends is not None:
+            ends()
+            assert not new_threads(before)
+        else:
+            torch.distributed.destroy_process_group()
+            assert not soon_none(before)
+        del engine

@@ -86,6 +86,10 @@ class Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
 
+    def about(self, words: str) -> list[str]:
+        """Those that have these words."""
+        return [text for text in self.texts if words in text]
+
     def __enter__(self) -> Warnings:
         _log_dist_once.cache_clear()
         logger.addHandler(self)
