@@ -1,4 +1,4 @@
-"""Cuts of parameters: every element once, in order; rows, and the flat buffer they move into."""
+"""Cuts of parameters: every element once, in order; rows, the flat buffer, exchanges of layouts."""
 
 import itertools
 import random
@@ -11,6 +11,7 @@ from torch import nn
 from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
 from deepspeed.runtime.sharding import flattening
 from deepspeed.runtime.sharding.cut_rows import RowFiller, WholeViews
+from deepspeed.runtime.sharding.exchange import Run, in_rounds, kept, overlaps
 from deepspeed.runtime.sharding.flattening import flatten, make_master, write_master
 from deepspeed.runtime.sharding.fragments import (
     Fragment,
@@ -25,12 +26,8 @@ WORLDS = range(1, 6)
 def layouts(seed: int = 0, count: int = 60) -> list[tuple[int, ...]]:
     """Random parameter sizes with many zeros and odd numbers, and the corner cases by hand."""
     generator = random.Random(seed)
-    drawn = [
-        tuple(
-            generator.choice((0, 0, 1, 2, 3, 5, 7, 64, 129)) for _ in range(generator.randrange(9))
-        )
-        for _ in range(count)
-    ]
+    sizes = (0, 0, 1, 2, 3, 5, 7, 64, 129)
+    drawn = [tuple(generator.choices(sizes, k=generator.randrange(9))) for _ in range(count)]
     return [(), (0,), (0, 0), (1,), (1, 0), (0, 1), (4, 4), *drawn]
 
 
@@ -38,10 +35,8 @@ def cut(numels: tuple[int, ...], generator: random.Random) -> list[list[int]] | 
     """Random sections of these parameters, in any order, some without elements; None: one."""
     if generator.random() < 0.3:
         return None
-    params = list(range(len(numels)))
-    generator.shuffle(params)
     sections: list[list[int]] = [[]]
-    for param in params:
+    for param in generator.sample(range(len(numels)), len(numels)):
         if generator.random() < 0.4:
             sections.append([])
         sections[-1].append(param)
@@ -77,6 +72,11 @@ def test_every_element_lies_in_exactly_one_place():
         owners = flat_owner_map(table)
         elements = [(param, i) for param, numel in enumerate(table.numels) for i in range(numel)]
         assert sorted(owners.values()) == elements, table
+        # Kills: offsets that ignore the padding of sections before, or the order of sections.
+        for param, i in elements:
+            section = table.section_of(param)
+            shard, place = divmod(table.offsets[param] + i - section.start, section.part_numel)
+            assert owners[shard, section.shard_start + place] == (param, i)
 
 
 def test_places_follow_the_order_of_a_section_and_padding_is_last():
@@ -117,17 +117,6 @@ def test_sections_and_their_parts_are_equal_aligned_and_cover_the_range():
             start, shard_start = start + section.padded_numel, shard_start + section.part_numel
             assert section.part_start(table.num_shards - 1) + section.part_numel == start
         assert (start, shard_start) == (table.padded_numel, table.shard_numel)
-
-
-def test_offsets_are_where_parameters_lie_in_the_flat_range():
-    # Kills: offsets that ignore the padding of sections before, or the order of sections.
-    for table in TABLES:
-        owners = flat_owner_map(table)
-        for param, numel in enumerate(table.numels):
-            for i in range(numel):
-                section = table.section_of(param)
-                shard, place = divmod(table.offsets[param] + i - section.start, section.part_numel)
-                assert owners[shard, section.shard_start + place] == (param, i)
 
 
 def test_all_views_list_the_same_fragments():
@@ -173,16 +162,14 @@ def test_layouts_are_compared_by_places():
 
 
 def test_a_table_costs_no_more_with_more_shards():
-    # Kills: lists over all shards on the way to one shard's fragments, which thousands of ranks
-    # would pay for at every start.
+    # Kills: lists over all shards for one shard's fragments: thousands of ranks would pay for it.
     table = FragmentTable.build([10**6 + 1] * 40, 10**9, 8, [[i, i + 1] for i in range(0, 40, 2)])
     assert len(table.of_shard(10**5)) == 20 and table.shard_padding(10**8) == 20 * 8
     assert table.owned(39, 10**5) is None or table.owned(39, 10**5).shard == 10**5
 
 
 def test_impossible_layouts_are_refused():
-    # Kills: a parameter that lies nowhere, or in two places; a missing check that would give a
-    # negative or a zero-length shard later on.
+    # Kills: a parameter that lies nowhere, or in two places; a shard of no or negative length.
     for sections in ([[0]], [[0, 1], [1]], [[0, 1], [2, 2]]):
         with pytest.raises(ValueError, match="every parameter with elements once"):
             FragmentTable.build([1, 2, 3], 2, 1, sections)
@@ -192,8 +179,7 @@ def test_impossible_layouts_are_refused():
 
 
 def test_round_robin_deals_each_parameter_once():
-    # Kills: an order that loses parameters when the count is no multiple of the shards, or that
-    # deals nothing.
+    # Kills: an order that deals nothing, or loses parameters where shards do not divide the count.
     for count, world in itertools.product(range(12), WORLDS):
         assert sorted(round_robin_order(count, world)) == list(range(count))
     order = round_robin_order(6, 3)
@@ -337,3 +323,106 @@ def test_masters(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(master, shard.float())
         write_master(master, shard * 2)
         assert torch.equal(master, shard.float() * 2)
+
+
+def pairs_of_layouts(seed: int = 5) -> list[tuple[FragmentTable, FragmentTable]]:
+    generator = random.Random(seed)
+    found = []
+    for world in (1, 2, 3, 5, 37) * 6:
+        numels = generator.choices((0, 1, 3, 7, 16, 129), k=generator.randrange(1, 9))
+        params = generator.sample(range(len(numels)), len(numels))
+        first = generator.randrange(len(params) + 1)
+        sections = [sorted(params[:first]), sorted(params[first:])]
+        memory = FragmentTable.build(numels, world, 8, sections)
+        found.append((FragmentTable.build(numels, world, 2), memory))
+    return found
+
+
+def values(table: FragmentTable) -> list[list[int]]:
+    """Each shard with a number for each element of each parameter; padding is 0."""
+    first = [1 + sum(table.numels[:param]) for param in range(len(table.numels))]
+    shards = [[0] * table.shard_numel for _ in range(table.num_shards)]
+    for shard, content in enumerate(shards):
+        for fragment in table.of_shard(shard):
+            start = first[fragment.param] + fragment.param_start
+            content[fragment.in_shard] = range(start, start + fragment.numel)
+    return shards
+
+
+def moved(source: FragmentTable, target: FragmentTable, limit: int) -> list[list[int]]:
+    """Move shards from `source` to `target` by messages of at most `limit` elements."""
+    count, there = source.num_shards, values(source)
+    result = [[0] * target.shard_numel for _ in range(count)]
+    rounds = -(-max(source.shard_numel, 1) // limit)
+    sent = [in_rounds(overlaps(source, target, rank), limit, rounds) for rank in range(count)]
+    received = [in_rounds(overlaps(target, source, rank), limit, rounds) for rank in range(count)]
+    for number in range(rounds):
+        messages = {
+            (rank, peer): [
+                value
+                for run in sent[rank][number]
+                if run.peer == peer
+                for value in there[rank][run.start : run.start + run.numel]
+            ]
+            for rank, peer in itertools.product(range(count), repeat=2)
+        }
+        assert all(len(message) <= limit for message in messages.values())
+        for rank in range(count):
+            for run in received[rank][number]:
+                message = messages[run.peer, rank]
+                result[rank][run.start : run.start + run.numel] = message[: run.numel]
+                messages[run.peer, rank] = message[run.numel :]
+        assert not any(messages.values()), "a message is longer than its receiver knows"
+    return result
+
+
+def test_every_element_arrives_at_its_place_in_both_directions():
+    # Kills: an element that is sent twice or not at all, ends of a message that disagree in length
+    # or order, rounds that cut the two ends differently.
+    for files, memory in pairs_of_layouts():
+        for limit in (1, 5, 1000):
+            assert moved(memory, files, limit) == values(files)
+            assert moved(files, memory, limit) == values(memory)
+
+
+def test_what_a_rank_has_in_both_layouts_is_copied_to_its_place():
+    # Kills: runs that each side has cut otherwise paired off as they are, an element left out.
+    generator = random.Random(3)
+    for files, memory in pairs_of_layouts():
+        for rank in range(files.num_shards):
+            ends = [
+                [run for run in overlaps(*tables, rank) if run.peer == rank]
+                for tables in ((memory, files), (files, memory))
+            ]
+            own, there = values(memory)[rank], values(files)[rank]
+            copied = list(kept(*ends))
+            assert sum(numel for _, _, numel in copied) == sum(run.numel for run in ends[1])
+            for source, target, numel in copied:
+                assert own[source : source + numel] == there[target : target + numel]
+    # The same elements, cut elsewhere on either side.
+    for _ in range(20):
+        cuts = [sorted({0, 30, *generator.sample(range(31), 4)}) for _ in range(2)]
+        sides = [
+            [Run(0, 100 * side + start, end - start) for start, end in itertools.pairwise(points)]
+            for side, points in enumerate(cuts)
+        ]
+        found = [
+            (source + at, target + at)
+            for source, target, numel in kept(*sides)
+            for at in range(numel)
+        ]
+        assert found == [(at, 100 + at) for at in range(30)]
+
+
+def test_neighbours_travel_as_one_run():
+    # Kills: a copy for each parameter where the layouts agree: most of a large model's do.
+    table = FragmentTable.build([4] * 10, 2, 2)
+    assert overlaps(table, table, 1) == [Run(1, 0, 20)]
+
+
+def test_what_a_shard_sends_costs_no_more_with_more_shards():
+    # Kills: a loop over all shards for each fragment.
+    numels = [10**6] * 40
+    files = FragmentTable.build(numels, 10**6, 2)
+    memory = FragmentTable.build(numels, 10**6, 8, [[i, i + 1] for i in range(0, 40, 2)])
+    assert sum(run.numel for run in overlaps(files, memory, 10**5)) == files.shard_numel
