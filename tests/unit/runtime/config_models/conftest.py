@@ -1,10 +1,8 @@
 """What tests of the configuration share: one process, and the warnings that are logged."""
 
-import logging
-
 import pytest
 
-from deepspeed.utils.logging import _log_dist_once, logger
+from unit.v1.zero.usage import Warnings
 
 
 @pytest.fixture(autouse=True)
@@ -16,15 +14,5 @@ def one_process(monkeypatch):
 @pytest.fixture
 def warnings():
     """Collect the texts of the warnings that are logged."""
-    texts = []
-
-    class Collect(logging.Handler):
-        def emit(self, record):
-            if record.levelno == logging.WARNING:
-                texts.append(record.getMessage())
-
-    handler = Collect()
-    _log_dist_once.cache_clear()
-    logger.addHandler(handler)
-    yield texts
-    logger.removeHandler(handler)
+    with Warnings() as said:
+        yield said.texts

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import deepspeed
+from deepspeed.runtime import config as config_module
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from unit.common import DistributedTest
@@ -151,47 +152,40 @@ CONSTANTS: dict[tuple[str, ...], dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "path, names",
-    [(path, names) for paths, names in CONSTANTS.items() for path in paths],
-    ids=[path for paths in CONSTANTS for path in paths],
-)
-def test_constants_hold_their_values(path: str, names: dict[str, Any]) -> None:
-    module = importlib.import_module(path)
+# The first of several paths is where they are.
+PATHS = {path: names for paths, names in CONSTANTS.items() for path in paths}
+HOMES = {paths[0] for paths in CONSTANTS}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_constants_hold_their_values(path: str) -> None:
+    module, names, scope = importlib.import_module(path), PATHS[path], {}
     found = {name: getattr(module, name, "missing") for name in names}
     assert found == names
     # Equal is not the same: False == 0, and scripts print these.
     kinds = {name: type(value) for name, value in names.items() if value != 0 or value is False}
     assert {name: type(found[name]) for name in kinds} == kinds
-
-
-@pytest.mark.parametrize("path", [paths[0] for paths in CONSTANTS])
-def test_star_imports_bring_all_constants(path: str) -> None:
-    scope: dict[str, Any] = {}
     exec(f"from {path} import *", scope)
-    names = next(names for paths, names in CONSTANTS.items() if paths[0] == path)
-    assert {name: scope.get(name, "missing") for name in names} == names
+    assert path not in HOMES or {name: scope.get(name, "missing") for name in names} == names
+    with pytest.raises(AttributeError, match=f"module '{path}' has no attribute 'NO_SUCH_NAME'"):
+        _ = module.NO_SUCH_NAME
 
 
 GIVEN: dict[str, Any] = {
+    **all_are(True, "prescale_gradients wall_clock_breakdown dump_state dataloader_drop_last"),
+    **all_are(True, "zero_allow_untested_optimizer"),
+    **all_are(False, "managed_gradient_accumulation zero_force_ds_cpu_optimizer"),
     "train_batch_size": 8,
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 4,
     "gradient_clipping": 0.5,
-    "prescale_gradients": True,
     "gradient_predivide_factor": 2.0,
     "gradient_allreduce_op": "sum",
     "communication_data_type": "fp16",
-    "managed_gradient_accumulation": False,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.25}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
     "torch_autocast": {"enabled": True, "dtype": "bf16"},
     "steps_per_print": 7,
-    "wall_clock_breakdown": True,
-    "dump_state": True,
-    "dataloader_drop_last": True,
-    "zero_allow_untested_optimizer": True,
-    "zero_force_ds_cpu_optimizer": False,
 }
 # What getters say about an empty dict; of GIVEN, most say what it holds.
 OF_NOTHING: dict[str, Any] = {
@@ -217,14 +211,13 @@ GETTERS: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("name", GETTERS)
 def test_getters_read_raw_dicts(name: str) -> None:
-    get = getattr(importlib.import_module("deepspeed.runtime.config"), name)
+    get = getattr(config_module, name)
     assert (get(GIVEN), get({})) == GETTERS[name]
     assert get.__name__ == name and get.__doc__
 
 
 def test_the_communication_types_getter_takes_another_key() -> None:
-    get = importlib.import_module("deepspeed.runtime.config").get_communication_data_type
-    key = "seq_parallel_communication_data_type"
+    get, key = config_module.get_communication_data_type, "seq_parallel_communication_data_type"
     assert get({key: "bf16"}, key) is torch.bfloat16
     assert get({}, key, "fp32") is torch.float32
 
@@ -249,19 +242,15 @@ def test_block_getters_return_models(path: str, name: str, block: str, given: An
 
 
 OF_ZERO = {
-    "stage": 2,
-    "reduce_scatter": False,
+    **all_are(False, "reduce_scatter allgather_partitions contiguous_gradients"),
+    **all_are(False, "load_from_fp32_weights ignore_unused_parameters"),
+    **all_are(True, "overlap_comm elastic_checkpoint round_robin_gradients"),
     "reduce_bucket_size": 70,
     "allgather_bucket_size": 80,
-    "allgather_partitions": False,
-    "contiguous_gradients": False,
-    "overlap_comm": True,
-    "load_from_fp32_weights": False,
-    "elastic_checkpoint": True,
-    "round_robin_gradients": True,
-    "ignore_unused_parameters": False,
-    "offload_optimizer": {"device": "cpu", "pin_memory": False},
 }
+OF_PROFILER = {"recompute_fwd_factor": 0.5, "profile_step": 9, "module_depth": 3}
+OF_PROFILER |= {"top_modules": 2, "detailed": False, "output_file": "profile.txt"}
+OFFLOAD = {"device": "cpu", "pin_memory": False}
 FULL: dict[str, Any] = {
     **{key: value for key, value in GIVEN.items() if key != "torch_autocast"},
     "managed_gradient_accumulation": True,
@@ -271,10 +260,9 @@ FULL: dict[str, Any] = {
     "gradient_allreduce_op": "mean",
     "bf16": {"enabled": True},
     "data_types": {"grad_accum_dtype": "fp32"},
-    "zero_optimization": OF_ZERO,
+    "zero_optimization": {"stage": 2, **OF_ZERO, "offload_optimizer": OFFLOAD},
     "checkpoint": {"tag_validation": "Fail", "load_universal": True},
-    "flops_profiler": {"recompute_fwd_factor": 0.5, "profile_step": 9, "module_depth": 3}
-    | {"top_modules": 2, "detailed": False, "output_file": "profile.txt"},
+    "flops_profiler": OF_PROFILER,
     "memory_breakdown": True,
     "dump_state": False,
 }
@@ -307,14 +295,10 @@ CONFIG_ATTRIBUTES: dict[str, Any] = {
     "torch_autocast_lower_precision_safe_modules": None,
 }
 # Attribute -> the block of the tree that it is.
-CONFIG_BLOCKS = {
-    "zero_config": "zero_optimization",
-    "float16_config": "fp16",
-    "bfloat16_config": "bf16",
-    "activation_checkpointing_config": "activation_checkpointing",
-    "compile_config": "compile",
-    "tensor_parallel_config": "tensor_parallel",
-    "checkpoint": "checkpoint",
+CONFIG_BLOCKS = {"zero_config": "zero_optimization", "float16_config": "fp16"}
+CONFIG_BLOCKS |= {"bfloat16_config": "bf16", "checkpoint": "checkpoint"}
+CONFIG_BLOCKS |= {
+    f"{name}_config": name for name in ("activation_checkpointing", "compile", "tensor_parallel")
 }
 
 
@@ -325,44 +309,31 @@ def test_attributes_of_the_configuration() -> None:
         assert getattr(read, name) is getattr(read.tree, block), name
     assert read.timers_config is read.tree.timers.throughput
     assert read.monitor_config.wandb is read.tree.wandb
-
-
-@pytest.mark.parametrize("name", ["zero_enabled", "zero_config", "optimizer_name"])
-def test_what_is_read_from_the_tree_cannot_be_set_beside_it(name: str) -> None:
     # Kills: an assignment that the engine would not see.
-    with pytest.raises(AttributeError):
-        setattr(DeepSpeedConfig(FULL), name, None)
+    for name in ("zero_enabled", "zero_config", "optimizer_name"):
+        with pytest.raises(AttributeError):
+            setattr(read, name, None)
 
 
 # Name -> what the method returns for FULL.
 ENGINE_METHODS: dict[str, Any] = {
     **OF_BOTH,
-    **all_are(False, "fp16_enabled fp16_auto_cast zero_ignore_unused_parameters"),
+    **{f"zero_{key}": value for key, value in OF_ZERO.items()},
+    **{f"flops_profiler_{key}": value for key, value in OF_PROFILER.items()},
+    **all_are(False, "fp16_enabled fp16_auto_cast flops_profiler_enabled dump_state"),
     **all_are(False, "dynamic_loss_scale zero_optimization_partition_weights"),
-    **all_are(False, "zero_reduce_scatter zero_allgather_partitions"),
-    **all_are(False, "zero_contiguous_gradients zero_load_from_fp32_weights"),
-    **all_are(False, "is_elastic_model_parallel_supported dump_state"),
+    **all_are(False, "is_elastic_model_parallel_supported"),
     **all_are(False, "zero_gather_16bit_weights_on_model_save"),
-    **all_are(False, "flops_profiler_enabled flops_profiler_detailed"),
     **all_are(True, "bfloat16_enabled zero_optimization dataloader_drop_last"),
     **all_are(True, "zero_optimization_partition_gradients wall_clock_breakdown"),
-    **all_are(True, "zero_allow_untested_optimizer zero_overlap_comm"),
-    **all_are(True, "zero_cpu_offload zero_elastic_checkpoint"),
-    **all_are(True, "zero_round_robin_gradients postscale_gradients"),
+    **all_are(True, "zero_allow_untested_optimizer zero_cpu_offload postscale_gradients"),
     **all_are(True, "managed_gradient_accumulation"),
     "get_batch_info": (8, 2, 4),
     "loss_scale": 0.0,
     "get_data_types": (torch.bfloat16, torch.float32),
-    "zero_reduce_bucket_size": 70,
-    "zero_allgather_bucket_size": 80,
     "gradient_predivide_factor": 1.0,
     "get_type": [None],
     "get_mom": [(0.9, 0.999)],
-    "flops_profiler_recompute_fwd_factor": 0.5,
-    "flops_profiler_profile_step": 9,
-    "flops_profiler_module_depth": 3,
-    "flops_profiler_top_modules": 2,
-    "flops_profiler_output_file": "profile.txt",
 }
 ENGINE_PROPERTIES = {"model_dtype": torch.bfloat16, "communication_data_type": torch.float32}
 
@@ -401,9 +372,3 @@ def test_no_path_imports_pydantic() -> None:
     code = f"import sys, {', '.join(paths)}, deepspeed.elasticity.elasticity\n"
     code += "sys.exit('pydantic' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-@pytest.mark.parametrize("path", [path for paths in CONSTANTS for path in paths])
-def test_a_name_that_is_not_there_is_an_attribute_error(path: str) -> None:
-    with pytest.raises(AttributeError, match=f"module '{path}' has no attribute 'NO_SUCH_NAME'"):
-        _ = importlib.import_module(path).NO_SUCH_NAME

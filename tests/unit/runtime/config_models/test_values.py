@@ -92,10 +92,6 @@ def test_numbers_and_switches_in_other_words_mean_what_they_say():
     assert _configured_dtype({"bf16": {"enabled": "auto"}}) == torch.float32
 
 
-def test_a_missing_key_is_named():
-    assert "optimizer.type: is missing" in error(optimizer={"params": {"lr": 1}})
-
-
 @pytest.mark.parametrize(
     "path, value, near",
     [
@@ -112,24 +108,21 @@ def test_unknown_keys_come_with_the_nearest_known_one(path, value, near):
     assert f'{path}: unknown key; did you mean "{near}"?' in error(**nested(path, value))
 
 
-@pytest.mark.parametrize("path", ["zero_optimization.enabled", "compile.disable", "optimizer.lr"])
-def test_a_name_that_says_nothing_is_no_neighbour(path):
+def test_a_name_that_says_nothing_is_no_neighbour():
     # Kills: "fp16.enabled" for every block that has no "enabled".
-    keys = nested(path, True)
-    keys.get("optimizer", {})["type"] = "Adam"
-    assert f"{path}: unknown key; remove it" in error(**keys)
-
-
-@pytest.mark.parametrize(
-    "key, call",
-    [("enabled", "engine.compile()"), ("backend", "(backend=...)"), ("kwargs", "compile_kwargs")],
-)
-def test_what_the_script_does_now_is_said(key, call):
-    text = error(compile={key: True})
-    assert f"compile.{key}: unknown key; remove it, and call" in text and call in text
+    for path in ("zero_optimization.enabled", "compile.disable", "optimizer.lr"):
+        keys = nested(path, True)
+        keys.get("optimizer", {})["type"] = "Adam"
+        assert f"{path}: unknown key; remove it" in error(**keys)
+    # What the script does now is said.
+    calls = {"enabled": "engine.compile()", "backend": "(backend=...)", "kwargs": "compile_kwargs"}
+    for key, call in calls.items():
+        text = error(compile={key: True})
+        assert f"compile.{key}: unknown key; remove it, and call" in text and call in text
 
 
 def test_all_that_is_wrong_is_listed_at_once():
+    assert "optimizer.type: is missing" in error(optimizer={"params": {"lr": 1}})
     text = error(fp16=True, zero_optimization={"stage": 9}, gradient_clipping="x")
     assert all(path in text for path in ("fp16", "zero_optimization.stage", "gradient_clipping"))
     text = error(foo_bar_baz=1, fp16={"enabeld": True}, qqqq={})

@@ -102,18 +102,14 @@ LAYERS: list[Layer] = [
 ]
 
 
-def test_parameters_are_counted_without_a_trace() -> None:
+def test_layers_have_names_and_are_counted_without_a_trace() -> None:
     # Kills: counting that draws random numbers, so that the weights depend on the partition method.
     torch.manual_seed(3)
     before = torch.get_rng_state()
     assert counts() == [800, 0, 72, 72, 0, 900]
     assert trainable_numel(LayerSpec(ReadsValues, 5)) == 5
     assert torch.equal(torch.get_rng_state(), before)
-    frozen = nn.Linear(8, 8).requires_grad_(False)
-    assert trainable_numel(frozen) == 0
-
-
-def test_names() -> None:
+    assert trainable_numel(nn.Linear(8, 8).requires_grad_(False)) == 0
     wanted = ["Embedding", "double", "Linear", "Linear", "ReLU", "Linear"]
     assert [layer_name(layer) for layer in LAYERS] == wanted
     assert repr(LayerSpec(nn.Linear, 4, 2, bias=False)) == "Linear(4, 2, bias=False)"
@@ -188,11 +184,7 @@ def test_pipe_data_and_model() -> None:
     assert topology.filter_match(pipe=0, data=1) == [2, 3]
     assert topology.get_coord(3) == topology.ProcessCoord(pipe=0, data=1, model=1)
     assert topology.mapping[topology.ProcessCoord(1, 0, 1)] == 5
-
-
-def test_names_of_checkpoint_files() -> None:
     # Kills: another spelling of ranks, with which upstream's files are not found.
-    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
     assert [topology.get_rank_repr(rank) for rank in range(4)] == ["model_00", "model_01"] * 2
     assert topology.get_rank_repr(5, omit_axes=["data"]) == "pipe_01-model_01"
     spelled = topology.get_rank_repr(5, omit_axes=[], inner_sep="", outer_sep="/")

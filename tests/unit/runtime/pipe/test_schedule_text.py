@@ -32,11 +32,12 @@ from deepspeed.runtime.pipe.simulator import CostModel, simulate
 
 PICTURES = Path(__file__).parents[4] / "docs" / "images"
 
-GRID_1F1B = """\
+GRIDS = {}
+GRIDS["1f1b"] = """\
 stage 0  | F0 F1 .  .  B0--- F2 B1--- .  B2---
 stage 1  | .  F0 B0--- F1 B1--- F2 B2---
 """
-GRID_ZERO_BUBBLE = """\
+GRIDS["zero_bubble"] = """\
 stage 0  | F0 F1 .  I0 W0 F2 I1 W1 I2 W2
 stage 1  | .  F0 I0 F1 I1 W0 F2 I2 W1 W2
 """
@@ -99,9 +100,7 @@ class TestLists:
 class TestGrid:
     """Who computes when."""
 
-    @pytest.mark.parametrize(
-        ("name", "grid"), [("1f1b", GRID_1F1B), ("zero_bubble", GRID_ZERO_BUBBLE)]
-    )
+    @pytest.mark.parametrize(("name", "grid"), GRIDS.items())
     def test_grid(self, name: str, grid: str) -> None:
         assert render_grid(simulate(stages_of(name), record=True).spans) == grid
 
@@ -166,11 +165,9 @@ class TestCommand:
         assert text in capsys.readouterr().err
 
     def test_runs_as_a_module(self) -> None:
-        command = "-m deepspeed.runtime.pipe.schedule_text --stages 2 --micro-batches 3"
-        ran = subprocess.run(
-            [sys.executable, *command.split()], capture_output=True, text=True, check=True
-        )
-        assert ran.stdout.startswith(GRID_1F1B)
+        command = [sys.executable, "-m", "deepspeed.runtime.pipe.schedule_text"]
+        command += "--stages 2 --micro-batches 3".split()
+        assert subprocess.check_output(command, text=True).startswith(GRIDS["1f1b"])
 
 
 class TestPicture:
