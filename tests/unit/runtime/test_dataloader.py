@@ -4,26 +4,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler
 
 from deepspeed.runtime.dataloader import (
     DeepSpeedDataLoader,
     RepeatingLoader,
     ResumableDistributedSampler,
 )
-
-
-class Numbers(Dataset):
-    """0, 1, 2, ... as tensors."""
-
-    def __init__(self, length):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        return torch.tensor(index)
 
 
 class Stream(IterableDataset):
@@ -35,7 +22,7 @@ class Stream(IterableDataset):
 
 def loader(length=23, batch=4, rank=0, world=2, timer=None, dataset=None, **kwargs):
     ranks = {"data_parallel_world_size": world, "data_parallel_rank": rank}
-    data = dataset or Numbers(length)
+    data = dataset or list(torch.arange(length))
     return DeepSpeedDataLoader(data, batch, False, -1, timer, **ranks, **kwargs)
 
 

@@ -219,24 +219,22 @@ class TestOnRanks(DistributedTest):
 
     def test_getters_are_upstreams(self) -> None:
         # Kills: a getter that answers for another key.
-        # What upstream's default says, where config_of says otherwise.
         config = config_of(3, 1, 1, "bf16", optimizer=ADAM, zero_force_ds_cpu_optimizer=True)
         model = nn.Linear(3, 3)
         engine, *_ = deepspeed.initialize(model=model, config=config)
-        layers = "linear.Linear conv.Conv1d conv.Conv2d conv.Conv3d".split()
+        layers = "linear.Linear conv.Conv1d conv.Conv2d conv.Conv3d"
+        layers = [f"torch.nn.modules.{name}" for name in layers.split()]
         aio = {"block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1}
         scaling = {"init_scale": 65536, "scale_window": 1000, "delayed_shift": 2}
+        on = "checkpoint_serialization_enabled zero_force_ds_cpu_optimizer "
+        on += "is_first_weights_partition_group zero_multi_rank_bucket_allreduce"
         off = "amp_enabled amp_params bf16_optimizer_states checkpoint_writer_enabled "
         off += "compile_autotp curriculum_params_legacy data_efficiency_enabled pld_enabled "
         off += "optimizer_legacy_fusion super_offload zero_nvme_offload_optimizer"
         wanted = {
             **dict.fromkeys([*off.split(), "zero_use_cpu_optimizer"], False),
             **dict.fromkeys(("log_level", "zero_offload_param", "zeropp_loco_param"), None),
-            **dict.fromkeys(
-                ("checkpoint_serialization_enabled", "zero_force_ds_cpu_optimizer"), True
-            ),
-            "is_first_weights_partition_group": True,
-            "zero_multi_rank_bucket_allreduce": True,
+            **dict.fromkeys(on.split(), True),
             **dict.fromkeys(("zero_max_live_parameters", "zero_sub_group_size"), 1_000_000_000),
             "aio_config": {**aio, "single_submit": False, "overlap_events": True, "use_gds": False},
             "autotp_size": 0,
@@ -246,9 +244,7 @@ class TestOnRanks(DistributedTest):
             "eigenvalue_max_iter": 100,
             "initial_dynamic_scale": 65536,
             "mics_shard_size": -1,
-            "torch_autocast_lower_precision_safe_modules": [
-                f"torch.nn.modules.{name}" for name in layers
-            ],
+            "torch_autocast_lower_precision_safe_modules": layers,
             "zero_hpz_partition_size": 1,
             "zero_param_persistence_threshold": 100_000,
             "zero_partial_offload": 1.0,

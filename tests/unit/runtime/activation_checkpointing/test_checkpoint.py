@@ -31,9 +31,8 @@ def default_settings() -> Iterator[None]:
 
 
 def save_into_long_buffers(inputs: int) -> None:
-    checkpointing.configure(
-        None, partition_activations=True, contiguous_checkpointing=True, num_checkpoints=inputs
-    )
+    switches = {"partition_activations": True, "contiguous_checkpointing": True}
+    checkpointing.configure(None, **switches, num_checkpoints=inputs)
 
 
 def direct(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -77,8 +76,7 @@ def test_gradients_and_dropout_are_those_of_the_plain_function(recompute: Any) -
 
 @both
 def test_named_random_states_are_restored(recompute: Any) -> None:
-    # Kills: forgetting the tracker: dropout under fork() would draw other masks in recomputation,
-    # and go on from another state.
+    # Kills: forgetting the tracker: fork() would draw other masks again, and go on elsewhere.
     model = block()
     tracker = checkpointing.get_cuda_rng_tracker()
 
@@ -136,20 +134,9 @@ def test_nested_arguments_and_results(recompute: Any) -> None:
 
 
 @both
-def test_parameters_get_gradients_though_no_input_requires_one(recompute: Any) -> None:
-    # Kills: a first layer on raw data that silently learns nothing (torch's reentrant checkpoint).
-    model = block(0.0)
-    x = torch.randn(4, 6)
-    model(x).sum().backward()
-    plain = [param.grad.clone() for param in model.parameters()]
-    model.zero_grad()
-    recompute(model, x).sum().backward()
-    assert_equal([param.grad for param in model.parameters()], plain)
-
-
-@both
 def test_integer_inputs_unused_outputs_and_frozen_parameters(recompute: Any) -> None:
-    # Kills: asking for a gradient of an index, of an output that nobody used, of a frozen weight.
+    # Kills: asking for a gradient of an index, of an output that nobody used, of a frozen weight; a
+    # first layer on raw data that silently learns nothing (torch's reentrant checkpoint).
     embedding, linear = nn.Embedding(10, 6), nn.Linear(6, 6)
     linear.weight.requires_grad_(False)
     index = torch.tensor([[1, 2, 2], [0, 9, 2]])
@@ -180,9 +167,8 @@ def test_one_function_twice_and_one_inside_of_another(recompute: Any) -> None:
 def test_a_retained_graph_runs_again(recompute: Any) -> None:
     # Kills: what is saved let go at the first backward although the graph is retained.
     save_into_long_buffers(2)
-    model = block()
     x = torch.randn(4, 6, requires_grad=True)
-    loss = recompute(model, x * 1).sum()
+    loss = recompute(block(), x * 1).sum()
     loss.backward(retain_graph=True)
     first = x.grad.clone()
     loss.backward()
@@ -255,9 +241,7 @@ def test_configure_reads_the_block_and_arguments_override_it() -> None:
     switches = "partition_activations contiguous_memory_optimization cpu_checkpointing profile "
     given = dict.fromkeys((switches + "synchronize_checkpoint_boundary").split(), True)
     config = {"train_batch_size": 1, "activation_checkpointing": {**given, "number_checkpoints": 3}}
-    checkpointing.configure(
-        None, deepspeed_config=config, checkpoint_in_cpu=False, num_checkpoints=7
-    )
+    checkpointing.configure(None, config, checkpoint_in_cpu=False, num_checkpoints=7)
     chosen = settings.current()
     assert checkpointing.is_configured()
     assert chosen.partition_activations and chosen.contiguous
@@ -416,8 +400,7 @@ def test_names_and_seeds_are_taken_once(tracker: Any) -> None:
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_seeds_of_tensor_parallel_ranks(rank: int) -> None:
-    # Kills: equal masks for the parts of a split activation, or different ones for a replicated
-    # one. 2718 is Megatron's offset.
+    # Kills: equal masks for parts of an activation, different ones for a whole. 2718 is Megatron's.
     checkpointing.configure(SimpleNamespace(get_tensor_model_parallel_rank=lambda: rank))
     tracker = checkpointing.get_cuda_rng_tracker()
     checkpointing.model_parallel_cuda_manual_seed(100)

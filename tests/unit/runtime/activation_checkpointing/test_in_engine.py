@@ -91,29 +91,23 @@ class TestEngine(DistributedTest):
         train(KINDS[kind], stage, form, bucket)
 
     def test_the_block_configures(self) -> None:
-        # Kills: a block without effect; an engine that overrides what the script chose.
-        config = {"train_batch_size": 2, "activation_checkpointing": {"profile": True}}
-        deepspeed.initialize(model=Net(), config={"train_batch_size": 2})
+        # Kills: a block without effect, or that cannot have one; an engine that overrides scripts.
+        deepspeed.initialize(model=Net(), config=config_of(0, 1))
         assert not checkpointing.is_configured()
+        unmet = config_of(0, 1, activation_checkpointing={"contiguous_memory_optimization": True})
+        with pytest.raises(ValueError, match="partition_activations: true"):
+            deepspeed.initialize(model=Net(), config=unmet)
+        config = config_of(0, 1, activation_checkpointing={"profile": True})
         deepspeed.initialize(model=Net(), config=config)
         assert settings.current().profile and checkpointing.is_configured()
         deepspeed.checkpointing.configure(None, profile=False)
         deepspeed.initialize(model=Net(), config=config)
         assert not settings.current().profile
 
-    @pytest.mark.world_size(1)
-    def test_a_block_that_cannot_be_honoured(self) -> None:
-        block = {"contiguous_memory_optimization": True}
-        config = {"train_batch_size": 1, "activation_checkpointing": block}
-        with pytest.raises(ValueError, match="partition_activations: true"):
-            deepspeed.initialize(model=Net(), config=config)
-
-
-class TestOnASimulatedDevice(DistributedTest):
-    world_size = 2
-
     @each_pair(kind=KINDS, stage=(0, 1, 2), form=("managed", "plain"), cpu=(False, True))
-    def test_no_race(self, kind: str, stage: int, form: str, cpu: bool) -> None:
+    def test_no_race_on_a_simulated_device(
+        self, kind: str, stage: int, form: str, cpu: bool
+    ) -> None:
         # Kills: hooks of a nested backward that wait for the wrong stream; gradients sent early.
         with simulate(backward_streams=2), check_streams():
             deepspeed.checkpointing.configure(None, checkpoint_in_cpu=cpu)
@@ -228,14 +222,9 @@ class TestTwoRanks(DistributedTest):
         tensors, others, flags = checkpointing.extract_tensors(tuple(args))
         assert checkpointing.merge_tensors(tensors, others, flags) == tuple(args)
 
-
-class TestPartsOnASimulatedDevice(DistributedTest):
-    """Copies to the host and back on side streams, late, with every unordered access an error."""
-
-    world_size = 2
-
     @each(kind=KINDS, partition=[False, True], contiguous=[False, True])
-    def test_gradients(self, kind: str, partition: bool, contiguous: bool) -> None:
+    def test_on_a_simulated_device(self, kind: str, partition: bool, contiguous: bool) -> None:
+        # Copies to the host and back on side streams, late; every unordered access is an error.
         # Kills: reading an input before its producer, or a host copy before the copy is done;
         # freeing an input early; a block that is written while its last reader is at it.
         if contiguous and not partition:
@@ -289,8 +278,7 @@ def test_two_copies_are_under_way(on_host: bool, least: int, most: int) -> None:
             device.reset_peak_memory_stats()
             before = device.memory_allocated()
             y = sines(x, checkpointing.checkpoint)
-            # The newest input, its output, two that are being copied, and one that is dropped as
-            # the next copy is issued.
+            # The newest input, its output, two being copied, one dropped as the next is issued.
             peak = (device.max_memory_allocated() - before) / INPUT
             assert least <= peak <= most, peak
             y.sum().backward()

@@ -24,6 +24,7 @@ from deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset import (
 from deepspeed.runtime.dataloader import DeepSpeedDataLoader
 
 SAMPLES = 40
+NUMBERS = list(torch.arange(float(SAMPLES))[:, None])
 ON = {"enabled": True}
 # Sample i is as hard as that: 8 samples each of 1 to 5.
 HARDNESS = numpy.random.default_rng(3).permutation(numpy.arange(SAMPLES) % 5 + 1)
@@ -58,9 +59,8 @@ def steps_of(
     """The samples of each step, in the order of the global batch."""
     streams = []
     for rank in range(ranks):
-        sampler = DeepSpeedDataSampler(
-            config, SAMPLES, micro, rank, ranks, gradient_accumulation_steps=accumulation
-        )
+        steps = {"gradient_accumulation_steps": accumulation}
+        sampler = DeepSpeedDataSampler(config, SAMPLES, micro, rank, ranks, **steps)
         sampler.consumed_samples = consumed
         length = len(sampler)
         streams.append(list(sampler))
@@ -164,16 +164,6 @@ def test_what_makes_no_sense(tmp_path: Path) -> None:
             steps_of(efficiency({"hard": metric(tmp_path, **change)}), 1, 8, 1)
 
 
-class Numbered(torch.utils.data.Dataset[torch.Tensor]):
-    """Sample i is the number i."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([float(index)])
-
-
 def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
     # Kills: a position that is forgotten when other ranks take over, a loader that begins its pass
     # anew whenever the script begins to read.
@@ -184,7 +174,7 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path) -> None:
         micro = 8 // ranks
         sampler = DeepSpeedDataSampler(config, SAMPLES, micro, rank, ranks)
         split = {"data_parallel_world_size": ranks, "data_parallel_rank": rank}
-        return DeepSpeedDataLoader(Numbered(), micro, False, 0, None, data_sampler=sampler, **split)
+        return DeepSpeedDataLoader(NUMBERS, micro, False, 0, None, data_sampler=sampler, **split)
 
     two = [loader(2, rank) for rank in range(2)]
     for step in range(6):
@@ -204,7 +194,7 @@ class TestEngine(DistributedTest):
     def make_engine(self, block: dict[str, Any], **keys: Any) -> Any:
         config = config_of(0, 2, 2, optimizer=sgd(1e-4), data_efficiency=block) | keys
         model = torch.nn.Linear(1, 1)
-        return deepspeed.initialize(model=model, config=config, training_data=Numbered())[0]
+        return deepspeed.initialize(model=model, config=config, training_data=NUMBERS)[0]
 
     def read(self, engine: Any, steps: int) -> list[list[int]]:
         """This rank's samples of each step, which are trained on."""

@@ -180,8 +180,7 @@ class TestUnequalBatches(DistributedTest):
     world_size = 2
 
     def test_equal_one_process(self) -> None:
-        # Kills: a mean of ranks' means, which counts a sample of a small batch more, and a total of
-        # one micro-batch.
+        # Kills: a mean of ranks' means, which favours small batches; a total of one micro-batch.
         one, norms = OneProcess(make_model(), LR, mean_square, CLIP), []
         for step in range(len(UNEQUAL_ROWS)):
             one.step([torch.cat(of_all_ranks(batch_of, step, ACCUMULATION))])

@@ -147,8 +147,7 @@ def test_there_and_back(numel: int, narrow: torch.dtype, wide: torch.dtype) -> N
 
 
 def test_memory_of_one() -> None:
-    # Kills: a narrow buffer right behind an odd number of bytes; buffers apart, or a conversion
-    # through a whole copy.
+    # Kills: a narrow buffer behind an odd number of bytes; buffers apart; a whole copy on the way.
     for numel in (1, 3, 1000, 1001):
         overlay = Overlay(numel, torch.bfloat16, torch.float32, CPU)
         assert (overlay.narrow.data_ptr() - overlay.wide.data_ptr()) % 16 == 0

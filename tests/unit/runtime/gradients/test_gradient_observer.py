@@ -21,16 +21,12 @@ from deepspeed.utils import safe_set_full_grad
 
 EVENTS = [name for name in vars(GradientObserver) if not name.startswith("_")]
 WIDTH = 6
-FORMS: dict[str, dict[str, Any]] = {
-    "stage 0": {"stage": 0},
-    "stage 1": {"stage": 1},
-    "stage 2": {"stage": 2},
-    "fp16": {"stage": 0, "fp16": {"enabled": True, "loss_scale": 4}},
-    "BF16_Optimizer": {
-        "stage": 1,
-        "bf16": {"enabled": True, "immediate_grad_update": True},
-        "data_types": {"grad_accum_dtype": "fp32"},
-    },
+FORMS: dict[str, dict[str, Any]] = {f"stage {stage}": {"stage": stage} for stage in range(3)}
+FORMS["fp16"] = {"stage": 0, "fp16": {"enabled": True, "loss_scale": 4}}
+FORMS["BF16_Optimizer"] = {
+    "stage": 1,
+    "bf16": {"enabled": True, "immediate_grad_update": True},
+    "data_types": {"grad_accum_dtype": "fp32"},
 }
 # Of a step of two micro-batches.
 STEPS = {
@@ -144,12 +140,8 @@ class TestOrder(DistributedTest):
 
     def test_of_a_pipeline(self) -> None:
         # Kills: a loss that is told on a stage that does not have it.
-        module = PipelineModule(
-            list(linears(2, WIDTH)),
-            num_stages=2,
-            loss_fn=nn.functional.mse_loss,
-            partition_method="uniform",
-        )
+        layers, how = list(linears(2, WIDTH)), {"partition_method": "uniform"}
+        module = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, **how)
         engine, recorder = observed("stage 1", module)
         engine.train_batch(itertools.repeat(torch.ones(2, 2, WIDTH).unbind(0)))
         a_pass = "pass_opened loss_known closed" if dist.get_rank() == 1 else "pass_opened closed"

@@ -49,8 +49,7 @@ def test_averaging_twice_is_averaging_once(world, prescale, predivide):
 )
 @pytest.mark.parametrize("prescale", [False, True])
 def test_an_experts_sums_are_divided_by_the_whole_world(world, ep_size, prescale):
-    # Kills: dividing by the ranks that hold the expert (times ep_size too much), or by ep_size once
-    # more. gradient of each rank's mean loss with respect to one expert
+    # Kills: dividing by the ranks that hold the expert, or by ep_size once more.
     means = [Fraction(7 * rank + 1) for rank in range(world)]
     pre, post = ReduceRule(world, prescale=prescale).factors()
     # All-to-all's backward brings them unscaled.

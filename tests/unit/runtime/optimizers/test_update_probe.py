@@ -87,11 +87,11 @@ class Sized(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    "trait", [{"takes_vectors": False}, {"starts_at": 25}, {"rate": 1e-9}], ids=repr
+    "trait,value", [("takes_vectors", False), ("starts_at", 25), ("rate", 1e-9)]
 )
-def test_rules_that_hardly_show(trait: dict[str, Any]) -> None:
+def test_rules_that_hardly_show(trait: str, value: Any) -> None:
     # Kills: an error with vectors taken for no answer, too few steps, a bound that is not relative.
-    assert update_of(one(type("Mine", (Sized,), trait))) is Update.BY_PARAMETER
+    assert update_of(one(type("Mine", (Sized,), {trait: value}))) is Update.BY_PARAMETER
 
 
 def test_one_that_cannot_be_tried_says_so() -> None:

@@ -133,20 +133,16 @@ class TestEqualsTheWhole:
             return result.mean() if whole else result
 
         wanted = function(x=x, z=z, absent=None, function=factor, power=2)
-        wanted.sum().backward()
-        grads = [tensor.grad for tensor in (x, z, factor)]
-        x.grad = z.grad = factor.grad = None
+        grads = torch.autograd.grad(wanted.sum(), (x, z, factor))
         cut, passed = {"x": x, "z": z, "absent": None}, {"function": factor, "power": 2}
         found = sequence_tiled_compute(function, 6, 3, cut, passed, "x")
         names, values = (list(cut), list(passed), "x", []), (*cut.values(), *passed.values())
         called = SequenceTiledCompute.apply(function, 6, 3, *names, 1, "mean", *values)
         assert torch.equal(found, called)
-        found.sum().backward()
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
-        for wanted_grad, tensor in zip(grads, (x, z, factor), strict=True):
-            torch.testing.assert_close(tensor.grad, wanted_grad, rtol=1e-12, atol=0)
-
-    def test_uneven_mean(self) -> None:
+        of_tiles = torch.autograd.grad(found.sum(), (x, z, factor))
+        for one, other in zip((found, *of_tiles), (wanted, *grads), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
+        # A mean over uneven tiles.
         x = torch.arange(5.0)[None].requires_grad_()
         loss = sequence_tiled_compute(lambda x: x.mean(), 5, 2, {"x": x}, {}, "x")
         loss.backward()
@@ -253,8 +249,7 @@ class TestInAnEngine(DistributedTest):
 
     @each(stage=(0, 1, 2, 3), bucket=(20, 10**6))
     def test_trains_as_the_whole(self, stage: int, bucket: int) -> None:
-        # Kills: a bucket that is sent after the first tile, and a gradient counted once per tile:
-        # the ledger names it.
+        # Kills: a bucket sent after the first tile; a gradient per tile, of which the ledger tells.
         accumulation, world, rank = 2, dist.get_world_size(), dist.get_rank()
         one, model = OneProcess(Net(1), LR), Net(4)
         zero = {"reduce_bucket_size": bucket, "stage3_param_persistence_threshold": 0}

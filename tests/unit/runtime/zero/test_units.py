@@ -254,9 +254,7 @@ def test_a_norm_of_columns_that_is_taken_back() -> None:
     assert is_undone(before, (merged / factor).to(torch.bfloat16) - delta)
 
 
-@pytest.mark.parametrize(
-    "dtype, least", [(torch.bfloat16, 0.02), (torch.float16, 0.005), (torch.float32, 3e-6)]
-)
+@pytest.mark.parametrize("dtype, least", zip(DTYPES[:3], (0.02, 0.005, 3e-6), strict=True))
 def test_a_small_change(dtype: torch.dtype, least: float) -> None:
     # Kills: a bound by the largest element alone, which hides what changes all of them a little.
     before = small(64, 64).to(dtype)

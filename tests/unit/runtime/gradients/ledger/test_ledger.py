@@ -4,8 +4,6 @@ Reports are of four ranks, two stages of two: "own" is a parameter of each stage
 by both; "expert" has the same name on all, but ranks 0 and 2 hold another one than 1 and 3.
 """
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from unit.models import drawn
@@ -86,14 +84,13 @@ class Scene:
         self.right = self.parts.sum((0, 1))
         self.found = [self.right.clone() for _ in range(ranks)]
         self.late = torch.zeros(ranks, PIECES, DIMS)
-        self.before: torch.Tensor | None = None
 
     def explain(self, wrong: list[int] | None = None) -> list[LedgerFinding]:
         held, sizes = list(range(PIECES)), torch.full((PIECES,), TOLERANCE)
         records = []
         for rank, found in enumerate(self.found):
             mine = off(found, self.right) if wrong is None else wrong
-            own = self.parts[rank], self.late[rank], held, found, self.before, sizes, mine
+            own = self.parts[rank], self.late[rank], held, found, None, sizes, mine
             records.append(RankRecord(*own))
         return explain(records, ["a", "b", "b", "c"])
 
@@ -132,10 +129,8 @@ class TestExplanations:
         scene = Scene(4, 1)
         pairs = [[0, 1], [0, 1], [2, 3], [2, 3]]
         scene.found = [scene.parts[pair].sum((0, 1)) * 2 for pair in pairs]
-        wanted = [
-            f"averaged over ranks {pair} instead of [0, 1, 2, 3]" for pair in ([0, 1], [2, 3])
-        ]
-        assert [finding.text for finding in scene.explain()] == wanted
+        for finding, pair in zip(scene.explain(), pairs[1:3], strict=True):
+            assert finding.text == f"averaged over ranks {pair} instead of [0, 1, 2, 3]"
         scene.found = [scene.parts[rank].sum(0) * 4 for rank in range(4)]
         assert only(scene.explain()).text.startswith("not reduced")
 
@@ -203,65 +198,52 @@ class OwnScene:
         return explain_all(reports, REPLICAS)
 
 
-def found_for(plant: Callable[[OwnScene], None]) -> list[LedgerFinding]:
-    scene = OwnScene()
-    plant(scene)
-    return scene.explain()
+@pytest.fixture
+def stages() -> OwnScene:
+    return OwnScene()
 
 
-def test_one_error_of_all_stages_is_one_finding() -> None:
+def test_one_error_of_all_stages_is_one_finding(stages: OwnScene) -> None:
     # Kills: a finding per stage, or per kind of parameter.
-    def plant(scene: OwnScene) -> None:
-        scene.found = scene.right * 7
-
-    finding = only(found_for(plant))
+    assert stages.explain() == []
+    stages.found = stages.right * 7
+    finding = only(stages.explain())
     assert finding.kind == "divisor"
     assert set(finding.parameters) == {"0.own", "1.own", "tied", "expert"}
 
 
-def test_global_ranks_are_named() -> None:
+def test_global_ranks_are_named(stages: OwnScene) -> None:
     # Kills: places within the stage's group taken for ranks.
-    def plant(scene: OwnScene) -> None:
-        scene.found[2:, OWN] -= scene.parts[3, 1, OWN]
-
-    finding = only(found_for(plant))
+    stages.found[2:, OWN] -= stages.parts[3, 1, OWN]
+    finding = only(stages.explain())
     assert (finding.kind, finding.parameters) == ("lost", ("1.own",))
     assert "rank 3, micro-batch 2 of 2" in finding.text
 
 
-def test_a_shared_parameter() -> None:
+def test_a_shared_parameter(stages: OwnScene) -> None:
     # Kills: explaining a shared parameter by the contributions of one stage.
-    def not_summed(scene: OwnScene) -> None:
-        for rank in range(4):
-            scene.found[rank, TIED] = scene.parts[list(STAGES[rank // 2]), :, TIED].sum((0, 1))
-
-    def twice(scene: OwnScene) -> None:
-        scene.found[:, TIED] *= 2
-
-    for plant, text in ((not_summed, "not summed over the parts"), (twice, "that share it twice")):
-        finding = only(found_for(plant))
-        assert finding.parameters == ("tied",) and text in finding.text
+    for rank in range(4):
+        stages.found[rank, TIED] = stages.parts[list(STAGES[rank // 2]), :, TIED].sum((0, 1))
+    not_summed = only(stages.explain())
+    stages.found[:, TIED] = 2 * stages.right[:, TIED]
+    twice = only(stages.explain())
+    assert not_summed.parameters == twice.parameters == ("tied",)
+    assert "not summed over the parts" in not_summed.text and "that share it twice" in twice.text
 
 
-def test_parameters_of_the_same_name() -> None:
+def test_parameters_of_the_same_name(stages: OwnScene) -> None:
     # Kills: other ranks' experts counted as contributions; not seeing that they were.
-    def plant(scene: OwnScene) -> None:
-        scene.found[:, EXPERT] = scene.parts[:, :, EXPERT].sum((0, 1))
-
-    findings = found_for(plant)
+    stages.found[:, EXPERT] = stages.parts[:, :, EXPERT].sum((0, 1))
+    findings = stages.explain()
     assert {finding.parameters for finding in findings} == {("expert",)}
     said = "reduced together with other ranks' parameters"
     assert all(said in finding.text for finding in findings)
 
 
-def test_what_never_ran() -> None:
+def test_what_never_ran(stages: OwnScene) -> None:
     # Kills: a schedule's gap told only where it changes a gradient; one finding per rank.
-    def plant(scene: OwnScene) -> None:
-        for rank in STAGES[1]:
-            scene.absent[rank].append("the backward of micro-batch 2 of 2 never ran")
-
-    finding = only(found_for(plant))
+    for rank in STAGES[1]:
+        stages.absent[rank].append("the backward of micro-batch 2 of 2 never ran")
+    finding = only(stages.explain())
     assert finding.kind == "lost" and finding.text.endswith("never ran on rank(s) [2, 3]")
     assert finding.parameters == ("1.own", "tied", "expert")
-    # Nothing wrong.
-    assert found_for(lambda scene: None) == []
