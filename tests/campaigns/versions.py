@@ -16,18 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from campaigns import support_table
 from campaigns.campaign import RESULTS, ROOT, Campaign, run_and_keep
-from campaigns.support_table import (
-    BETWEEN,
-    NEWEST,
-    OLDEST,
-    Row,
-    merge,
-    numbers_of,
-    parse,
-    parse_counts,
-    render,
-)
+from campaigns.support_table import BETWEEN, NEWEST, OLDEST, Row, numbers_of
 
 DOCUMENT = ROOT / "docs" / "support.md"
 PINS = ROOT / "requirements" / "requirements-ci.txt"
@@ -215,7 +206,7 @@ def run_target(target: Target, venvs: Path, arguments: argparse.Namespace) -> Ro
             shutil.rmtree(environment.folder, ignore_errors=True)
     others = [name for name in PACKAGES if name != target.package]
     beside = ", ".join(f"{name} {installed[name]}" for name in others if name in installed)
-    counts = parse_counts(log.read_text(encoding="utf-8", errors="replace"))
+    counts = support_table.parse_counts(log.read_text(encoding="utf-8", errors="replace"))
     today = datetime.date.today().isoformat()
     return Row(target.package, version, _which(target, version), beside, today, counts)
 
@@ -276,9 +267,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def write(document: Path, rows: Sequence[Row]) -> None:
     """Merge ``rows`` into ``document``, which need not be there."""
-    old = parse(document.read_text(encoding="utf-8")) if document.exists() else []
+    old = support_table.parse(document.read_text(encoding="utf-8")) if document.exists() else []
     document.parent.mkdir(parents=True, exist_ok=True)
-    document.write_text(render(merge(old, rows), claims()), encoding="utf-8")
+    merged = support_table.merge(old, rows)
+    document.write_text(support_table.render(merged, claims()), encoding="utf-8")
 
 
 def _print_commands(wanted: Sequence[Target], arguments: argparse.Namespace) -> int:

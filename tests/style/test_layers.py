@@ -9,17 +9,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 # tests/ is no package, so the neighbours are found through the path
+import test_style as style  # noqa: E402
 from layers import DOORS, GRAB_BAGS, LAYERS  # noqa: E402
-from test_style import (  # noqa: E402
-    Source,
-    absolute,
-    docstring_lines,
-    report,
-    rule,
-    sources,
-    type_checking_lines,
-    within,
-)
+from test_style import Source, absolute, docstring_lines, report, rule, sources  # noqa: E402
 
 PLACES = {entry: index for index, (_, entries) in enumerate(LAYERS) for entry in entries}
 
@@ -47,7 +39,7 @@ def is_above(module: str, source: Source) -> bool:
 
 def imported_modules(source: Source) -> Iterator[tuple[int, str]]:
     """(line, module of the package) of all imports that run, wherever in the file they stand."""
-    typing_only = type_checking_lines(source)
+    typing_only = style.type_checking_lines(source)
     for node in source.nodes:
         if isinstance(node, ast.Import | ast.ImportFrom) and node.lineno not in typing_only:
             for found in imports_of(node, source.package):
@@ -62,7 +54,7 @@ def imports_of(node: ast.Import | ast.ImportFrom, package: str) -> Iterator[str]
         base = absolute(node, package)
         named = [(f"{base}.{alias.name}", base) for alias in node.names]
     for name, base in named:
-        if not within(name, ("deepspeed",)):
+        if not style.within(name, ("deepspeed",)):
             continue
         # A name that is no module stands in the file that it is imported from.
         is_module = name in modules() or layer_of(name) not in (None, layer_of(base))
@@ -147,7 +139,7 @@ def bound_names(module: str) -> set[str]:
 @rule()
 def test_nobody_inside_goes_through_a_door(source: Source) -> Iterator[int]:
     """It would hide an import from the rules about layers."""
-    typing_only = type_checking_lines(source)
+    typing_only = style.type_checking_lines(source)
     for node in source.every(ast.ImportFrom):
         base = absolute(node, source.package)
         if modules().get(base, base.removeprefix("deepspeed.")) in DOORS:

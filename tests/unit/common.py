@@ -20,17 +20,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from unit.rank_server import (
-    FAILED,
-    PASSED,
-    SKIPPED,
-    XFAILED,
-    Job,
-    RankResult,
-    RankServer,
-    forget_accelerator,
-    seed_the_host_alone,
-)
+from unit import rank_server
+from unit.rank_server import FAILED, PASSED, SKIPPED, XFAILED, Job, RankResult, RankServer
 
 TIMEOUT_ENV = "DS_UNITTEST_TIMEOUT"
 DEFAULT_TIMEOUT_S = 60.0
@@ -269,7 +260,7 @@ def run_on_rank(rank: int, call: dict[str, Any]) -> Callable[[], None] | None:
 
     torch.set_num_threads(1)
     if not call["init_distributed"]:
-        forget_accelerator()  # the test may ask for another one
+        rank_server.forget_accelerator()  # the test may ask for another one
     owner: Any = sys.modules[call["module"]]
     for name in call["owner"].split("."):
         owner = getattr(owner, name)
@@ -469,7 +460,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     _items.update({item.nodeid: item for item in session.items})
     if "torch" in sys.modules:
-        seed_the_host_alone()
+        rank_server.seed_the_host_alone()
     if any(_is_dist_test(item) for item in session.items) and not session.config.option.collectonly:
         server.start()
 

@@ -10,17 +10,7 @@ import pytest
 from campaigns import support_table, versions
 from campaigns.__main__ import CAMPAIGNS, listing, main
 from campaigns.campaign import ROOT, Campaign, run_and_keep
-from campaigns.support_table import (
-    BETWEEN,
-    NEWEST,
-    OLDEST,
-    Counts,
-    Row,
-    merge,
-    parse,
-    parse_counts,
-    render,
-)
+from campaigns.support_table import BETWEEN, NEWEST, OLDEST, Counts, Row, merge, parse, render
 from campaigns.versions import Target, claims, constraints, floor, pins, targets
 
 CLAIMED = [Row("torch", "2.6", OLDEST), Row("torch", "2.9.1", BETWEEN), Row("torch", "", NEWEST)]
@@ -90,7 +80,7 @@ def test_what_a_command_prints_is_kept_with_its_exit_code(
 )
 def test_counts_are_those_of_the_closing_line(line: str, counts: tuple[int, int, int]) -> None:
     log = f"SKIPPED [1] x.py:3: ended in 3s\n1 passed, 7 failed in 2.00s\nFAILED x.py\n{line}\n"
-    assert parse_counts(log) == Counts(*counts)
+    assert support_table.parse_counts(log) == Counts(*counts)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +88,7 @@ def test_counts_are_those_of_the_closing_line(line: str, counts: tuple[int, int,
 )
 def test_a_run_without_an_end_or_without_tests_is_no_result(log: str) -> None:
     with pytest.raises(ValueError, match="pytest"):
-        parse_counts(log)
+        support_table.parse_counts(log)
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -231,4 +221,4 @@ def test_a_target_is_installed_run_and_removed(
 
 def test_the_scenarios_of_a_client_are_counted() -> None:
     said = "lightning a@0 PASS\n46 of 47 passed\n    lightning b@1\n"
-    assert parse_counts(said) == Counts(46, 1, 0)
+    assert support_table.parse_counts(said) == Counts(46, 1, 0)

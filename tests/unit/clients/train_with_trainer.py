@@ -7,18 +7,8 @@ import torch
 import transformers.training_args
 from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
 
-from unit.clients.scripts import (
-    ADAMW,
-    BATCH,
-    DECAY,
-    TRAINER,
-    auto,
-    begin,
-    by_step,
-    digest_of,
-    of_each_word,
-    tell,
-)
+from unit.clients import scripts
+from unit.clients.scripts import BATCH, TRAINER, auto, begin, by_step, digest_of, tell
 from unit.clients.small_models import Counting, tiny_gpt2
 
 STEPS, SAVED_AT = 4, 2
@@ -40,7 +30,7 @@ def config(stage: int, client: bool) -> dict[str, Any]:
         **BATCH,
         "bf16": {"enabled": "auto"},
         "zero_optimization": {"stage": stage, **zero, **(STAGE3 if stage == 3 else {})},
-        **({} if client else {"optimizer": ADAMW, "scheduler": DECAY}),
+        **({} if client else {"optimizer": scripts.ADAMW, "scheduler": scripts.DECAY}),
     }
 
 
@@ -87,4 +77,4 @@ def train(folder: Path, resume: bool, kind: str, stage: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    tell(of_each_word(train), "KIND-STAGE")
+    tell(scripts.of_each_word(train), "KIND-STAGE")

@@ -11,20 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import trl
 from datasets import Dataset, IterableDataset, load_from_disk
 from peft import LoraConfig
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    RewardConfig,
-    RewardTrainer,
-    RLOOConfig,
-    RLOOTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
 
 from unit.clients.matrix.stand_ins import causal, pairs_of_words, said, tokenizer
 from unit.clients.scripts import BATCH, TRAINER, auto, begin, by_step, digest_of, tell
@@ -80,24 +69,26 @@ def make_trainer(kind: str, out: Path, plan: dict[str, Any] | None) -> Any:
             data = IterableDataset.from_generator(lambda: iter(texts))
         adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
         more = {"peft_config": adapters} if kind == "sft-lora" else {}
-        settings = SFTConfig(**words, max_length=16)
-        return SFTTrainer(model=model, args=settings, train_dataset=data, **more)
+        settings = trl.SFTConfig(**words, max_length=16)
+        return trl.SFTTrainer(model=model, args=settings, train_dataset=data, **more)
     if kind.startswith("dpo") or kind == "reward":
         pairs = Dataset.from_list(list(pairs_of_words()))
         words["max_length"] = 16
         if kind == "reward":
-            return RewardTrainer(model=model, args=RewardConfig(**words), train_dataset=pairs)
+            settings = trl.RewardConfig(**words)
+            return trl.RewardTrainer(model=model, args=settings, train_dataset=pairs)
         precomputed = kind == "dpo-precomputed"
         if precomputed:  # from a file: rank 0 keeps what it finds beside it
             if torch.distributed.get_rank() == 0 and not (out / "pairs").exists():
                 pairs.save_to_disk(out / "pairs")
             torch.distributed.barrier()
             pairs = load_from_disk(out / "pairs")
-        settings = DPOConfig(**words, precompute_ref_log_probs=precomputed)
-        return DPOTrainer(model=model, args=settings, train_dataset=pairs)
+        settings = trl.DPOConfig(**words, precompute_ref_log_probs=precomputed)
+        return trl.DPOTrainer(model=model, args=settings, train_dataset=pairs)
     prompts = Dataset.from_list([{"prompt": said(start, 4)} for start in starts])
-    trainer, kind_of = (RLOOTrainer, RLOOConfig) if kind == "rloo" else (GRPOTrainer, GRPOConfig)
-    settings = kind_of(**words, num_generations=2, max_completion_length=6, beta=0.1)
+    name = "RLOO" if kind == "rloo" else "GRPO"
+    words |= {"num_generations": 2, "max_completion_length": 6, "beta": 0.1}
+    settings, trainer = getattr(trl, f"{name}Config")(**words), getattr(trl, f"{name}Trainer")
     return trainer(model=model, args=settings, reward_funcs=distinct, train_dataset=prompts)
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import Trainer
 
 import deepspeed
+from unit.clients.matrix import transformers_rows
 from unit.clients.matrix.reference import assert_close, assert_equal, params_of, whole
 from unit.clients.matrix.row import Row, main, scenario
 from unit.clients.matrix.transformers_rows import (
@@ -78,10 +79,7 @@ def adapters_are_saved_and_loaded(folder: Path, stage: int) -> None:
     again = PeftModel.from_pretrained(loaded(folder), folder / "adapter")
     assert again.active_adapter == "default"
     # The Trainer goes on from its own checkpoint, which holds the adapters alone.
-    deepspeed.comm.barrier()
-    if deepspeed.comm.get_rank() == 0:
-        (folder / f"checkpoint-{STEPS}").rename(folder / "last")
-    deepspeed.comm.barrier()
+    transformers_rows.rename(folder / f"checkpoint-{STEPS}", folder / "last")
     resumed = run(folder, config(stage), True, bf16=True, save_strategy="steps", save_steps=2)
     assert_equal(whole(resumed.model), values)
 

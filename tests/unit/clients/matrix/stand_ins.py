@@ -6,14 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from unit.clients.small_models import llama
 
@@ -106,8 +101,10 @@ def write_models(out: Path) -> None:
     for name, model in {**made, CAUSAL: causal(), HUB_LLAMA: causal(300)}.items():
         model.save_pretrained(out / name)
         tokenizer().save_pretrained(out / name)
-    tiny = GPT2Config(vocab_size=64, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
-    GPT2LMHeadModel(tiny).save_pretrained(out / HUB_GPT2)
+    tiny = transformers.GPT2Config(
+        vocab_size=64, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    transformers.GPT2LMHeadModel(tiny).save_pretrained(out / HUB_GPT2)
 
 
 def teach_wrong(out: Path, steps: int) -> None:

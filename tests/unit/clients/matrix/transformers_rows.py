@@ -9,17 +9,8 @@ from typing import Any
 
 import torch
 import transformers.training_args
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-    Trainer,
-    TrainingArguments,
-)
-from transformers.integrations.deepspeed import (
-    is_deepspeed_zero3_enabled,
-    unset_hf_deepspeed_config,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers.integrations import deepspeed as integration
 
 import deepspeed
 from deepspeed.runtime.lr_schedules import WarmupDecayLR
@@ -51,10 +42,10 @@ def loaded(folder: Path, **words: Any) -> PreTrainedModel:
     """The same model each time, from a file; sharded if a configuration of stage 3 is there."""
     start = folder / "start"
     if not start.exists():
-        kept = transformers.integrations.deepspeed._hf_deepspeed_config_weak_ref
-        unset_hf_deepspeed_config()
+        kept = integration._hf_deepspeed_config_weak_ref
+        integration.unset_hf_deepspeed_config()
         model = built()
-        transformers.integrations.deepspeed._hf_deepspeed_config_weak_ref = kept
+        integration._hf_deepspeed_config_weak_ref = kept
         deepspeed.comm.barrier()
         if deepspeed.comm.get_rank() == 0:
             model.save_pretrained(start, max_shard_size="5KB")
@@ -85,7 +76,7 @@ def config(stage: int, *, optimizer: bool = False, scheduler: bool = False, **ze
 
 def forget(deepspeed_is_used: bool = True) -> None:
     """What accelerate and transformers keep for the process."""
-    unset_hf_deepspeed_config()
+    integration.unset_hf_deepspeed_config()
     begin(deepspeed_is_used)
 
 
@@ -201,6 +192,14 @@ def a_model_that_is_half_from_the_start(folder: Path, stage: int) -> None:
         assert losses[-1] < losses[0]
 
 
+def rename(old: Path, new: Path) -> None:
+    """Once for all ranks, which call it."""
+    deepspeed.comm.barrier()
+    if deepspeed.comm.get_rank() == 0:
+        old.rename(new)
+    deepspeed.comm.barrier()
+
+
 @scenario(ROWS, 0, 1, 2, 3)
 def resume_is_bit_equal(folder: Path, stage: int) -> None:
     for name, words in (("fp32", {}), ("bf16", {"bf16": True})):
@@ -211,10 +210,7 @@ def resume_is_bit_equal(folder: Path, stage: int) -> None:
             straight = run(place, plan, **saving)
             values, losses = whole(straight.model), said(straight, "loss")
             last = place / f"checkpoint-{STEPS}"
-            deepspeed.comm.barrier()
-            if deepspeed.comm.get_rank() == 0:
-                last.rename(place / "last")
-            deepspeed.comm.barrier()
+            rename(last, place / "last")
             plan = config(stage, optimizer=own, scheduler=own)
             resumed = run(place, plan, resume=True, **saving)
             assert_equal(whole(resumed.model), values)
@@ -241,7 +237,7 @@ def evaluation_alone(folder: Path, stage: int) -> None:
     wanted = Trainer(whole_model, plain, eval_dataset=DATA).evaluate()["eval_loss"]
     for model in (whole_model, None):
         given = arguments(folder, config(3))
-        assert is_deepspeed_zero3_enabled()
+        assert integration.is_deepspeed_zero3_enabled()
         if model is None:
             model = loaded(folder)
             assert {param.numel() for param in model.parameters()} == {0}
@@ -267,14 +263,15 @@ def made_and_loaded_in_shards(folder: Path, stage: int) -> None:
     assert given.deepspeed_plugin is not None
     # A head that the file does not have, and one that the model does not.
     torch.manual_seed(5)
-    found, told = AutoModelForSequenceClassification.from_pretrained(
+    classifier = transformers.AutoModelForSequenceClassification
+    found, told = classifier.from_pretrained(
         folder / "start", num_labels=3, output_loading_info=True
     )
     assert set(told["missing_keys"]) == {"score.weight"}, told
     values = whole(found)
     forget()
     torch.manual_seed(5)
-    other = AutoModelForSequenceClassification.from_pretrained(folder / "start", num_labels=3)
+    other = classifier.from_pretrained(folder / "start", num_labels=3)
     assert_equal(values, params_of(other))
 
 
