@@ -127,11 +127,8 @@ def render(rows: Sequence[Row], claimed: Sequence[Row]) -> str:
     pages = [_TITLE]
     for package in dict.fromkeys(claim.package for claim in claimed):
         mine = [row for row in rows if row.package == package]
-        mine += [
-            claim
-            for claim in claimed
-            if claim.package == package and claim.which not in [row.which for row in mine]
-        ]
+        run = [row.which for row in mine]
+        mine += [row for row in claimed if row.package == package and row.which not in run]
         lines = [row.line() for row in sorted(mine, key=_place)]
         pages.append(f"## {package}\n\n{_HEAD}" + "\n".join(lines) + "\n")
     return "\n".join(pages)

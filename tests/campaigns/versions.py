@@ -106,10 +106,8 @@ def targets(only: Sequence[str]) -> list[Target]:
     for word in only:
         package, _, version = word.partition("=")
         if package not in PACKAGES or not version:
-            raise ValueError(
-                f"--only {word}: write PACKAGE=VERSION, PACKAGE one of {', '.join(PACKAGES)}, "
-                f"VERSION a version or '{NEWEST}'"
-            )
+            one_of = f"PACKAGE one of {', '.join(PACKAGES)}, VERSION a version or '{NEWEST}'"
+            raise ValueError(f"--only {word}: write PACKAGE=VERSION, {one_of}")
         found.append(Target(package, version))
     return found
 
@@ -284,10 +282,5 @@ def _print_commands(wanted: Sequence[Target], arguments: argparse.Namespace) -> 
     return 0
 
 
-CAMPAIGN = Campaign(
-    "versions",
-    "the suite with other versions of Python and torch, and each client library's tests (hours)",
-    add_arguments,
-    run,
-    DOCUMENT,
-)
+SUMMARY = "the suite with other versions of Python and torch, and each client library's tests"
+CAMPAIGN = Campaign("versions", f"{SUMMARY} (hours)", add_arguments, run, DOCUMENT)

@@ -153,11 +153,8 @@ def measure(
         problems |= sides.run(side, jobs)
     for side in SIDES:
         pairs = [(case, f"{folder}/{case}-{saver}") for case in cases for saver in SIDES]
-        jobs = [
-            {"case": case, "load": saved, "save": f"{saved}-{side}"}
-            for case, saved in pairs
-            if not problems[saved]
-        ]
+        pairs = [(case, saved) for case, saved in pairs if not problems[saved]]
+        jobs = [{"case": case, "load": saved, "save": f"{saved}-{side}"} for case, saved in pairs]
         problems |= sides.run(side, jobs)
     ways = [(case, saver, loader) for case in cases for saver in SIDES for loader in SIDES]
     return [_outcome(*way, folder, problems) for way in ways], sides.versions

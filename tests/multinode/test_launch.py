@@ -21,11 +21,10 @@ Words = dict[str, str]
 Running = tuple[hosts.Cluster, Words]
 SCRIPT = Path(__file__).with_name("train.py")
 TOOLS = {"ssh": "ssh", "pdsh": "pdsh", "openmpi": "mpirun.openmpi", "mpich": "mpirun.mpich"}
-LACKING = {
-    name: pytest.mark.skipif(shutil.which(tool) is None, reason=f"{tool} is not installed")
+ENGINES = [
+    pytest.param(name, marks=pytest.mark.skipif(not shutil.which(tool), reason=f"no {tool} here"))
     for name, tool in TOOLS.items()
-}
-ENGINES = [pytest.param(name, marks=mark) for name, mark in LACKING.items()]
+]
 WHY_NOT = hosts.why_impossible()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 SILENT = f"(node2) failed first, with no sign of life for {NODE_TIMEOUT:g} seconds"

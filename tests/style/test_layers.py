@@ -71,10 +71,8 @@ def test_the_tables_name_what_is_there() -> None:
     entries = [entry for _, entries in LAYERS for entry in entries]
     found = {".".join(name.split(".")[:n]) for name in modules().values() for n in range(1, 9)}
     doors = {modules()[s.module] for s in sources() if any(names_from_above(s))}
-    report(
-        [entry for entry in entries if entry not in found or entries.count(entry) > 1]
-        + [door for door in DOORS if door not in doors]
-    )
+    wrong = [entry for entry in entries if entry not in found or entries.count(entry) > 1]
+    report(wrong + [door for door in DOORS if door not in doors])
 
 
 @rule()

@@ -74,10 +74,8 @@ EACH_OTHER = {
     "sequence/a.py": "from deepspeed.moe.b import x\n",
     **{"moe/b.py": "", "sequence/b.py": ""},
 }
-CIRCLE = {
-    **{"comm/a.py": "from deepspeed.comm.b import x\n", "comm/b.py": "from . import c\n"},
-    "comm/c.py": DEF + "    import deepspeed.comm.a\n",
-}
+CIRCLE = {"comm/a.py": "from deepspeed.comm.b import x\n", "comm/b.py": "from . import c\n"}
+CIRCLE["comm/c.py"] = DEF + "    import deepspeed.comm.a\n"
 ABOVE = {"comm/a.py": 'x = "deepspeed.runtime.engine"\n', "runtime/engine.py": ""}
 HALL = {
     "comm/__init__.py": '"""Here are `a` and `b`."""\n',
@@ -171,10 +169,8 @@ def test_rule_allows(package: Path, rule: Rule, path: str, text: str) -> None:
 def test_every_rule_of_the_package_has_a_case() -> None:
     checked = {rule.__name__ for rule, _, _ in [*CASES, *SEVERAL]}
     about_the_tree = {
-        "test_the_checked_tree_is_not_empty",
-        "test_no_test_file_is_outside_the_suites",
-        "test_folders_of_tests_mirror_the_package",
-        "test_every_module_is_covered",
+        *("test_the_checked_tree_is_not_empty", "test_no_test_file_is_outside_the_suites"),
+        *("test_folders_of_tests_mirror_the_package", "test_every_module_is_covered"),
         "test_exceptions_are_needed",
     }
     rules = [*vars(style), *vars(layers), *vars(objects)]

@@ -253,11 +253,8 @@ def test_no_record_stream(source: Source) -> Iterator[int]:
     return (node.lineno for node in source.every(ast.Attribute) if node.attr == "record_stream")
 
 
-CORE = (
-    *(f"runtime/{room}/" for room in ("sharding", "gradients", "optimizers", "zero", "fp16")),
-    "runtime/streams.py",
-    "runtime/bf16_optimizer.py",
-)
+ROOMS = ("sharding", "gradients", "optimizers", "zero", "fp16")
+CORE = (*(f"runtime/{room}/" for room in ROOMS), "runtime/streams.py", "runtime/bf16_optimizer.py")
 SUBSYSTEM = re.compile("ledger|monitor|profiler", re.IGNORECASE)
 """What attaches to the core by an interface (`gradients.observer`, `step_observer`)."""
 

@@ -18,10 +18,8 @@ from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from unit.clients.launching import environment, run_ranks
 from unit.common import DistributedTest, get_master_port
 
-GOOD: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 2,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-}
+GOOD: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2}
+GOOD["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
 BF16 = {"bf16": {"enabled": True}}
 
 
@@ -265,10 +263,9 @@ class TestHalfSetEnvironment(DistributedTest):
     set_dist_env = False
 
     def test_it_names_what_is_missing(self) -> None:
-        for given, missing in (
-            ({"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}, "WORLD_SIZE"),
-            ({"WORLD_SIZE": "2"}, "RANK.*MASTER_ADDR.*MASTER_PORT|RANK"),
-        ):
+        one = {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+        others = ({"WORLD_SIZE": "2"}, "RANK.*MASTER_ADDR.*MASTER_PORT|RANK")
+        for given, missing in ((one, "WORLD_SIZE"), others):
             os.environ.update(given)
             with pytest.raises(ValueError, match=f"{missing}.*torchrun"):
                 give()()

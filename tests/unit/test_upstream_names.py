@@ -185,11 +185,8 @@ class TestRefusals(DistributedTest):
 
     def test_of_objects(self) -> None:
         # Kills: rules that only this test would ever read.
-        config = {
-            "train_batch_size": 1,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": 2},
-        }
+        sgd = {"type": "SGD", "params": {"lr": 0.1}}
+        config = {"train_batch_size": 1, "optimizer": sgd, "zero_optimization": {"stage": 2}}
         engine, optimizer, _, _ = deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config)
         with pytest.raises(AttributeError, match="load_moe_state_dict: use engine.load_checkpoint"):
             engine.load_moe_state_dict()

@@ -150,11 +150,8 @@ def _generate(model: Any, step: int) -> torch.Tensor:
     """Ranks begin and end at different lengths; `synced_gpus` has them all go on to the last."""
     rank = dist.get_rank()
     model.eval()
-    tokens: torch.Tensor = model.generate(
-        tokens_of(step, rank)[:, : 3 + rank],
-        max_new_tokens=3 + 2 * rank,
-        do_sample=False,
-        synced_gpus=model.model.embed_tokens.weight.numel() == 0,
-    )
+    begin = tokens_of(step, rank)[:, : 3 + rank]
+    how = {"synced_gpus": model.model.embed_tokens.weight.numel() == 0, "do_sample": False}
+    tokens: torch.Tensor = model.generate(begin, max_new_tokens=3 + 2 * rank, **how)
     model.train()
     return tokens

@@ -24,11 +24,8 @@ def make_accelerator(stage: int, kind: str) -> Accelerator:
         words = {"zero_stage": stage, "gradient_accumulation_steps": ACCUMULATION}
         words |= {"gradient_clipping": 0.5, "zero3_save_16bit_model": stage == 3}
         words |= {"offload_optimizer_device": "cpu" if kind == "offload" else "none"}
-    return Accelerator(
-        mixed_precision="bf16",
-        deepspeed_plugin=DeepSpeedPlugin(**words),
-        gradient_accumulation_steps=ACCUMULATION,
-    )
+    given = {"mixed_precision": "bf16", "gradient_accumulation_steps": ACCUMULATION}
+    return Accelerator(deepspeed_plugin=DeepSpeedPlugin(**words), **given)
 
 
 def configuration(stage: int) -> dict[str, Any]:

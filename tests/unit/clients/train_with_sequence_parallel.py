@@ -82,11 +82,8 @@ def with_accelerate(stage: int) -> float:
 def with_trainer(stage: int, out: Path) -> float:
     """transformers.Trainer, whose step takes all samples, in whatever order."""
     begin()
-    config = {
-        **auto("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-    }
+    config = auto("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    config |= {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
     arguments = TrainingArguments(
         output_dir=str(out / "trainer"),
         **{"deepspeed": config, "parallelism_config": parallelism()},

@@ -14,10 +14,8 @@ def check(kind: str) -> bool:
     """Train straight and resumed, print what differs."""
 
     def run(out: Path) -> tuple[list[list[str]], str]:
-        straight, resumed = (
-            launch("train_with_trl.py", out, kind, *more, launcher="torchrun", timeout=900.0)
-            for more in ((), ("--resume",))
-        )
+        words, how = ("train_with_trl.py", out, kind), {"launcher": "torchrun", "timeout": 900.0}
+        straight, resumed = launch(*words, **how), launch(*words, "--resume", **how)
         bad = [f"differs when resumed: {key}" for key in straight if straight[key] != resumed[key]]
         if (straight["engine"], straight["stage"]) != ("deepspeed.runtime.engine", 3):
             bad.append(f"trained by {straight['engine']}, stage {straight['stage']}")

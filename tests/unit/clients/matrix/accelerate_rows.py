@@ -79,9 +79,9 @@ class Prepared:
     def train(self) -> list[float]:
         """One epoch of accelerate's documented loop; the rates of the steps."""
         made, rates = self.made, []
-        for inputs, wanted in self.batches:
+        for batch in self.batches:
             with made.accumulate(self.model):
-                loss = torch.nn.functional.mse_loss(self.model(inputs), wanted)
+                loss = reference.loss_of(self.model, batch)
                 assert torch.isfinite(loss)
                 made.backward(loss)
                 if made.sync_gradients:
@@ -228,9 +228,9 @@ def several_trained_models(folder: Path, stage: int) -> None:
     b = Prepared(other, partial(torch.optim.SGD, lr=reference.LR), data=False)
     assert one.deepspeed_engine_wrapped.engine is a.model
     assert other.deepspeed_engine_wrapped.engine is b.model
-    for inputs, wanted in a.batches:
+    for batch in a.batches:
         for found in (a, b):
-            found.step(torch.nn.functional.mse_loss(found.model(inputs), wanted))
+            found.step(reference.loss_of(found.model, batch))
     assert_close(a.weights(), trained(sgd, BATCHES))
     assert_close(b.weights(), trained(partial(torch.optim.SGD, lr=reference.LR), BATCHES))
 

@@ -1,11 +1,13 @@
 """A model, samples, and what plain torch makes of them in one process."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.utils.data import TensorDataset
 
 import deepspeed
+from unit.one_process import OneProcess
 
 RANKS, MICRO, SAMPLES, FEATURES, LR = 2, 2, 32, 6, 0.05
 
@@ -31,6 +33,11 @@ def samples_of(batch: int, rank: int) -> tuple[torch.Tensor, ...]:
     return samples()[batch * MICRO * RANKS + rank : (batch + 1) * MICRO * RANKS : RANKS]
 
 
+def loss_of(model: Any, batch: Any) -> torch.Tensor:
+    """The error of what is predicted."""
+    return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
 def sgd(params: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """With momentum, so that the state counts."""
     return torch.optim.SGD(params, lr=LR, momentum=0.9)
@@ -50,16 +57,12 @@ def trained(
     model, data = model or layers(), samples()
     optimizer = make(model.parameters())
     scheduler = schedule(optimizer) if schedule else None
+    alone = OneProcess(model, optimizer, loss_of, clip)
     each = accumulation * MICRO * RANKS
     for step in range(steps):
-        optimizer.zero_grad()
         # The mean over the batch does not ask which rank had which sample, as long as steps agree.
         places = [place % SAMPLES for place in range(step * each, (step + 1) * each)]
-        inputs, wanted = data[places]
-        torch.nn.functional.mse_loss(model(inputs), wanted).backward()
-        if clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
+        alone.step([data[places]])
         if scheduler:
             scheduler.step()
     return params_of(model)

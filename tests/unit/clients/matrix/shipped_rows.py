@@ -29,6 +29,8 @@ from unit.common import get_master_port
 
 ROWS: dict[str, Row] = {}
 SCRIPTS = Path(accelerate.test_utils.scripts.__file__).parent
+DEPS = SCRIPTS / "external_deps"
+CLASSIFIED = ("--model_name_or_path", stand_ins.CLASSIFIER, "--output_dir", "out")
 HOST = Path(__file__).parent / "host.py"
 STEPS, LR = 16, 1e-2
 # As accelerate's repository keeps them, for optimizers and schedules of the client's.
@@ -78,11 +80,9 @@ def plugin(stage: int, *more: str) -> list[str]:
 @on_rank_0
 def accelerate_test_performance(folder: Path, stage: int) -> None:
     """It checks the schedule's rates, and that the model was saved."""
-    words = ("--model_name_or_path", stand_ins.CLASSIFIER, "--output_dir", "out")
     (folder / "out").mkdir()
-    program = SCRIPTS / "external_deps" / "test_performance.py"
     bound = ("--performance_lower_bound", "0.95", "--num_epochs", "2")
-    launch(folder, plugin(stage), program, *words, *bound)
+    launch(folder, plugin(stage), DEPS / "test_performance.py", *CLASSIFIED, *bound)
     found = json.loads((folder / "out" / "all_results.json").read_text())
     assert found["epoch-0"] < 0.95 < found["epoch-1"], found  # it has learned
     saved = load_file(folder / "out" / "model.safetensors")
@@ -96,11 +96,10 @@ def accelerate_test_performance(folder: Path, stage: int) -> None:
 @on_rank_0
 def accelerate_test_checkpointing(folder: Path, stage: int) -> None:
     """The second run checks accuracy and rates against what the first wrote."""
-    words = ("--model_name_or_path", stand_ins.CLASSIFIER, "--output_dir", "out")
     (folder / "out").mkdir()
-    program = SCRIPTS / "external_deps" / "test_checkpointing.py"
-    launch(folder, plugin(stage), program, *words, "--partial_train_epoch", "1")
-    said = launch(folder, plugin(stage), program, *words, "--resume_from_checkpoint", "out/epoch_0")
+    given = (folder, plugin(stage), DEPS / "test_checkpointing.py", *CLASSIFIED)
+    launch(*given, "--partial_train_epoch", "1")
+    said = launch(*given, "--resume_from_checkpoint", "out/epoch_0")
     state = json.loads((folder / "out" / "state_0.json").read_text())
     assert f"resumed checkpoint performance: {state['accuracy']}" in said, said
     assert 0 < state["lr"] < 2e-5, state
@@ -116,7 +115,7 @@ def accelerate_test_ds_multiple_model(folder: Path, stage: int) -> None:
     stand_ins.teach_wrong(folder, steps=10)
     place = folder / "src" / "accelerate" / "test_utils" / "scripts" / "external_deps"
     place.mkdir(parents=True)
-    program = Path(shutil.copy(SCRIPTS / "external_deps" / "test_ds_multiple_model.py", place))
+    program = Path(shutil.copy(DEPS / "test_ds_multiple_model.py", place))
     plans = folder / "tests" / "deepspeed"
     plans.mkdir(parents=True)
     for number, micro in ((2, "auto"), (3, 1)):
@@ -131,7 +130,7 @@ def accelerate_test_ds_multiple_model(folder: Path, stage: int) -> None:
 @on_rank_0
 def accelerate_test_zero3_integration(folder: Path, stage: int) -> None:
     """A process group of the program's own, and a model that is loaded in shards."""
-    launch(folder, plugin(stage), SCRIPTS / "external_deps" / "test_zero3_integration.py")
+    launch(folder, plugin(stage), DEPS / "test_zero3_integration.py")
 
 
 def losses_of_pieces(folder: Path) -> list[float]:
@@ -159,8 +158,7 @@ def losses_of_pieces(folder: Path) -> list[float]:
 @on_rank_0
 def accelerate_test_ds_alst_ulysses_sp(folder: Path, stage: int) -> None:
     """Its losses, each of which it prints; `sequences_over_ranks` has attention in it."""
-    program = SCRIPTS / "external_deps" / "test_ds_alst_ulysses_sp.py"
-    said = launch(folder, plugin(stage), program)
+    said = launch(folder, plugin(stage), DEPS / "test_ds_alst_ulysses_sp.py")
     found = [float(word) for word in re.findall(r"^\d: loss=tensor\(([\d.]+)", said, re.MULTILINE)]
     wanted = losses_of_pieces(folder)
     assert len(found) == len(wanted) == 4, said
