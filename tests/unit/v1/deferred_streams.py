@@ -49,7 +49,6 @@ class DeferredStream:
 
     @property
     def position(self) -> int:
-        """How much was issued so far."""
         return self._issued
 
     def drain(self, position: int | None = None) -> None:

@@ -32,9 +32,8 @@ def _each_row(
                 try:
                     method(self, **chosen, **fixtures)
                 except (Exception, pytest.fail.Exception) as error:
-                    raise AssertionError(
-                        f"for {chosen}: {type(error).__name__}: {error}"
-                    ) from error
+                    told = f"for {chosen}: {type(error).__name__}: {error}"
+                    raise AssertionError(told) from error
 
         parameters = inspect.signature(method).parameters
         remaining = [parameter for name, parameter in parameters.items() if name not in values]

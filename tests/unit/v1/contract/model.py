@@ -77,8 +77,6 @@ class ContractModel(nn.Module):
 
 
 class Pair(nn.Module):
-    """Two layers."""
-
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()
         self.first, self.second = first, second

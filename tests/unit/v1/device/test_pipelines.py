@@ -145,10 +145,7 @@ class TestTwoStages(DistributedTest):
             {"wall_clock_breakdown": True, "steps_per_print": 1},
             {"comms_logger": {"enabled": True, "prof_all": True}},
             {"flops_profiler": {"enabled": True, "profile_step": 2}},
-            {
-                "checkpoint": 1,
-                "activation_checkpointing": {"synchronize_checkpoint_boundary": True},
-            },
+            {"checkpoint": 1, "activation_checkpointing": AT_BOUNDARIES},
         ]
     )
     def test_what_measures(self, keys: dict[str, Any]) -> None:

@@ -105,7 +105,13 @@ class TestPieces(DistributedTest):
         log: list[str] = []
         noted = ((MasterWeights, "_norm_of"), (HostOptimizer, "_run"), (Publisher, "_gather"))
         for owner, name in noted:
-            monkeypatch.setattr(owner, name, _logging(log, name, getattr(owner, name)))
+            original = getattr(owner, name)
+
+            def logged(*args: Any, of: Any = original, name: str = name, **kwargs: Any) -> Any:
+                log.append(name)
+                return of(*args, **kwargs)
+
+            monkeypatch.setattr(owner, name, logged)
         monkeypatch.setattr(publisher, "UPDATE_NUMEL", PIECE)
         engine = start(config())
         micro_batches(engine, 2)
@@ -127,12 +133,13 @@ class TestPieces(DistributedTest):
         assert not engine.optimizer.state
 
 
-def _logging(log: list[str], name: str, original: Any) -> Any:
-    def logged(*args: Any, **kwargs: Any) -> Any:
-        log.append(name)
-        return original(*args, **kwargs)
-
-    return logged
+# Schedule, buffers for staged gradients, overlap_comm (and then no bucket buffer is used twice).
+# Memory that is not page-locked is the device's to the simulation.
+RUNS = (
+    ("fp32", True, [(0, 1, True), (3, 4, False)]),
+    ("bf16", True, [(0, 4, True), (0, 1, False)]),
+    ("bf16", False, [(0, 4, True)]),
+)
 
 
 class TestOnStreams(DistributedTest):
@@ -140,16 +147,7 @@ class TestOnStreams(DistributedTest):
     # so hides waits that are missing.
     world_size = [1, 2]
 
-    # Schedule, buffers for staged gradients, overlap_comm (and then no bucket buffer is used
-    # twice). Memory that is not page-locked is the device's to the simulation.
-    @pytest.mark.parametrize(
-        "precision, pin, runs",
-        [
-            ("fp32", True, [(0, 1, True), (3, 4, False)]),
-            ("bf16", True, [(0, 4, True), (0, 1, False)]),
-            ("bf16", False, [(0, 4, True)]),
-        ],
-    )
+    @pytest.mark.parametrize("precision, pin, runs", RUNS)
     def test_silent_and_the_same_bits(
         self, precision: str, pin: bool, runs: list[tuple[int, int, bool]]
     ) -> None:

@@ -234,8 +234,7 @@ class Run:
         data_rank = groups._get_data_parallel_rank()
         tokens, labels = samples(step, micro, data_rank, self.style == "weighted")
         places = torch.arange(LENGTH).chunk(size)[rank]
-        logits = self.engine(tokens[:, places], places)
-        loss = STYLES[self.style](logits, labels[:, places])
+        loss = STYLES[self.style](self.engine(tokens[:, places], places), labels[:, places])
         self.engine.backward(loss)
         return loss.item()
 
