@@ -9,11 +9,7 @@ import re
 import socket
 from typing import Any
 
-from deepspeed.comm.constants import (
-    DEFAULT_AML_MASTER_PORT,
-    DEFAULT_AML_NCCL_SOCKET_IFNAME,
-    TORCH_DISTRIBUTED_DEFAULT_PORT,
-)
+from deepspeed.comm import constants
 from deepspeed.utils.logging import logger
 
 __all__ = [
@@ -87,7 +83,7 @@ def missing_variables() -> list[str]:
 
 
 def mpi_discovery(
-    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True
+    distributed_port: int = constants.TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True
 ) -> None:
     """Set torch's five variables from MPI.
 
@@ -152,7 +148,7 @@ def first_slurm_host(node_list: str) -> str:
 
 
 def slurm_discovery(
-    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True
+    distributed_port: int = constants.TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True
 ) -> None:
     """Set torch's five variables from Slurm's; ``MASTER_ADDR`` and ``MASTER_PORT`` are kept when
     set.
@@ -180,13 +176,13 @@ def patch_aml_env_for_torch_nccl_backend(master_port: int = 6105, verbose: bool 
     single_node = os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"] == os.environ["WORLD_SIZE"]
     if single_node:
         os.environ["MASTER_ADDR"] = os.environ.get("AZ_BATCHAI_MPI_MASTER_NODE", "127.0.0.1")
-        os.environ["MASTER_PORT"] = DEFAULT_AML_MASTER_PORT
+        os.environ["MASTER_PORT"] = constants.DEFAULT_AML_MASTER_PORT
     else:
         address, _, port = os.environ["AZ_BATCH_MASTER_NODE"].partition(":")
         os.environ["MASTER_ADDR"] = address
         os.environ.setdefault("MASTER_PORT", port or str(master_port))
     # Containers' bridges carry no traffic between machines; NCCL must not choose them.
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", DEFAULT_AML_NCCL_SOCKET_IFNAME)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", constants.DEFAULT_AML_NCCL_SOCKET_IFNAME)
     _report("Azure Machine Learning", verbose)
 
 

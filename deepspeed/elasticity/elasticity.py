@@ -16,17 +16,12 @@ from typing import Any, NamedTuple
 
 from packaging.version import parse
 
+from deepspeed.elasticity import constants
 from deepspeed.elasticity.config import (
     ElasticityConfig,
     ElasticityConfigError,
     ElasticityError,
     ElasticityIncompatibleWorldSize,
-)
-from deepspeed.elasticity.constants import (
-    DEEPSPEED_ELASTICITY_CONFIG,
-    ELASTICITY,
-    LATEST_ELASTICITY_VERSION,
-    MINIMUM_DEEPSPEED_VERSION,
 )
 from deepspeed.git_version_info import version as own_version
 from deepspeed.utils.logging import logger
@@ -244,10 +239,10 @@ def _config_of(ds_config: dict[str, Any], target_deepspeed_version: str) -> Elas
         text = f"but received a {type(ds_config)}, containing: {ds_config}"
         raise ValueError(f"Expected ds_config to be a dictionary {text}")
     remedy = "if running an elastic training job."
-    if ELASTICITY not in ds_config:
-        text = f"'{ELASTICITY}' is missing from config json, please add it {remedy}"
+    if constants.ELASTICITY not in ds_config:
+        text = f"'{constants.ELASTICITY}' is missing from config json, please add it {remedy}"
         raise ElasticityConfigError(text)
-    block = ds_config[ELASTICITY]
+    block = ds_config[constants.ELASTICITY]
     if not block.get("enabled"):
         text = "Elasticity is disabled, please enable it ('enabled':true)"
         raise ElasticityConfigError(f"{text} {remedy}")
@@ -257,11 +252,11 @@ def _config_of(ds_config: dict[str, Any], target_deepspeed_version: str) -> Elas
             f"Elasticity V{config.version} does not support model-parallel training. Given "
             f"model-parallel size: {config.model_parallel_size}; use version 0.2"
         )
-    if float(config.version) > LATEST_ELASTICITY_VERSION:
-        text = f"but runtime only supports up to {LATEST_ELASTICITY_VERSION}"
+    if float(config.version) > constants.LATEST_ELASTICITY_VERSION:
+        text = f"but runtime only supports up to {constants.LATEST_ELASTICITY_VERSION}"
         raise ElasticityConfigError(f"Attempting to run elasticity version {config.version} {text}")
-    if parse(target_deepspeed_version) < parse(MINIMUM_DEEPSPEED_VERSION):
-        text = f"minimum version {MINIMUM_DEEPSPEED_VERSION} supporting elasticity."
+    if parse(target_deepspeed_version) < parse(constants.MINIMUM_DEEPSPEED_VERSION):
+        text = f"minimum version {constants.MINIMUM_DEEPSPEED_VERSION} supporting elasticity."
         raise ElasticityError(
             f"Target deepspeed version of {target_deepspeed_version} is not compatible with {text}"
         )
@@ -270,15 +265,15 @@ def _config_of(ds_config: dict[str, Any], target_deepspeed_version: str) -> Elas
 
 def elasticity_enabled(ds_config: dict[str, Any]) -> bool:
     """Say whether a configuration asks for elastic batch sizes."""
-    return bool(ds_config.get(ELASTICITY, {}).get("enabled"))
+    return bool(ds_config.get(constants.ELASTICITY, {}).get("enabled"))
 
 
 def ensure_immutable_elastic_config(runtime_elastic_config_dict: dict[str, Any]) -> None:
     """Refuse an `elasticity` block that is not the one a resource scheduler planned with."""
-    text = os.environ.get(DEEPSPEED_ELASTICITY_CONFIG)
+    text = os.environ.get(constants.DEEPSPEED_ELASTICITY_CONFIG)
     if text is None:
         said = "%s is not set: cannot tell whether a resource scheduler scales this job with the "
-        logger.warning(said + "same elasticity block", DEEPSPEED_ELASTICITY_CONFIG)
+        logger.warning(said + "same elasticity block", constants.DEEPSPEED_ELASTICITY_CONFIG)
         return
     scheduler = ElasticityConfig(json.loads(text))
     runtime = ElasticityConfig(runtime_elastic_config_dict)
@@ -295,7 +290,7 @@ def elastic_batch_sizes(
     param_dict: dict[str, Any], data_parallel_size: int, world_size: int
 ) -> tuple[int, int, int]:
     """Return train batch, micro-batch and accumulation steps of an enabled `elasticity` block."""
-    block = param_dict[ELASTICITY]
+    block = param_dict[constants.ELASTICITY]
     config = ElasticityConfig(block)
     if world_size != data_parallel_size * config.model_parallel_size:
         raise ElasticityConfigError(

@@ -9,11 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from deepspeed.launcher.constants import (
-    LOCAL_MASTER_ADDR,
-    TORCH_DISTRIBUTED_DEFAULT_PORT,
-    node_timeout,
-)
+from deepspeed.launcher import constants
 from deepspeed.launcher.failures import Exit
 from deepspeed.launcher.logs import RankHistory, RankLogs
 from deepspeed.launcher.plan import Elastic, LaunchPlan, free_port, port_in_use
@@ -62,9 +58,9 @@ def run_with_agent(plan: LaunchPlan, folder: Path, logs: RankLogs) -> dict[int, 
 def _run_on_some_port(plan: LaunchPlan, folder: Path, logs: RankLogs) -> None:
     """Run the agent on the plan's port, or on a free one where it names none."""
     # In a larger job the agent's store is for this node alone; the plan's port is rank 0's to open.
-    address = plan.master_addr if plan.place is None else LOCAL_MASTER_ADDR
+    address = plan.master_addr if plan.place is None else constants.LOCAL_MASTER_ADDR
     wanted = plan.master_port if plan.place is None else 0
-    port = TORCH_DISTRIBUTED_DEFAULT_PORT if wanted is None else wanted
+    port = constants.TORCH_DISTRIBUTED_DEFAULT_PORT if wanted is None else wanted
     if port == 0:
         # Every rank must be told the same number, so it is not the first one's to bind.
         port = free_port()
@@ -141,8 +137,8 @@ def _rendezvous_of_nodes(
         shutil.rmtree(folder, ignore_errors=True)
         sys.stderr.write(
             f"deepspeed: error: --master_addr={plan.master_addr}: the nodes' rendezvous there "
-            f"has not answered for {node_timeout():g} seconds; this node is ended, start it again "
-            "when it can be reached\n"
+            f"has not answered for {constants.node_timeout():g} seconds; this node is ended, start "
+            "it again when it can be reached\n"
         )
         sys.stderr.flush()
         os._exit(2)

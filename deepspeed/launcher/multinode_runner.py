@@ -13,15 +13,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from deepspeed.launcher.constants import (
-    IMPI_LAUNCHER,
-    MPICH_LAUNCHER,
-    MVAPICH_LAUNCHER,
-    OPENMPI_LAUNCHER,
-    PDSH_LAUNCHER,
-    SLURM_LAUNCHER,
-    SSH_LAUNCHER,
-)
+from deepspeed.launcher import constants
 
 PDSH_MAX_FAN_OUT = 1024
 # ssh and Open MPI's daemons ask an idle peer this often, three times, before they count it as gone.
@@ -129,7 +121,7 @@ class MultiNodeRunner(abc.ABC):
 class PDSHRunner(MultiNodeRunner):
     """pdsh over ssh: one command for all hosts."""
 
-    name = PDSH_LAUNCHER
+    name = constants.PDSH_LAUNCHER
     programs = ("pdsh",)
 
     def get_cmd(self, environment: dict[str, str], active_resources: Slots) -> list[str]:
@@ -151,7 +143,7 @@ class PDSHRunner(MultiNodeRunner):
 class SSHRunner(MultiNodeRunner):
     """Plain ssh: one command per host."""
 
-    name = SSH_LAUNCHER
+    name = constants.SSH_LAUNCHER
     programs = ("ssh",)
 
     def get_cmd(self, environment: dict[str, str], active_resources: Slots) -> list[str]:
@@ -175,7 +167,7 @@ class OpenMPIRunner(MultiNodeRunner):
     rank_variables = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
     daemon = "orted"
 
-    name = OPENMPI_LAUNCHER
+    name = constants.OPENMPI_LAUNCHER
     programs = ("mpirun.openmpi", "mpirun", "mpiexec")
     version_word = "Open MPI"
 
@@ -205,7 +197,7 @@ class OpenMPIRunner(MultiNodeRunner):
 class MPICHRunner(MultiNodeRunner):
     """MPICH's hydra."""
 
-    name = MPICH_LAUNCHER
+    name = constants.MPICH_LAUNCHER
     rank_variables = ("PMI_RANK", "MPI_LOCALRANKID")
     programs: tuple[str, ...] = ("mpirun.mpich", "mpiexec.hydra", "mpirun", "mpiexec")
     version_word = "HYDRA"
@@ -225,7 +217,7 @@ class MPICHRunner(MultiNodeRunner):
 class IMPIRunner(MPICHRunner):
     """Intel MPI, whose starter is a hydra too."""
 
-    name = IMPI_LAUNCHER
+    name = constants.IMPI_LAUNCHER
     programs = ("mpiexec.hydra", "mpirun", "mpiexec")
     version_word = "Intel(R) MPI"
 
@@ -233,7 +225,7 @@ class IMPIRunner(MPICHRunner):
 class MVAPICHRunner(MPICHRunner):
     """MVAPICH's hydra, told from MPICH's by the program `mpiname` beside it."""
 
-    name = MVAPICH_LAUNCHER
+    name = constants.MVAPICH_LAUNCHER
     programs = ("mpiexec.hydra", "mpirun", "mpiexec")
 
     def backend_exists(self) -> bool:
@@ -243,7 +235,7 @@ class MVAPICHRunner(MPICHRunner):
 class SlurmRunner(MultiNodeRunner):
     """Slurm's srun, inside an allocation or making one."""
 
-    name = SLURM_LAUNCHER
+    name = constants.SLURM_LAUNCHER
     rank_variables = ("SLURM_PROCID", "SLURM_LOCALID")
     programs = ("srun",)
 

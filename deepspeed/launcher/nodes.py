@@ -20,15 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from deepspeed.launcher.constants import (
-    ADDRESS_VARIABLE,
-    DEEPSPEED_ENVIRONMENT_NAME,
-    DEEPSPEED_ENVIRONMENT_PATHS,
-    LOCAL_MASTER_ADDR,
-    PDSH_LAUNCHER,
-    SSH_LAUNCHER,
-    TORCH_DISTRIBUTED_DEFAULT_PORT,
-)
+from deepspeed.launcher import constants
 from deepspeed.launcher.failures import describe_exit
 from deepspeed.launcher.job.coordinator import Coordinator, CoordinatorAddress, Verdict
 from deepspeed.launcher.launch import pid_file, run, write_verdict
@@ -49,8 +41,8 @@ def run_nodes(
     """Start the job over the engine that the flags name; return its exit code, as `launch.run`."""
     args.coordinator = ""  # known once there is a coordinator; the engine is refused before
     runner, hosts = make_runner(args, world_info, active), list(active)
-    if runner.name in (PDSH_LAUNCHER, SSH_LAUNCHER) and not args.no_ssh_check:
-        extra = runner.launcher_args() if runner.name == SSH_LAUNCHER else []
+    if runner.name in (constants.PDSH_LAUNCHER, constants.SSH_LAUNCHER) and not args.no_ssh_check:
+        extra = runner.launcher_args() if runner.name == constants.SSH_LAUNCHER else []
         check_ssh(hosts, args.ssh_port, extra)
     coordinator = Coordinator(_labels(runner, active), own_addresses(hosts), args.master_addr)
     args.coordinator = coordinator.address.encode()
@@ -173,7 +165,9 @@ def run_by_hand(
         raise ValueError(f"--node_rank={args.node_rank}: {text}")
     if not args.master_addr:
         raise ValueError("--master_addr is missing: --no_ssh needs the address of node 0")
-    master_port = args.master_port if args.master_port_given else TORCH_DISTRIBUTED_DEFAULT_PORT
+    master_port = (
+        args.master_port if args.master_port_given else constants.TORCH_DISTRIBUTED_DEFAULT_PORT
+    )
     port = master_port + 1
     # Nodes with other hosts or slots in mind have another word and are sent away.
     token = hashlib.sha256(world_info.encode()).hexdigest()[:16]
@@ -223,8 +217,8 @@ def own_addresses(hosts: list[str]) -> list[str]:
     """Return this machine's addresses in the order in which the nodes shall try them: those by
     which it goes to a host itself, all others, and the loopback, right on this machine alone.
     """
-    if os.environ.get(ADDRESS_VARIABLE):
-        return [address.strip() for address in os.environ[ADDRESS_VARIABLE].split(",")]
+    if os.environ.get(constants.ADDRESS_VARIABLE):
+        return [address.strip() for address in os.environ[constants.ADDRESS_VARIABLE].split(",")]
     import psutil  # startup: needed only in a job over several nodes
 
     routed = [address for host in hosts if (address := address_towards(host)) is not None]
@@ -233,8 +227,8 @@ def own_addresses(hosts: list[str]) -> list[str]:
     others = [entry.address for entry in found if entry.family in families]
     near = ("127.", "::1", "fe80")
     far = [address for address in [*routed, *others] if not address.startswith(near)]
-    return [*dict.fromkeys(far), LOCAL_MASTER_ADDR]
-    return [*found, LOCAL_MASTER_ADDR]
+    return [*dict.fromkeys(far), constants.LOCAL_MASTER_ADDR]
+    return [*found, constants.LOCAL_MASTER_ADDR]
 
 
 # The variables that go along
@@ -248,8 +242,8 @@ def forwarded_environment(environment: Mapping[str, str], prefixes: list[str]) -
     # `python -m` on a node finds what it finds here: the current folder too.
     folders = [os.getcwd(), environment.get("PYTHONPATH", "")]
     chosen["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
-    for folder in DEEPSPEED_ENVIRONMENT_PATHS:
-        path = Path(folder) / DEEPSPEED_ENVIRONMENT_NAME
+    for folder in constants.DEEPSPEED_ENVIRONMENT_PATHS:
+        path = Path(folder) / constants.DEEPSPEED_ENVIRONMENT_NAME
         if path.is_file():
             chosen.update(parse_environment_file(path.read_text(encoding="utf-8"), str(path)))
     return chosen

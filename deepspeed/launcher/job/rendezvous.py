@@ -27,11 +27,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.utils.distributed import create_c10d_store
 
-from deepspeed.launcher.constants import (
-    LOCAL_MASTER_ADDR,
-    TORCH_DISTRIBUTED_DEFAULT_PORT,
-    node_timeout,
-)
+from deepspeed.launcher import constants
 from deepspeed.launcher.job.coordinator import beat_interval
 from deepspeed.launcher.plan import Elastic, address_towards
 from deepspeed.utils.logging import logger
@@ -222,7 +218,7 @@ def _create(params: RendezvousParameters) -> RendezvousHandler:
     inner = RendezvousParameters("c10d", params.endpoint, params.run_id, *limits, **params.config)
     # The node that serves does so once its rendezvous is there; before, nobody could be asked.
     rendezvous = rendezvous_handler_registry.create_handler(inner)
-    watch = NodeWatch(params.endpoint, node_timeout(), params.config[ON_CUT])
+    watch = NodeWatch(params.endpoint, constants.node_timeout(), params.config[ON_CUT])
     return WatchedRendezvous(rendezvous, watch)
 
 
@@ -232,7 +228,7 @@ def rendezvous_settings(
     """Return the part of torch's `LaunchConfig` that says where nodes meet. One of the agents
     serves it, the first that can listen there, so the address must be one node's own.
     """
-    port = TORCH_DISTRIBUTED_DEFAULT_PORT if master_port is None else master_port
+    port = constants.TORCH_DISTRIBUTED_DEFAULT_PORT if master_port is None else master_port
     # Every round of processes needs a store of its own: in the agents' store, which outlives them,
     # they would find the addresses of processes that are gone and fail to connect.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -245,7 +241,7 @@ def rendezvous_settings(
         "rdzv_configs": {"last_call_timeout": LAST_CALL_SECONDS},
         # All nodes must say the same word; two jobs cannot have the same port.
         "run_id": f"deepspeed-{port}",
-        "local_addr": address_towards(master_addr, port) or LOCAL_MASTER_ADDR,
+        "local_addr": address_towards(master_addr, port) or constants.LOCAL_MASTER_ADDR,
     }
 
 

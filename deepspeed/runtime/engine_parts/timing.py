@@ -9,23 +9,14 @@ import torch
 
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.step_observers.step_observer import StepObserver
-from deepspeed.utils.timer import (
-    BACKWARD_GLOBAL_TIMER,
-    BACKWARD_INNER_GLOBAL_TIMER,
-    BACKWARD_REDUCE_GLOBAL_TIMER,
-    FORWARD_GLOBAL_TIMER,
-    STEP_GLOBAL_TIMER,
-    NoopTimer,
-    SynchronizedWallClockTimer,
-    ThroughputTimer,
-)
+from deepspeed.utils import timer
 
-FORWARD = FORWARD_GLOBAL_TIMER
-BACKWARD = BACKWARD_GLOBAL_TIMER
+FORWARD = timer.FORWARD_GLOBAL_TIMER
+BACKWARD = timer.BACKWARD_GLOBAL_TIMER
 # Autograd's part of backward, with the reductions that overlap it.
-INNER = BACKWARD_INNER_GLOBAL_TIMER
-REDUCE = BACKWARD_REDUCE_GLOBAL_TIMER
-STEP = STEP_GLOBAL_TIMER
+INNER = timer.BACKWARD_INNER_GLOBAL_TIMER
+REDUCE = timer.BACKWARD_REDUCE_GLOBAL_TIMER
+STEP = timer.STEP_GLOBAL_TIMER
 
 
 class EngineTimers:
@@ -40,8 +31,10 @@ class EngineTimers:
     def __init__(self, config: DeepSpeedConfig, batch_size: int) -> None:
         self._enabled = config.tree.wall_clock_breakdown
         self._steps_per_print = config.tree.steps_per_print
-        self._timers: Any = SynchronizedWallClockTimer() if self._enabled else NoopTimer()
-        self.throughput = ThroughputTimer(
+        self._timers: Any = (
+            timer.SynchronizedWallClockTimer() if self._enabled else timer.NoopTimer()
+        )
+        self.throughput = timer.ThroughputTimer(
             config.timers_config, batch_size=batch_size, steps_per_output=None
         )
         self.observers: Sequence[StepObserver] = ()

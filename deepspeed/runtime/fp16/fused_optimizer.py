@@ -10,12 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.checkpoint.constants import (
-    FP32_GROUPS_FLAT,
-    MASTER_KEYS,
-    OPTIMIZER_STATE_DICT,
-    SCALER_KEYS,
-)
+from deepspeed.checkpoint import constants as keys
 from deepspeed.runtime.bf16_optimizer import Accumulated
 from deepspeed.runtime.gradients.overlay import Overlay
 from deepspeed.runtime.gradients.reduction import (
@@ -132,7 +127,7 @@ class WholeFiles(StateFiles):
 
     def _scaler_state(self) -> dict[str, Any]:
         scaler = self._outcomes.loss_scaler
-        present = {key: getattr(scaler, key) for key in SCALER_KEYS if hasattr(scaler, key)}
+        present = {key: getattr(scaler, key) for key in keys.SCALER_KEYS if hasattr(scaler, key)}
         # A static scale counts no steps, but upstream's loader wants the number whatever the scale.
         is_dynamic = self._outcomes.dynamic_loss_scale
         return {"dynamic_loss_scale": is_dynamic, "cur_iter": 0, **present}
@@ -146,18 +141,18 @@ class WholeFiles(StateFiles):
     def state_dict(self) -> dict[str, Any]:
         return {
             **self._scaler_state(),
-            OPTIMIZER_STATE_DICT: self._optimizer.state_dict(),
+            keys.OPTIMIZER_STATE_DICT: self._optimizer.state_dict(),
             **self._masters_state(),
         }
 
     def fits(self, saved: Mapping[str, Any]) -> bool:
-        return MASTER_KEYS & saved.keys() == {self._key}
+        return keys.MASTER_KEYS & saved.keys() == {self._key}
 
     def rebuilt_state(
         self, base: dict[str, Any], masters: Sequence[torch.Tensor], scaler: Mapping[str, Any]
     ) -> dict[str, Any]:
         grouped = self._grouped_masters(masters)
-        return {**scaler, OPTIMIZER_STATE_DICT: base, self._key: grouped}
+        return {**scaler, keys.OPTIMIZER_STATE_DICT: base, self._key: grouped}
 
     def _grouped_masters(self, masters: Sequence[torch.Tensor]) -> Sequence[object]:
         """The masters of `own_tensors` as the files have them: one per group."""
@@ -170,7 +165,7 @@ class WholeFiles(StateFiles):
     def _load(self, saved: dict[str, Any], with_moments: bool, with_masters: bool) -> None:
         self._outcomes.loss_scaler.go_on_from(saved)
         if with_moments:
-            load_in_place(self._optimizer, saved[OPTIMIZER_STATE_DICT])
+            load_in_place(self._optimizer, saved[keys.OPTIMIZER_STATE_DICT])
         if not with_masters:
             self._masters.refresh_fp32_params()
             return
@@ -194,7 +189,7 @@ class FP16_Optimizer(MasterNames, StepSequence):
     masters: MasterWeights
 
     files_class: type[WholeFiles] = WholeFiles
-    masters_key = FP32_GROUPS_FLAT
+    masters_key = keys.FP32_GROUPS_FLAT
     per_param = False
 
     def __init__(

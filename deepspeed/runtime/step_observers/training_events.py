@@ -18,13 +18,7 @@ from typing import TYPE_CHECKING
 
 from deepspeed.monitor.monitor import Event
 from deepspeed.runtime.step_observers.step_observer import MeanLoss, StepObserver
-from deepspeed.utils.timer import (
-    BACKWARD_GLOBAL_TIMER,
-    BACKWARD_INNER_GLOBAL_TIMER,
-    BACKWARD_REDUCE_GLOBAL_TIMER,
-    FORWARD_GLOBAL_TIMER,
-    STEP_GLOBAL_TIMER,
-)
+from deepspeed.utils import timer
 
 if TYPE_CHECKING:
     import torch
@@ -35,11 +29,11 @@ PREFIX = "Train/Samples/"
 LOSS = f"{PREFIX}train_loss"
 # Timer -> what upstream calls its event.
 PHASES = {
-    FORWARD_GLOBAL_TIMER: "forward",
-    BACKWARD_GLOBAL_TIMER: "backward",
-    BACKWARD_INNER_GLOBAL_TIMER: "backward_inner",
-    BACKWARD_REDUCE_GLOBAL_TIMER: "backward_allreduce",
-    STEP_GLOBAL_TIMER: "step",
+    timer.FORWARD_GLOBAL_TIMER: "forward",
+    timer.BACKWARD_GLOBAL_TIMER: "backward",
+    timer.BACKWARD_INNER_GLOBAL_TIMER: "backward_inner",
+    timer.BACKWARD_REDUCE_GLOBAL_TIMER: "backward_allreduce",
+    timer.STEP_GLOBAL_TIMER: "step",
 }
 
 

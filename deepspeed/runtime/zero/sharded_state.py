@@ -17,20 +17,7 @@ from typing import Any
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.checkpoint.constants import (
-    BASE_OPTIMIZER_PARAM_GROUPS,
-    BASE_OPTIMIZER_STATE,
-    BASE_OPTIMIZER_STATE_STEP,
-    CLIP_GRAD,
-    DS_VERSION,
-    GROUP_PADDINGS,
-    LOSS_SCALER,
-    PARAM_SLICE_MAPPINGS,
-    PARTITION_COUNT,
-    SINGLE_PARTITION_OF_FP32_GROUPS,
-    STATE_OF_PARAMETERS,
-    ZERO_STAGE,
-)
+from deepspeed.checkpoint import constants as keys
 from deepspeed.checkpoint.resharding.saved_optimizer import is_per_element
 from deepspeed.git_version_info import version as __version__
 from deepspeed.runtime.optimizers.master_weights import MasterWeights
@@ -65,9 +52,11 @@ def sharded_state_dict(masters: MasterWeights, elastic: bool) -> dict[str, Any]:
     ]
     state = as_sharded_state(masters, _lean_state(masters, base) if elastic else base, lean)
     if elastic:
-        state[BASE_OPTIMIZER_PARAM_GROUPS] = base["param_groups"]
+        state[keys.BASE_OPTIMIZER_PARAM_GROUPS] = base["param_groups"]
         steps = [state.get("step") for state in masters.state.values()]
-        state[BASE_OPTIMIZER_STATE_STEP] = next((step for step in steps if step is not None), None)
+        state[keys.BASE_OPTIMIZER_STATE_STEP] = next(
+            (step for step in steps if step is not None), None
+        )
     return state
 
 
@@ -80,12 +69,12 @@ def as_sharded_state(
     rank's part of the state.
     """
     return {
-        BASE_OPTIMIZER_STATE: base,
-        SINGLE_PARTITION_OF_FP32_GROUPS: list(lean),
-        GROUP_PADDINGS: masters.group_paddings,
-        PARTITION_COUNT: masters.partition_count,
-        DS_VERSION: __version__,
-        PARAM_SLICE_MAPPINGS: [_slice_mapping(masters, group) for group in masters.groups],
+        keys.BASE_OPTIMIZER_STATE: base,
+        keys.SINGLE_PARTITION_OF_FP32_GROUPS: list(lean),
+        keys.GROUP_PADDINGS: masters.group_paddings,
+        keys.PARTITION_COUNT: masters.partition_count,
+        keys.DS_VERSION: __version__,
+        keys.PARAM_SLICE_MAPPINGS: [_slice_mapping(masters, group) for group in masters.groups],
     }
 
 
@@ -221,16 +210,16 @@ class Refiling:
 
 def check_fits(masters: MasterWeights, saved: Mapping[str, Any]) -> None:
     """Raise CheckpointMismatchError, naming what differs, unless this rank could save `saved`."""
-    if SINGLE_PARTITION_OF_FP32_GROUPS not in saved:
+    if keys.SINGLE_PARTITION_OF_FP32_GROUPS not in saved:
         raise CheckpointMismatchError("the checkpoint's state is of another ZeRO stage")
-    counts = list(saved[PARTITION_COUNT])
+    counts = list(saved[keys.PARTITION_COUNT])
     if counts != masters.partition_count:
         raise CheckpointMismatchError(
             f"the checkpoint's parameter groups are divided into {counts} shards, this run's into "
             f"{masters.partition_count}"
         )
     for index, (group, master) in enumerate(
-        zip(masters.groups, saved[SINGLE_PARTITION_OF_FP32_GROUPS], strict=True)
+        zip(masters.groups, saved[keys.SINGLE_PARTITION_OF_FP32_GROUPS], strict=True)
     ):
         expected = _lean_numel(group)
         if master.numel() != expected:
@@ -238,13 +227,15 @@ def check_fits(masters: MasterWeights, saved: Mapping[str, Any]) -> None:
                 f"parameter group {index}: the checkpoint's shard holds {master.numel()} elements, "
                 f"this model's {expected}"
             )
-    if not is_dealt_alike(masters, saved[BASE_OPTIMIZER_STATE]):
+    if not is_dealt_alike(masters, saved[keys.BASE_OPTIMIZER_STATE]):
         raise CheckpointMismatchError("other ranks had the state of this one's whole parameters")
     for index, group in enumerate(
-        masters.groups if saved.get(PARAM_SLICE_MAPPINGS) is not None else []
+        masters.groups if saved.get(keys.PARAM_SLICE_MAPPINGS) is not None else []
     ):
         here = {name: (a.numel, a.start) for name, a in _slice_mapping(masters, group).items()}
-        there = {name: (a.numel, a.start) for name, a in saved[PARAM_SLICE_MAPPINGS][index].items()}
+        there = {
+            name: (a.numel, a.start) for name, a in saved[keys.PARAM_SLICE_MAPPINGS][index].items()
+        }
         if here != there:
             differing = sorted(set(here.items()) ^ set(there.items()))
             raise CheckpointMismatchError(
@@ -256,7 +247,7 @@ def check_fits(masters: MasterWeights, saved: Mapping[str, Any]) -> None:
 def is_dealt_alike(masters: MasterWeights, base: object) -> bool:
     """Return whether saved state of whole parameters is of those that this rank has."""
     has_wholes = isinstance(base, dict) and any(
-        STATE_OF_PARAMETERS in own for own in base["state"].values()
+        keys.STATE_OF_PARAMETERS in own for own in base["state"].values()
     )
     if masters.owner_steps is None:
         return not has_wholes
@@ -279,7 +270,7 @@ def load_sharded_state(
     try:
         check_fits(masters, saved)
         if load_optimizer_states and refiling.is_needed:
-            moments = refiling.moments(_states_of_groups(masters, saved[BASE_OPTIMIZER_STATE]))
+            moments = refiling.moments(_states_of_groups(masters, saved[keys.BASE_OPTIMIZER_STATE]))
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
     refiling.agree(moments, problem)
@@ -287,7 +278,7 @@ def load_sharded_state(
         _load_moments(masters, saved, refiling.move_all(moments))
     if load_from_fp32_weights:
         for index, (group, master) in enumerate(
-            zip(masters.groups, saved[SINGLE_PARTITION_OF_FP32_GROUPS], strict=True)
+            zip(masters.groups, saved[keys.SINGLE_PARTITION_OF_FP32_GROUPS], strict=True)
         ):
             moved = refiling.move(index, master, group.master.device)
             group.master[: moved.numel()].copy_(moved)
@@ -297,9 +288,9 @@ def load_sharded_state(
 
 def _load_moments(masters: MasterWeights, saved: dict[str, Any], moved: Moments) -> None:
     """Restore the wrapped optimizer's state; `moved` is what of it lies otherwise in memory."""
-    base = saved[BASE_OPTIMIZER_STATE]
+    base = saved[keys.BASE_OPTIMIZER_STATE]
     if not isinstance(base, dict):
-        base = _with_groups(masters, base, saved.get(BASE_OPTIMIZER_PARAM_GROUPS))
+        base = _with_groups(masters, base, saved.get(keys.BASE_OPTIMIZER_PARAM_GROUPS))
     load_in_place(masters.optimizer, _with_moments(base, moved) if any(moved) else base)
 
 
@@ -357,7 +348,7 @@ class ShardFiles(StateFiles):
         shards cut otherwise than memory.
         """
         elastic = self._masters.settings.elastic_checkpoint and self.lists_frozen
-        head = {**self._head(), CLIP_GRAD: self._outcomes.clip_grad}
+        head = {**self._head(), keys.CLIP_GRAD: self._outcomes.clip_grad}
         return {**head, **sharded_state_dict(self._masters, elastic)}
 
     def _load(self, saved: dict[str, Any], with_moments: bool, with_masters: bool) -> None:
@@ -378,7 +369,7 @@ class ShardFiles(StateFiles):
             without_padding(group, master)
             for group, master in zip(self._masters.groups, masters, strict=True)
         ]
-        clip = {CLIP_GRAD: self._outcomes.clip_grad}
+        clip = {keys.CLIP_GRAD: self._outcomes.clip_grad}
         return {**clip, **as_sharded_state(self._masters, base, lean)}
 
 
@@ -394,7 +385,7 @@ class ScaledShardFiles(ShardFiles):
         self._stage = stage
 
     def _head(self) -> dict[str, Any]:
-        return {**self._outcomes.scaler_state(), ZERO_STAGE: self._stage}
+        return {**self._outcomes.scaler_state(), keys.ZERO_STAGE: self._stage}
 
     def _load(self, saved: dict[str, Any], with_moments: bool, with_masters: bool) -> None:
         super()._load(saved, with_moments, with_masters)
@@ -402,7 +393,7 @@ class ScaledShardFiles(ShardFiles):
 
     def fits(self, saved: Mapping[str, Any]) -> bool:
         """Refuse `BF16_Optimizer`'s files, which have no loss scaler."""
-        return LOSS_SCALER in saved and super().fits(saved)
+        return keys.LOSS_SCALER in saved and super().fits(saved)
 
     def rebuilt_state(
         self, base: dict[str, Any], masters: Sequence[torch.Tensor], scaler: Mapping[str, Any]

@@ -142,7 +142,7 @@ def test_forwarded_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.chdir(tmp_path)
     home = tmp_path / "home"
     home.mkdir()
-    monkeypatch.setattr(nodes, "DEEPSPEED_ENVIRONMENT_PATHS", [str(home), "."])
+    monkeypatch.setattr(nodes.constants, "DEEPSPEED_ENVIRONMENT_PATHS", [str(home), "."])
     name = constants.DEEPSPEED_ENVIRONMENT_NAME
     (home / name).write_text("# a comment\nNCCL_A = from home\nMINE=x=y z\n\n")
     (tmp_path / name).write_text("MINE=the current folder wins\n")

@@ -22,20 +22,8 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.watch import lone_waits
+from deepspeed.runtime.pipe.messages import wire
 from deepspeed.runtime.pipe.messages.failure import FailureWatch, transferring
-from deepspeed.runtime.pipe.messages.wire import (
-    HEADER_BYTES,
-    Arrival,
-    MessageSpec,
-    TensorSpec,
-    bytes_after_header,
-    decode,
-    encode,
-    layout_of,
-    put_together,
-    specs_of,
-    take_apart,
-)
 
 # Less than this is held until the end of the batch; more is worth a thread.
 HELD_BYTES = 8 * 1024 * 1024
@@ -185,8 +173,8 @@ class _Posted:
     """A message that is being received; without `spec` while only its description was asked for."""
 
     def __init__(self) -> None:
-        self.spec: MessageSpec | None = None
-        self.arrival: Arrival | None = None
+        self.spec: wire.MessageSpec | None = None
+        self.arrival: wire.Arrival | None = None
         self.works: list[Any] = []
         self.header: torch.Tensor | None = None
 
@@ -236,14 +224,14 @@ class Channel:
         # gloo carries host memory only.
         self._wire_device = torch.device("cpu") if is_gloo else device
         # Sender
-        self._sent_spec: MessageSpec | None = None
+        self._sent_spec: wire.MessageSpec | None = None
         self._pending_sends = PendingSends(not is_gloo, self._wait)
         # Receiver
-        self._spec: MessageSpec | None = None  # of all messages, on a static channel
+        self._spec: wire.MessageSpec | None = None  # of all messages, on a static channel
         self._ahead = messages_ahead()
         self._expected = 0  # messages announced by `expect` and not posted
         # Announced by `expect_like` and not posted.
-        self._likes: deque[tuple[TensorSpec, ...]] = deque()
+        self._likes: deque[tuple[wire.TensorSpec, ...]] = deque()
         self._posted: deque[_Posted] = deque()
         self._local: deque[Any] = deque()  # of a rank that sends to itself
 
@@ -258,12 +246,14 @@ class Channel:
             PipelinePeerError: Another rank has failed.
         """
         self._check_alive()
-        spec, tensors = take_apart(value)
+        spec, tensors = wire.take_apart(value)
         is_first = self._remember(spec)
         self.messages += 1
         if self.src == self.dst:
             self._local.append(
-                put_together(spec, [_own_copy(tensor, tensor.requires_grad) for tensor in tensors])
+                wire.put_together(
+                    spec, [_own_copy(tensor, tensor.requires_grad) for tensor in tensors]
+                )
             )
             return
         if is_first or self.dynamic:
@@ -273,15 +263,15 @@ class Channel:
     def send_like(self, tensors: Sequence[torch.Tensor]) -> None:
         """Send tensors to a receiver that knows their forms; returns at once, raises as `send`."""
         self._check_alive()
-        specs = specs_of(tensors)
-        self._remember(MessageSpec("known", specs))
+        specs = wire.specs_of(tensors)
+        self._remember(wire.MessageSpec("known", specs))
         self.messages += 1
         if self.src == self.dst:
             self._local.append(tuple(_own_copy(tensor, False) for tensor in tensors))
             return
         self._send_tensors(specs, tensors)
 
-    def _remember(self, spec: MessageSpec) -> bool:
+    def _remember(self, spec: wire.MessageSpec) -> bool:
         """Tell whether this is the first message; refuse one that a static channel cannot carry."""
         before, self._sent_spec = self._sent_spec, spec
         if self.dynamic or before is None or before == spec:
@@ -294,18 +284,20 @@ class Channel:
             "engine.reset_activation_shape() on all ranks before the batch"
         )
 
-    def _send_description(self, spec: MessageSpec) -> None:
+    def _send_description(self, spec: wire.MessageSpec) -> None:
         self.metadata_messages += 1
-        text = encode(spec)
-        text += bytes(max(0, HEADER_BYTES - len(text)))
+        text = wire.encode(spec)
+        text += bytes(max(0, wire.HEADER_BYTES - len(text)))
         whole = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._wire_device)
-        for piece in (whole[:HEADER_BYTES], whole[HEADER_BYTES:]):
+        for piece in (whole[: wire.HEADER_BYTES], whole[wire.HEADER_BYTES :]):
             if piece.numel():
                 self._send_piece(piece)
 
-    def _send_tensors(self, specs: tuple[TensorSpec, ...], tensors: Sequence[torch.Tensor]) -> None:
+    def _send_tensors(
+        self, specs: tuple[wire.TensorSpec, ...], tensors: Sequence[torch.Tensor]
+    ) -> None:
         plain = tuple(spec._replace(requires_grad=False) for spec in specs)
-        for piece in layout_of(plain).pieces(tensors, self._wire_device):
+        for piece in wire.layout_of(plain).pieces(tensors, self._wire_device):
             self._send_piece(piece)
 
     def _send_piece(self, piece: torch.Tensor) -> None:
@@ -327,7 +319,7 @@ class Channel:
 
     def expect_like(self, likes: Sequence[torch.Tensor]) -> None:
         """Receive one more message, which will be sent with `send_like`, ahead of `recv_like`."""
-        self._likes.append(specs_of(likes))
+        self._likes.append(wire.specs_of(likes))
         self._post_ahead()
 
     def recv(self) -> Any:
@@ -349,7 +341,7 @@ class Channel:
         spec = _known(posted)
         for tensor, described in zip(tensors, spec.tensors, strict=True):
             tensor.requires_grad_(described.requires_grad)
-        return put_together(spec, tensors)
+        return wire.put_together(spec, tensors)
 
     def recv_like(self, likes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the next tensors sent with `send_like`, which look like `likes` (maybe meta
@@ -360,7 +352,7 @@ class Channel:
         """
         self._check_alive()
         self.messages += 1
-        specs = specs_of(likes)
+        specs = wire.specs_of(likes)
         if self.src == self.dst:
             if self._likes:
                 self._likes.popleft()
@@ -373,8 +365,8 @@ class Channel:
         posted = self._taken()
         if posted.spec is None or posted.spec.tensors != specs:
             raise PipelineShapeError(
-                f"{self.name}: {posted.spec} was announced, but {MessageSpec('known', specs)} is "
-                "received"
+                f"{self.name}: {posted.spec} was announced, but "
+                f"{wire.MessageSpec('known', specs)} is received"
             )
         return tuple(self._complete(posted))
 
@@ -417,14 +409,14 @@ class Channel:
         """Receive the next announced message, or its description; False if nothing is announced."""
         posted = _Posted()
         if self._likes:
-            self._post_tensors(posted, MessageSpec("known", self._likes.popleft()))
+            self._post_tensors(posted, wire.MessageSpec("known", self._likes.popleft()))
         elif self._expected:
             self._expected -= 1
             if self._spec is not None:
                 self._post_tensors(posted, self._spec)
             else:
                 posted.header = torch.empty(
-                    HEADER_BYTES, dtype=torch.uint8, device=self._wire_device
+                    wire.HEADER_BYTES, dtype=torch.uint8, device=self._wire_device
                 )
                 posted.works = [self._receive_piece(posted.header)]
         else:
@@ -438,27 +430,27 @@ class Channel:
         spec = self._described(posted)
         self._post_tensors(posted, spec)
 
-    def _post_tensors(self, posted: _Posted, spec: MessageSpec) -> None:
+    def _post_tensors(self, posted: _Posted, spec: wire.MessageSpec) -> None:
         plain = tuple(tensor._replace(requires_grad=False) for tensor in spec.tensors)
         posted.spec = spec
-        posted.arrival = layout_of(plain).allocate(self._wire_device)
+        posted.arrival = wire.layout_of(plain).allocate(self._wire_device)
         posted.works = [self._receive_piece(piece) for piece in posted.arrival.pieces]
 
     def _receive_piece(self, piece: torch.Tensor) -> Any:
         with self._transferring():
             return dist.irecv(piece, self.src, self._group, self._tag)
 
-    def _described(self, posted: _Posted) -> MessageSpec:
+    def _described(self, posted: _Posted) -> wire.MessageSpec:
         self.metadata_messages += 1
         for work in posted.works:
             self._wait(work)
         data = _host_bytes(posted.header)
-        rest = bytes_after_header(data)
+        rest = wire.bytes_after_header(data)
         if rest:
             piece = torch.empty(rest, dtype=torch.uint8, device=self._wire_device)
             self._wait(self._receive_piece(piece))
             data += _host_bytes(piece)
-        spec = decode(data)
+        spec = wire.decode(data)
         if not self.dynamic:
             self._spec = spec
         return spec
@@ -494,7 +486,7 @@ class Channel:
         return transferring(self._watch, self._what)
 
 
-def _known(posted: _Posted) -> MessageSpec:
+def _known(posted: _Posted) -> wire.MessageSpec:
     if posted.spec is None:
         raise AssertionError("a message is taken before its description was read")
     return posted.spec

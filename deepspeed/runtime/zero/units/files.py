@@ -8,12 +8,7 @@ from typing import Any
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.checkpoint.constants import (
-    FP32_FLAT_GROUPS,
-    OPTIMIZER_STATE_DICT,
-    PARTITION_COUNT,
-    ZERO_STAGE,
-)
+from deepspeed.checkpoint import constants as keys
 from deepspeed.runtime.optimizers.state_layout import OwnShard, StateFiles, StateLayout
 from deepspeed.runtime.optimizers.step_outcome import Outcomes
 from deepspeed.runtime.sharding.loading_in_place import load_in_place
@@ -44,22 +39,22 @@ class CutFiles(StateFiles):
         if self._masters.device_part is not None:
             base, masters = self._masters.device_part.joined(base, masters)
         return {
-            ZERO_STAGE: ZeroStageEnum.weights,
+            keys.ZERO_STAGE: ZeroStageEnum.weights,
             **self._outcomes.scaler_state(),
-            PARTITION_COUNT: self._masters.partition_counts(),
-            OPTIMIZER_STATE_DICT: base,
-            FP32_FLAT_GROUPS: list(masters),
+            keys.PARTITION_COUNT: self._masters.partition_counts(),
+            keys.OPTIMIZER_STATE_DICT: base,
+            keys.FP32_FLAT_GROUPS: list(masters),
         }
 
     @torch.no_grad()
     def _load(self, saved: dict[str, Any], with_moments: bool, with_masters: bool) -> None:
         """Restore the loss scaler too, and with masters the weights, which are those rounded."""
         self._outcomes.load_scaler_state(saved)
-        part, masters = self._masters.device_part, saved[FP32_FLAT_GROUPS]
+        part, masters = self._masters.device_part, saved[keys.FP32_FLAT_GROUPS]
         if with_moments and part is None:
-            load_in_place(self._optimizer, saved[OPTIMIZER_STATE_DICT])
+            load_in_place(self._optimizer, saved[keys.OPTIMIZER_STATE_DICT])
         elif with_moments and part is not None:
-            part.load(saved[OPTIMIZER_STATE_DICT])
+            part.load(saved[keys.OPTIMIZER_STATE_DICT])
         if with_masters:
             parts = masters if part is None else part.master_parts(masters)
             for group, master in zip(self._masters.groups, parts, strict=True):
@@ -70,11 +65,11 @@ class CutFiles(StateFiles):
 
     def fits(self, saved: Mapping[str, Any]) -> bool:
         """Refuse also several buffers for a group, which upstream cuts large ones into."""
-        if saved.get(ZERO_STAGE) != ZeroStageEnum.weights:
+        if saved.get(keys.ZERO_STAGE) != ZeroStageEnum.weights:
             return False
-        base, buffers = saved[OPTIMIZER_STATE_DICT], saved[FP32_FLAT_GROUPS]
+        base, buffers = saved[keys.OPTIMIZER_STATE_DICT], saved[keys.FP32_FLAT_GROUPS]
         return (
-            saved[PARTITION_COUNT] == self._masters.partition_counts()
+            saved[keys.PARTITION_COUNT] == self._masters.partition_counts()
             and all(len(group["params"]) == 1 for group in base["param_groups"])
             and [buffer.numel() for buffer in buffers] == self._masters.shard_numels()
             and is_dealt_alike(self._masters, base)
