@@ -24,16 +24,6 @@ from deepspeed.checkpoint.files import CheckpointError, read_latest, sync_folder
 VERSION = 1
 _FIRST_LINE = b'{"checksum":"%s",\n'
 
-__all__ = [
-    "MANIFEST",
-    "VERSION",
-    "FileRecord",
-    "Manifest",
-    "merge_parts",
-    "read_manifest",
-    "write_part",
-]
-
 
 class Manifest(NamedTuple):
     """What `manifest.json` says.

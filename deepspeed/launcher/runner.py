@@ -21,8 +21,6 @@ from typing import Any
 
 from deepspeed._lazy import lazy_attributes
 from deepspeed.launcher.constants import (
-    DEEPSPEED_ENVIRONMENT_NAME,
-    DEEPSPEED_ENVIRONMENT_PATHS,
     DLTS_HOSTFILE,
     EXPORT_ENVS,
     IMPI_LAUNCHER,
@@ -39,45 +37,22 @@ from deepspeed.launcher.constants import (
 from deepspeed.launcher.launch import Flags, add_flags, add_log_flags, answer, run
 from deepspeed.launcher.plan import Elastic, LaunchPlan, bound_cores, build_command, elastic_of
 from deepspeed.launcher.resources import (
-    _parse_hostfile,
     device_environment,
     fetch_hostfile,
-    parse_inclusion_exclusion,
-    parse_node_config,
-    parse_node_config_list,
     parse_num_nodes,
     parse_resource_filter,
     visible_slots,
 )
 from deepspeed.utils.logging import logger
 
-# Upstream's further names here say what to use instead.
-__getattr__ = lazy_attributes(__name__)
-
-__all__ = [
-    "DEEPSPEED_ENVIRONMENT_NAME",
-    "DEEPSPEED_ENVIRONMENT_PATHS",
-    "DLTS_HOSTFILE",
-    "EXPORT_ENVS",
-    "IMPI_LAUNCHER",
-    "MPICH_LAUNCHER",
-    "MVAPICH_LAUNCHER",
-    "OPENMPI_LAUNCHER",
-    "PDSH_LAUNCHER",
-    "SLURM_LAUNCHER",
-    "TORCH_DISTRIBUTED_DEFAULT_PORT",
-    "SSH_LAUNCHER",
-    "_parse_hostfile",
-    "encode_world_info",
-    "fetch_hostfile",
-    "main",
-    "parse_args",
-    "parse_inclusion_exclusion",
-    "parse_node_config",
-    "parse_node_config_list",
-    "parse_num_nodes",
-    "parse_resource_filter",
-]
+# Upstream's path of these names; its further ones say what to use instead.
+_CONSTANTS = ("DEEPSPEED_ENVIRONMENT_NAME", "DEEPSPEED_ENVIRONMENT_PATHS")
+_RESOURCES = ("_parse_hostfile", "parse_inclusion_exclusion", "parse_node_config")
+__getattr__ = lazy_attributes(
+    __name__,
+    dict.fromkeys(_CONSTANTS, "deepspeed.launcher.constants")
+    | dict.fromkeys((*_RESOURCES, "parse_node_config_list"), "deepspeed.launcher.resources"),
+)
 
 _ENGINE_FLAGS: tuple[tuple[str, Any], ...] = (
     ("launcher", PDSH_LAUNCHER),

@@ -22,10 +22,8 @@ from deepspeed.moe.gating import (
     JITTER,
     NOISE_POLICIES,
     AgreementGroups,
-    DenseRoutes,
     Routes,
     SparseRoutes,
-    gumbel_rsample,
     multiplicative_jitter,
     refuse_tutel,
     top1gating,
@@ -35,20 +33,9 @@ from deepspeed.moe.gating import (
 from deepspeed.moe.mappings import drop_tokens_over, gather_tokens_over
 from deepspeed.utils import groups
 
-# Upstream's further names here say what to use instead.
-__getattr__ = lazy_attributes(__name__)
-
-__all__ = [
-    "DenseRoutes",
-    "MOELayer",
-    "SparseRoutes",
-    "TopKGate",
-    "gumbel_rsample",
-    "multiplicative_jitter",
-    "top1gating",
-    "top2gating",
-    "topkgating",
-]
+# Upstream's path of these names; its further ones say what to use instead.
+_GATING = dict.fromkeys(("DenseRoutes", "gumbel_rsample"), "deepspeed.moe.gating")
+__getattr__ = lazy_attributes(__name__, _GATING)
 
 
 class Lanes(NamedTuple):

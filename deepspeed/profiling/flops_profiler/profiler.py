@@ -20,9 +20,7 @@ from deepspeed._lazy import lazy_attributes
 from deepspeed.profiling.flops_profiler import report
 from deepspeed.profiling.flops_profiler.report import (
     ModuleProfile,
-    bytes_to_string,
     duration_to_string,
-    flops_to_string,
     get_module_duration,
     get_module_flops,
     get_module_macs,
@@ -35,22 +33,9 @@ from deepspeed.profiling.flops_profiler.report import (
 )
 from deepspeed.utils.timer import begin_span, end_span
 
-# Upstream's further names here say what to use instead.
-__getattr__ = lazy_attributes(__name__)
-
-__all__ = [
-    "FlopsProfiler",
-    "bytes_to_string",
-    "duration_to_string",
-    "flops_to_string",
-    "get_model_profile",
-    "get_module_duration",
-    "get_module_flops",
-    "get_module_macs",
-    "macs_to_string",
-    "number_to_string",
-    "params_to_string",
-]
+# Upstream's path of these names; its further ones say what to use instead.
+_TEXTS = ("bytes_to_string", "flops_to_string")
+__getattr__ = lazy_attributes(__name__, dict.fromkeys(_TEXTS, report.__name__))
 
 
 def _attention_flops(

@@ -16,68 +16,34 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from deepspeed._lazy import lazy_attributes
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.activation_checkpointing import saved_inputs, settings
-from deepspeed.runtime.activation_checkpointing.random_states import (
-    _CUDA_RNG_STATE_TRACKER,
-    _MODEL_PARALLEL_RNG_TRACKER_NAME,
-    CudaRNGStatesTracker,
-    Surroundings,
-    _set_cuda_rng_state,
-    get_cuda_rng_tracker,
-    model_parallel_cuda_manual_seed,
-    model_parallel_reconfigure_tp_seed,
-)
-from deepspeed.runtime.activation_checkpointing.saved_inputs import (
-    get_partition_size,
-    get_partition_start,
-    is_activation_to_checkpoint,
-)
-from deepspeed.runtime.activation_checkpointing.tensor_lists import (
-    detach_variable,
-    extract_tensors,
-    gather_partitioned_activations,
-    get_cpu_activations_for_backward,
-    get_offloaded_activations_for_backward,
-    get_partitioned_activations_for_backward,
-    merge_tensors,
-    partition_activations,
-    restore_offloaded_activations,
-)
+from deepspeed.runtime.activation_checkpointing import saved_inputs, settings, tensor_lists
+from deepspeed.runtime.activation_checkpointing.random_states import Surroundings
 from deepspeed.utils.logging import logger
 from deepspeed.utils.timer import SynchronizedWallClockTimer
 
-__all__ = [
-    "CheckpointFunction",
-    "_CUDA_RNG_STATE_TRACKER",
-    "_MODEL_PARALLEL_RNG_TRACKER_NAME",
-    "CudaRNGStatesTracker",
-    "_set_cuda_rng_state",
-    "checkpoint",
-    "configure",
-    "detach_variable",
-    "extract_tensors",
-    "gather_partitioned_activations",
-    "get_cpu_activations_for_backward",
-    "get_cuda_rng_tracker",
-    "get_offloaded_activations_for_backward",
-    "get_partition_size",
-    "get_partition_start",
-    "get_partitioned_activations_for_backward",
-    "is_activation_to_checkpoint",
-    "is_configured",
-    "merge_tensors",
-    "model_parallel_cuda_manual_seed",
+# Upstream's path of these names.
+_RANDOM_STATES = (
+    *("_CUDA_RNG_STATE_TRACKER", "_MODEL_PARALLEL_RNG_TRACKER_NAME", "CudaRNGStatesTracker"),
+    *("_set_cuda_rng_state", "get_cuda_rng_tracker", "model_parallel_cuda_manual_seed"),
     "model_parallel_reconfigure_tp_seed",
-    "non_reentrant_checkpoint",
-    "partition_activations",
-    "partition_activations_in_checkpoint",
-    "recomputed",
-    "reset",
+)
+_INPUTS = ("get_partition_size", "get_partition_start", "is_activation_to_checkpoint")
+_LISTS = (
+    *("detach_variable", "extract_tensors", "gather_partitioned_activations", "merge_tensors"),
+    *("get_cpu_activations_for_backward", "get_offloaded_activations_for_backward"),
+    *("get_partitioned_activations_for_backward", "partition_activations"),
     "restore_offloaded_activations",
-    "set_num_layers",
-]
-
+)
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        **dict.fromkeys(_RANDOM_STATES, "deepspeed.runtime.activation_checkpointing.random_states"),
+        **dict.fromkeys(_INPUTS, "deepspeed.runtime.activation_checkpointing.saved_inputs"),
+        **dict.fromkeys(_LISTS, "deepspeed.runtime.activation_checkpointing.tensor_lists"),
+    },
+)
 
 # -- settings --------------------------------------------------------------------------------------
 
@@ -214,7 +180,7 @@ class CheckpointFunction(torch.autograd.Function):
     def forward(
         ctx: Any, run_function: Callable[..., Any], all_outputs: list[Any], *args: object
     ) -> Any:
-        tensors, ctx.others, ctx.flags = extract_tensors(args)
+        tensors, ctx.others, ctx.flags = tensor_lists.extract_tensors(args)
         ctx.run_function = run_function
         ctx.surroundings = Surroundings()
         ctx.set_materialize_grads(False)
@@ -227,7 +193,7 @@ class CheckpointFunction(torch.autograd.Function):
         if isinstance(outputs, torch.Tensor):
             ctx.mark_non_differentiable(*_without_gradient([outputs]))
             return outputs
-        results = extract_tensors(tuple(all_outputs))[0]
+        results = tensor_lists.extract_tensors(tuple(all_outputs))[0]
         ctx.mark_non_differentiable(*_without_gradient(results))
         return results
 
@@ -240,11 +206,15 @@ class CheckpointFunction(torch.autograd.Function):
                 "deepspeed.checkpointing.checkpoint: a nested backward accumulates into .grad; "
                 "call .backward(), or use non_reentrant_checkpoint"
             )
-        inputs = detach_variable(merge_tensors(ctx.saved_tensors, ctx.others, ctx.flags))
+        inputs = tensor_lists.detach_variable(
+            tensor_lists.merge_tensors(ctx.saved_tensors, ctx.others, ctx.flags)
+        )
         with ctx.surroundings.again(), torch.enable_grad(), _boundary("recomputation"):
             outputs = ctx.run_function(*inputs)
         tensors = (
-            [outputs] if isinstance(outputs, torch.Tensor) else extract_tensors(tuple(outputs))[0]
+            [outputs]
+            if isinstance(outputs, torch.Tensor)
+            else tensor_lists.extract_tensors(tuple(outputs))[0]
         )
         if len(tensors) != len(grads):
             raise RuntimeError(

@@ -21,26 +21,8 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import group_creation, group_store
 from deepspeed.comm.process_groups import message_options
-from deepspeed.runtime.pipe.messages.channel import (
-    Channel,
-    PipelineShapeError,
-    transfers_are_ordered,
-)
-from deepspeed.runtime.pipe.messages.failure import PipelinePeerError, transferring
-
-__all__ = [
-    "Channel",
-    "PipelinePeerError",
-    "PipelineShapeError",
-    "can_send_recv",
-    "init_process_groups",
-    "make_channel_groups",
-    "recv",
-    "recv_obj",
-    "send",
-    "send_obj",
-    "wait",
-]
+from deepspeed.runtime.pipe.messages.channel import transfers_are_ordered
+from deepspeed.runtime.pipe.messages.failure import transferring
 
 
 class _Transfer:

@@ -1,27 +1,14 @@
 """Upstream's path of what long sequences need: attention over ranks, loaders, and tiles."""
 
 from deepspeed._lazy import lazy_attributes
-from deepspeed.runtime.sequence_parallel.attention_hf import UlyssesSPAttentionHF
-from deepspeed.runtime.sequence_parallel.loader_adapter import UlyssesSPDataLoaderAdapter
-from deepspeed.runtime.sequence_parallel.tiled_compute import (
-    AutogradComputeMLP,
-    SequenceTiledCompute,
-    TiledFusedLogitsLoss,
-    TiledLoss,
-    TiledMLP,
-    sequence_tiled_compute,
+
+_HERE = "deepspeed.runtime.sequence_parallel"
+_TILES = ("AutogradComputeMLP", "SequenceTiledCompute", "TiledFusedLogitsLoss", "TiledLoss")
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "UlyssesSPAttentionHF": f"{_HERE}.attention_hf",
+        "UlyssesSPDataLoaderAdapter": f"{_HERE}.loader_adapter",
+        **dict.fromkeys((*_TILES, "TiledMLP", "sequence_tiled_compute"), f"{_HERE}.tiled_compute"),
+    },
 )
-
-# Upstream's further names here say what to use instead.
-__getattr__ = lazy_attributes(__name__)
-
-__all__ = [
-    "AutogradComputeMLP",
-    "SequenceTiledCompute",
-    "TiledFusedLogitsLoss",
-    "TiledLoss",
-    "TiledMLP",
-    "UlyssesSPAttentionHF",
-    "UlyssesSPDataLoaderAdapter",
-    "sequence_tiled_compute",
-]

@@ -11,33 +11,19 @@ import torch
 from torch import nn
 
 from deepspeed._lazy import lazy_attributes
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.gathering.gathered_parameters import GatheredParameters
-from deepspeed.runtime.zero.init_context import Init, restore_init_context, shutdown_init_context
-from deepspeed.runtime.zero.parameters.zero_parameter import (
-    ZeroParamStatus,
-    ZeroParamType,
-    is_zero_param,
+
+# Upstream's path of these names; its further ones say what to use instead.
+_INIT = ("Init", "restore_init_context", "shutdown_init_context")
+_PARAMETERS = ("ZeroParamStatus", "ZeroParamType", "is_zero_param")
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "get_accelerator": "deepspeed.accelerator",
+        **dict.fromkeys(_INIT, "deepspeed.runtime.zero.init_context"),
+        **dict.fromkeys(_PARAMETERS, "deepspeed.runtime.zero.parameters.zero_parameter"),
+    },
 )
-
-# Upstream's further names here say what to use instead.
-__getattr__ = lazy_attributes(__name__)
-
-__all__ = [
-    "DeepSpeedTensorOverride",
-    "GatheredParameters",
-    "Init",
-    "ZeroParamStatus",
-    "ZeroParamType",
-    "get_accelerator",
-    "is_zero_param",
-    "register_external_parameter",
-    "restore_init_context",
-    "shutdown_init_context",
-    "unregister_external_parameter",
-    "unwrap_model_for_generation",
-    "zero_wrapper_for_fp_tensor_constructor",
-]
 
 # A client compares functions with it, and exchanges the wrapper below for its own. Nothing here
 # changes how tensors are made, so neither is ever called.

@@ -28,8 +28,9 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.messages import failure
+from deepspeed.runtime.pipe.messages.channel import Channel
 from deepspeed.runtime.pipe.messages.failure import FailureWatch, PipelinePeerError
-from deepspeed.runtime.pipe.p2p import Channel, make_channel_groups
+from deepspeed.runtime.pipe.p2p import make_channel_groups
 from unit.clients.launching import environment
 from unit.common import DistributedTest
 from unit.models import config_of

@@ -19,7 +19,8 @@ from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.comm.watch import intent
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.messages import wire
-from deepspeed.runtime.pipe.p2p import Channel, PipelineShapeError, make_channel_groups
+from deepspeed.runtime.pipe.messages.channel import Channel, PipelineShapeError
+from deepspeed.runtime.pipe.p2p import make_channel_groups
 from deepspeed.verify.streams import check_streams
 from unit.common import DistributedTest
 

@@ -14,8 +14,8 @@ from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.buffers import BatchOutputs, MicroBatches, PipeBuffer
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.messages.channel import Channel
 from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.runtime.pipe.p2p import Channel
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
 from unit.common import DistributedTest
 from unit.v1.contract.runner import run_cases

@@ -10,8 +10,8 @@ from torch import nn
 import deepspeed
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.messages.channel import Channel
 from deepspeed.runtime.pipe.messages.failure import PipelinePeerError
-from deepspeed.runtime.pipe.p2p import Channel
 from unit.common import DistributedTest
 from unit.v1.looping import each
 from unit.v1.pipe.contract.runner import leave_together
