@@ -1,6 +1,4 @@
-"""Submodules and names of a package that load on first use (startup: `import deepspeed` stays
-within a quarter of a second).
-"""
+"""Submodules and names of a package that load on first use (`import deepspeed` stays short)."""
 
 from __future__ import annotations
 

@@ -54,9 +54,7 @@ def _is_shown(filename: str) -> bool:
 
 
 def capture(max_frames: int = MAX_FRAMES, frame: FrameType | None = None) -> Stack:
-    """The innermost user and engine frames of the caller, or of `frame`, which another thread may
-    be in. No source line is read.
-    """
+    """The innermost user and engine frames of the caller, or of `frame`; reads no source line."""
     frames: list[tuple[CodeType, int]] = []
     frame = frame or sys._getframe(1)
     depth = 0

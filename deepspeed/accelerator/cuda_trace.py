@@ -29,9 +29,7 @@ UNKNOWN_SIZE = 2**62
 """torch tells the address of an allocation only; as a write it covers all accesses there later."""
 
 COLLECTIVES = "c10d"
-"""Namespace of torch's collectives. They run on streams of their own and are told by
-`CudaTrace.collective`.
-"""
+"""Namespace of torch's collectives, on their own streams; `CudaTrace.collective` tells of them."""
 
 Address = int
 Handle = int

@@ -21,9 +21,7 @@ class _Queue(HostStream):
 
 
 class _QueueEvent(HostEvent):
-    """An event of the one queue. One with a time waits for the queue, which nothing can hold up: no
-    other process has a part in it.
-    """
+    """An event of the one queue; with a time it waits for the queue, which nobody else holds up."""
 
     def record(self, stream: HostStream | None = None) -> None:
         if self.enable_timing:

@@ -71,10 +71,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="threads that read slices; each holds one kind of state of a parameter",
     )
     parser.add_argument(
-        "--num_merge_workers",
-        type=int,
-        default=2,
-        help="threads that put slices together and write them",
+        "--num_merge_workers", type=int, default=2, help="threads that join and write slices"
     )
     parser.add_argument(
         "--keep_temp_folder", action="store_true", help="also write slices to <output_folder>/tmp"

@@ -30,16 +30,8 @@ REMEDY = (
 # Size variables that an MPI starter leaves: Open MPI; MPICH, Intel MPI and MVAPICH2 (hydra).
 _MPI_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 _MPI_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
-_MPI_LOCAL_RANK_VARIABLES = (
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MPI_LOCALRANKID",
-    "MV2_COMM_WORLD_LOCAL_RANK",
-)
-_MPI_LOCAL_SIZE_VARIABLES = (
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MPI_LOCALNRANKS",
-    "MV2_COMM_WORLD_LOCAL_SIZE",
-)
+_MPI_LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK")
+_MPI_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
 
 
 def _first(names: tuple[str, ...]) -> str | None:
@@ -95,7 +87,7 @@ def mpi_discovery(
             ``MASTER_ADDR``.
     """
     rank, size = _first(_MPI_RANK_VARIABLES), _first(_MPI_SIZE_VARIABLES)
-    local_rank, local_size = _first(_MPI_LOCAL_RANK_VARIABLES), _first(_MPI_LOCAL_SIZE_VARIABLES)
+    local_rank, local_size = _first(_MPI_LOCAL_RANKS), _first(_MPI_LOCAL_SIZES)
     communicator: Any = None
     if importlib.util.find_spec("mpi4py") is not None:
         # optional: mpi4py is an extra, and importing it starts MPI.

@@ -94,9 +94,7 @@ def make_own(rank_lists: Sequence[Sequence[int]], options: object = None) -> Pro
     rank = get_rank()
     if not members_make_groups():
         made = [new_group(ranks, options=options) for ranks in rank_lists]
-        return next(
-            (group for group, ranks in zip(made, rank_lists, strict=True) if rank in ranks), None
-        )
+        return next((one for one, own in zip(made, rank_lists, strict=True) if rank in own), None)
     _agree_on_names()
     own = next((ranks for ranks in rank_lists if rank in ranks), None)
     group = None if own is None else new_group(own, by_members=True, options=options)

@@ -289,9 +289,7 @@ class ParallelMap:
         return group
 
     def _knows_sequences_only(self) -> bool:
-        """Whether the mpu has sequence groups and no data groups, as that of
-        `UlyssesSPAttentionHF.register_with_transformers`.
-        """
+        """Whether the mpu has sequence groups and no data groups, as `UlyssesSPAttentionHF`'s."""
         known = self._has("get_sequence_parallel_group") and not self._has(
             "get_data_parallel_group"
         )

@@ -230,9 +230,7 @@ def is_local(host: str) -> bool:
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the `deepspeed` command; exits with the code of the first rank that failed, 2 for a
-    mistake of the user's, or 0.
-    """
+    """Run the `deepspeed` command; exits with a failed rank's code, 2 for a user's mistake, 0."""
     parsed = parse_args(args)
     answer(parsed, lambda: launch(parsed))
 

@@ -60,9 +60,6 @@ class Delivery(Protocol):
         """Take a piece that is updated and rounded."""
 
 
-TorchRule = Callable[[Sequence[float], torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], None]
-
-
 @functools.cache
 def native_op(name: str) -> ModuleType | None:
     """Return the loaded op, built on first use; None, after one warning, where that fails."""
@@ -95,15 +92,15 @@ def _array(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), DTYPE_CODES[tensor.dtype]
 
 
-def update_torch(rule: TorchRule, update: FlatUpdate) -> None:
-    """Do the same with torch's operations, chunk by chunk."""
+def update_torch(rule: Callable[..., None], update: FlatUpdate) -> None:
+    """Do the same with torch's operations, an optimizer's `_rule`, chunk by chunk."""
     flats = [tensor.view(-1) for tensor in (update.param, *update.states)]
     grads = update.grad.view(-1)
     for start in range(0, grads.numel(), TORCH_CHUNK):
         chunk = slice(start, start + TORCH_CHUNK)
         stored = [flat[chunk] for flat in flats]
         values = [tensor.float() for tensor in stored]  # the tensor itself where it is fp32 already
-        rule(update.scalars, values[0], grads[chunk].float() * update.scalars[0], values[1:])
+        rule(update.scalars, values[0], grads[chunk].float() * update.scalars[0], *values[1:])
         for tensor, value in zip(stored, values, strict=True):
             if tensor is not value:
                 tensor.copy_(value)
@@ -150,10 +147,7 @@ class HostOptimizer(torch.optim.Optimizer):
     @staticmethod
     @abstractmethod
     def _rule(
-        scalars: Sequence[float],
-        param: torch.Tensor,
-        grad: torch.Tensor,
-        states: Sequence[torch.Tensor],
+        scalars: Sequence[float], param: torch.Tensor, grad: torch.Tensor, *states: torch.Tensor
     ) -> None:
         """Update `param` and `states` by torch, in fp32 and in place; `grad` may change. Every
         operation rounds by itself (no `addcmul` or `lerp`, which may fuse), in the order of

@@ -44,9 +44,7 @@ __getattr__ = lazy_attributes(
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Yield all tensors in nested lists, tuples, dicts (model outputs are dicts) and dataclass-like
-    objects without nesting.
-    """
+    """Yield all tensors in nested lists, tuples, dicts and dataclass-like objects (not nested)."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):

@@ -778,9 +778,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--max_shard_size", default="5GB", help="largest size of one file, like 500MB or 5GiB"
     )
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
-    parser.add_argument(
-        "-t", "--tag", help="which checkpoint; the one that `latest` names if not given"
-    )
+    parser.add_argument("-t", "--tag", help="which checkpoint; the one `latest` names if not given")
     parser.add_argument(
         "--exclude_frozen_parameters",
         action="store_true",

@@ -305,9 +305,7 @@ class Scheduler:
         waited for itself, and that somebody else waits for anyway.
         """
         entries = list(islice(stream.queue, until - stream.done))
-        last = next(
-            entry for entry in reversed(entries) if isinstance(entry, Wait) and not entry.passed
-        )
+        last = next(one for one in reversed(entries) if isinstance(one, Wait) and not one.passed)
         return last.stream, last.position
 
     def can_run(self, stream: Stream, position: int) -> bool:

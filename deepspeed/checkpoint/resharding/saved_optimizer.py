@@ -202,9 +202,7 @@ class SavedOptimizer:
                         "are missing or another's"
                     )
                 own = expert_rank(rank, count, count // owners, data_first)
-                offsets = (
-                    {prefix: held * own for prefix, held in per_rank.items()} if has_experts else {}
-                )
+                offsets = {at: held * own for at, held in per_rank.items()} if has_experts else {}
                 firsts = {
                     name: self._packed.first_element(name, shape, rank, count, data_first)
                     for name, shape in groups[index].items()

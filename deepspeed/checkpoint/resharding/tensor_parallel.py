@@ -161,9 +161,7 @@ class SlicePatterns:
 
     def _stack(self, name: str) -> SubparamShape | None:
         named = (
-            shape
-            for shape in self._stacked
-            if any(re.match(pattern, name) for pattern in shape.patterns)
+            one for one in self._stacked if any(re.match(pattern, name) for pattern in one.patterns)
         )
         return next(named, None)
 
@@ -172,9 +170,7 @@ class SlicePatterns:
 
     def _pieces(self, name: str) -> int | None:
         named = (
-            pieces
-            for patterns, pieces in self._dealt
-            if any(pattern.match(name) for pattern in patterns)
+            pieces for patterns, pieces in self._dealt if any(one.match(name) for one in patterns)
         )
         return next(named, None)
 

@@ -65,9 +65,7 @@ class Part(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """An operation as it was issued at `place`: this rank's part, and what other ranks must begin
-    before it can be complete.
-    """
+    """An operation issued at `place`: this rank's part, and what others must begin for its end."""
 
     name: str
     own: Part

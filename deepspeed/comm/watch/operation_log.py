@@ -300,9 +300,7 @@ class CommsLogger:
         # A rank with another count took part in other calls: its i-th latency is not the i-th of
         # ours.
         peers = [
-            other[name][size]
-            for other in everyone
-            if len(other.get(name, {}).get(size, ())) == len(own)
+            one[name][size] for one in everyone if len(one.get(name, {}).get(size, ())) == len(own)
         ]
         communication = sum(min(latencies) for latencies in zip(*peers, strict=True))
         waiting = sum(own) - communication

@@ -50,10 +50,7 @@ class DeepSpeedCPUAdagrad(HostOptimizer):
 
     @staticmethod
     def _rule(
-        scalars: Sequence[float],
-        param: torch.Tensor,
-        grad: torch.Tensor,
-        states: Sequence[torch.Tensor],
+        scalars: Sequence[float], param: torch.Tensor, grad: torch.Tensor, *states: torch.Tensor
     ) -> None:
         _, l2, eps, lr = scalars
         (squares,) = states

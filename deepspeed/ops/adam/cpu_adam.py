@@ -51,11 +51,7 @@ class DeepSpeedCPUAdam(HostOptimizer):
         super().__init__(model_params, defaults, fp32_optimizer_states)
 
     def _slots(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return (
-            ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-            if group["amsgrad"]
-            else ("exp_avg", "exp_avg_sq")
-        )
+        return "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ())
 
     def _scalars(self, group: dict[str, Any], step: int, grad_factor: float) -> tuple[float, ...]:
         lr, decay = float(group["lr"]), group["weight_decay"]
@@ -77,10 +73,7 @@ class DeepSpeedCPUAdam(HostOptimizer):
 
     @staticmethod
     def _rule(
-        scalars: Sequence[float],
-        param: torch.Tensor,
-        grad: torch.Tensor,
-        states: Sequence[torch.Tensor],
+        scalars: Sequence[float], param: torch.Tensor, grad: torch.Tensor, *states: torch.Tensor
     ) -> None:
         _, l2, beta1, grad_to_first, beta2, square_to_second, root_factor, eps, decay, step_size = (
             scalars

@@ -34,8 +34,7 @@ class FusedLamb(WholeParameterOptimizer):
     ) -> None:
         if amsgrad or max_grad_norm:
             raise ValueError(
-                "FusedLamb: amsgrad and max_grad_norm are not supported; clip with "
-                "gradient_clipping"
+                "FusedLamb: amsgrad and max_grad_norm are not supported; use gradient_clipping"
             )
         defaults = {
             "lr": lr,
@@ -66,22 +65,14 @@ class FusedLamb(WholeParameterOptimizer):
                 step=0, exp_avg=torch.zeros_like(tensor), exp_avg_sq=torch.zeros_like(tensor)
             )
         state["step"] += 1
-        beta1, beta2 = group["betas"]
+        (beta1, beta2), eps = group["betas"], group["eps"]
         state["exp_avg"].lerp_(grad, 1.0 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
         correct1 = 1.0 - beta1 ** state["step"] if group["bias_correction"] else 1.0
         correct2 = 1.0 - beta2 ** state["step"] if group["bias_correction"] else 1.0
         second = state["exp_avg_sq"] / correct2
-        denominator = (
-            (second + group["eps"]).sqrt_()
-            if self.eps_inside_sqrt
-            else second.sqrt_().add_(group["eps"])
-        )
-        update = (
-            (state["exp_avg"] / correct1)
-            .div_(denominator)
-            .add_(tensor, alpha=group["weight_decay"])
-        )
+        root = (second + eps).sqrt_() if self.eps_inside_sqrt else second.sqrt_().add_(eps)
+        update = (state["exp_avg"] / correct1).div_(root).add_(tensor, alpha=group["weight_decay"])
         whole = self.parameters_in(tensor)
         squares = torch.zeros(2, len(whole.shapes), dtype=torch.float32, device=tensor.device)
         for param, at in whole.parts:

@@ -38,24 +38,13 @@ class DeepSpeedCPULion(HostOptimizer):
         return ("exp_avg",)
 
     def _scalars(self, group: dict[str, Any], step: int, grad_factor: float) -> tuple[float, ...]:
-        lr = float(group["lr"])
+        lr, decay = float(group["lr"]), group["weight_decay"]
         beta1, beta2 = group["betas"]
-        return (
-            grad_factor,
-            beta1,
-            1.0 - beta1,
-            beta2,
-            1.0 - beta2,
-            1.0 - lr * group["weight_decay"],
-            lr,
-        )
+        return grad_factor, beta1, 1.0 - beta1, beta2, 1.0 - beta2, 1.0 - lr * decay, lr
 
     @staticmethod
     def _rule(
-        scalars: Sequence[float],
-        param: torch.Tensor,
-        grad: torch.Tensor,
-        states: Sequence[torch.Tensor],
+        scalars: Sequence[float], param: torch.Tensor, grad: torch.Tensor, *states: torch.Tensor
     ) -> None:
         _, beta1, grad_to_update, beta2, grad_to_momentum, decay, lr = scalars
         (momentum,) = states

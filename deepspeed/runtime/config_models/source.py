@@ -14,9 +14,7 @@ from deepspeed.utils.logging import warn_once
 
 
 def load_config(source: object) -> dict[str, Any]:
-    """Return a dict of the caller's own from a dict, the path of a JSON or hjson file, or a string
-    of base64-encoded JSON.
-    """
+    """Return a dict of the caller's own from a dict, a JSON or hjson file, or base64 of JSON."""
     if isinstance(source, dict):
         return copy.deepcopy(dict(source))
     if isinstance(source, (str, os.PathLike)):

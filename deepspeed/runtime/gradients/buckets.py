@@ -48,9 +48,7 @@ def plan_bucket(
     shard: ShardRank,
     kind: Hashable = None,
 ) -> BucketPlan:
-    """Plan a bucket that holds exactly `params`, with several shards those of a section of `table`,
-    as the owner of `shard` sees it.
-    """
+    """Plan a bucket of just `params`, of a section of `table`, as the owner of `shard` sees it."""
     starts, position = [], 0
     for param in params:
         starts.append(position)

@@ -129,9 +129,7 @@ class Replicated(GradientReduction):
             self._hooks.end()
 
     def reduce_gradients(self) -> None:
-        """Average, at the boundary, all gradients that are not averaged yet; the current stream has
-        them when this returns.
-        """
+        """Average, at the boundary, all gradients not averaged yet; the current stream has them."""
         if not self.reduces_now:
             return
         if not self._hooks.are_set or self._streams is None:

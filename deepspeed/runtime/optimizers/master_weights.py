@@ -112,9 +112,7 @@ class Publishing:
             self._arrivals.hand_over()
 
     def await_parameters(self) -> None:
-        """Let the current stream wait for all parameters, which are about to be written, or read
-        without their hearing of it.
-        """
+        """Let the current stream wait for all parameters, to be written, or read unheard of."""
         if self._arrivals is not None:
             self._arrivals.settle()
 
@@ -381,9 +379,7 @@ class MasterWeights:
             by_group.setdefault(self.groups[group].process_group, []).append(position)
         values: dict[int, torch.Tensor] = {}
         for process_group, positions in by_group.items():
-            pieces = self._gather_from(
-                [links[position] for position in positions], shards, process_group
-            )
+            pieces = self._gather_from([links[at] for at in positions], shards, process_group)
             values.update(zip(positions, pieces, strict=True))
         return [values[position] for position in range(len(links))]
 

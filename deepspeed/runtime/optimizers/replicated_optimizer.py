@@ -194,9 +194,7 @@ class ReplicatedOptimizer(StepSequence):
         return (param for gradients in self.reduction.gradients for param in gradients.params)
 
     def reduce_gradients(self) -> None:
-        """Reduce at the boundary; what comes of it is settled, because clients may clip
-        `param.grad` themselves before the step.
-        """
+        """Reduce at the boundary, and settle it: clients may clip `param.grad` before the step."""
         self.reduction.reduce_gradients()
         if self.reduces_now:
             super()._tell_settled(self.read_factor)

@@ -27,10 +27,7 @@ def why_untrainable(optimizer: torch.optim.Optimizer, model: nn.Module) -> str |
     if name in _NEVER:
         return f"optimizer: {name} {_NEVER[name]}"
     trained = {
-        id(param)
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if param.requires_grad
+        id(one) for group in optimizer.param_groups for one in group["params"] if one.requires_grad
     }
     return next(_problems(optimizer, model, trained), None)
 

@@ -293,10 +293,7 @@ class PipelineModule(LayerFiles, nn.Module):
         pipelines = self.grid.pipe_groups
         together = [[pipeline[stage] for stage in stages] for pipeline in pipelines]
         alone = [
-            [rank]
-            for pipeline in pipelines
-            for stage, rank in enumerate(pipeline)
-            if stage not in stages
+            [rank] for line in pipelines for stage, rank in enumerate(line) if stage not in stages
         ]
         return group_store.shared_group(together + alone)
 

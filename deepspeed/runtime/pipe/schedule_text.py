@@ -285,9 +285,7 @@ def parser() -> argparse.ArgumentParser:
         description="Print, draw and check a pipeline schedule.",
     )
     names = (*SCHEDULE_NAMES, "inference")
-    made.add_argument(
-        "--schedule", choices=names, default="1f1b", help="which schedule (default: 1f1b)"
-    )
+    made.add_argument("--schedule", choices=names, default="1f1b", help="schedule (default: 1f1b)")
     for option, (kind, default, what) in _OPTIONS.items():
         told = what if default is None else f"{what} (default: {default:g})"
         made.add_argument(option, type=kind, default=default, help=told)

@@ -177,9 +177,7 @@ def simulate(
         raise ValueError("A pipeline has at least one stage; give the schedule of each of them")
     shapes = {(each.micro_batches, each.stages, each.num_chunks) for each in schedules}
     if len(shapes) > 1 or [each.stage_id for each in schedules] != list(range(schedules[0].stages)):
-        given = [
-            (each.stage_id, each.micro_batches, each.stages, each.num_chunks) for each in schedules
-        ]
+        given = [(one.stage_id, one.micro_batches, one.stages, one.num_chunks) for one in schedules]
         raise ValueError(
             "Give the schedules of all stages of one pipeline, in order; "
             f"(stage_id, micro_batches, stages, num_chunks) are {given}"

@@ -30,9 +30,7 @@ class StepObserver:
         """It ended; not called for one that raised."""
 
     def saw_loss(self, loss: torch.Tensor) -> None:
-        """See a micro-batch's loss, with its graph, before it is divided and scaled; not that of a
-        plain `loss.backward()`.
-        """
+        """See a micro-batch's loss, with its graph, before division; not of a plain backward."""
 
     def backward_starts(self) -> None:
         """A backward begins."""

@@ -135,9 +135,7 @@ def _family_name(model: nn.Module, preset: str | None) -> str:
 
 def _leave_whole(plan: Plan, model: nn.Module) -> None:
     """Leave whole what stands alone and others read too (tied embeddings), or is too small."""
-    owners = Counter(
-        id(param) for module in model.modules() for param in dict.values(module._parameters)
-    )
+    owners = Counter(id(param) for one in model.modules() for param in dict.values(one._parameters))
     plan.layers = [
         cut
         for cut in plan.layers

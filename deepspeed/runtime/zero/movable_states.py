@@ -71,9 +71,7 @@ def _lay(tensors: Iterable[torch.Tensor], memory: torch.Tensor, first: int = 0) 
 
 
 class HostPieces:
-    """Pieces of memory on the host, by kind of state; page-locked ones are used again, because
-    locking takes longer than copying.
-    """
+    """Pieces of memory on the host, by kind of state; locked ones, slow to lock, are used again."""
 
     def __init__(self) -> None:
         self.kinds: dict[OffloadStateTypeEnum, list[_Piece]] = {}
@@ -126,9 +124,7 @@ class HostPieces:
 
 
 def let_leave(offload: DeepSpeedZeRoOffload) -> None:
-    """Let nothing be gathered until `have_back`; refuse while parameters are whole in a running
-    forward or by `GatheredParameters`.
-    """
+    """Let nothing be gathered until `have_back`; refuse while parameters are whole."""
     offload.refuse_holders("offload_states()")
     offload.before_update()
     for unit in (*offload.units, *offload.persistent_units):

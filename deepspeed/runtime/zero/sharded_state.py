@@ -65,9 +65,7 @@ def as_sharded_state(
     base: dict[str, Any] | list[dict[str, Any]],
     lean: Sequence[torch.Tensor],
 ) -> dict[str, Any]:
-    """Make moments (a state dict, or per group without padding) and masters without padding this
-    rank's part of the state.
-    """
+    """Make moments (a state dict, or per group unpadded) and unpadded masters this rank's part."""
     return {
         keys.BASE_OPTIMIZER_STATE: base,
         keys.SINGLE_PARTITION_OF_FP32_GROUPS: list(lean),
@@ -344,9 +342,7 @@ class ShardFiles(StateFiles):
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of the state, in upstream's layout. Collective: files may have
-        shards cut otherwise than memory.
-        """
+        """Return this rank's part of the state, in upstream's layout and cuts. Collective."""
         elastic = self._masters.settings.elastic_checkpoint and self.lists_frozen
         head = {**self._head(), keys.CLIP_GRAD: self._outcomes.clip_grad}
         return {**head, **sharded_state_dict(self._masters, elastic)}

@@ -175,9 +175,7 @@ class Bucketed(GradientReduction):
         buckets: Sequence[list[nn.Parameter]],
         tracker: type[ReadinessTracker] = ReadinessTracker,
     ) -> None:
-        self.ipg_buckets = [
-            IPGBucket(params=params, index=index) for index, params in enumerate(buckets)
-        ]
+        self.ipg_buckets = [IPGBucket(params=own, index=index) for index, own in enumerate(buckets)]
         self.hooks.plan(buckets, tracker)
         self.buffers.plan(self.plans)
 

@@ -57,9 +57,7 @@ class Worker:
 
     def work(self) -> None:
         """Make all runs, one after the other."""
-        weights = [
-            float(param.detach().double().sum()) for param in self.workload.module.parameters()
-        ]
+        weights = [float(one.detach().double().sum()) for one in self.workload.module.parameters()]
         self.tell(
             "ready", batches=self.batches.checksum(), weights=weights, notes=self.workload.notes
         )

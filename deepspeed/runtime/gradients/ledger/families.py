@@ -47,13 +47,9 @@ class _Place(NamedTuple):
 
 
 def explain_all(reports: dict[int, RankReport], num_replicas: int) -> list[LedgerFinding]:
-    """Find what explains the deviations of all pieces, and the backwards that never came, from the
-    reports by global rank.
-    """
+    """Find from the reports by global rank what explains deviations and missing backwards."""
     findings = _absent(reports)
-    index = {
-        rank: {key: row for row, key in enumerate(report.keys)} for rank, report in reports.items()
-    }
+    index = {rank: {key: row for row, key in enumerate(own.keys)} for rank, own in reports.items()}
     families: dict[_Place, dict[PieceKey, None]] = {}
     for report in reports.values():
         for position in report.record.wrong:
@@ -139,7 +135,5 @@ def _merged(findings: Sequence[LedgerFinding]) -> list[LedgerFinding]:
     names: dict[tuple[str, str], dict[str, None]] = {}
     for finding in findings:
         names.setdefault((finding.kind, finding.text), {}).update(dict.fromkeys(finding.parameters))
-    merged = [
-        LedgerFinding(kind, text, tuple(parameters)) for (kind, text), parameters in names.items()
-    ]
+    merged = [LedgerFinding(kind, text, tuple(own)) for (kind, text), own in names.items()]
     return sorted(merged, key=lambda finding: -len(finding.parameters))

@@ -159,9 +159,7 @@ class PipelineShapeError(RuntimeError):
 
 
 def transfers_are_ordered(device: torch.device) -> bool:
-    """Tell whether a group runs the transfers between two ranks in one order, whatever their tags,
-    and handles can be polled.
-    """
+    """Tell whether a group runs transfers of two ranks in order, whatever tags, and can poll."""
     return get_accelerator().defers_collectives or not _is_gloo(device)
 
 

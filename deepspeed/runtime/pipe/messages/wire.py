@@ -172,9 +172,7 @@ def _tuples(structure: object) -> Structure:
 
 
 class Layout:
-    """The pieces in which tensors travel: a single one and those of more than `SMALL_BYTES` alone,
-    the others in one piece.
-    """
+    """The pieces in which tensors travel: one, or above `SMALL_BYTES`, alone; others joined."""
 
     def __init__(self, specs: tuple[TensorSpec, ...]) -> None:
         self.specs = specs

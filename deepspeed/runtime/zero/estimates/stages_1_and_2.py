@@ -190,9 +190,7 @@ class _Backward:
         self.live -= plan.used
 
     def land(self, limit: int) -> None:
-        """Add what was received, oldest first; see `gradients.sink`. The host widens chunks of it
-        first, devices do as they add.
-        """
+        """Add what was received, oldest first; see `gradients.sink`. The host widens it first."""
         while len(self._in_flight) > limit:
             settings, plan = self._settings, self._in_flight[0]
             converts = settings.on_host and settings.model_bytes != FP32_BYTES

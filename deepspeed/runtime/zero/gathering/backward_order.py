@@ -277,9 +277,7 @@ class BackwardOrder:
             self._reset(forward)
         newest = max((f.number for f in begun if not f.is_recomputed), default=-1)
         self._forwards = [
-            forward
-            for forward in self._forwards
-            if forward.number > newest and not forward.is_recomputed
+            one for one in self._forwards if one.number > newest and not one.is_recomputed
         ]
         self._last = None
         self._has_forgotten = False

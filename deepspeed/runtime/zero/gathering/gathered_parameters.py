@@ -79,9 +79,7 @@ def _gather_stream() -> SideStream:
 
 @torch.no_grad()
 def hold_whole(params: Iterable[nn.Parameter]) -> None:
-    """Have parameters whole until as many `let_go`, or none of them if a gather fails. All ranks
-    call it with the same ones.
-    """
+    """Have parameters whole until as many `let_go`, or none if a gather fails. Collective."""
     chosen = _zero_params(params)
     absent = {
         param: None

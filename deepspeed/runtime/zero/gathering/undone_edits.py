@@ -30,9 +30,7 @@ PIECE_NUMEL = 1 << 22
 
 @torch.no_grad()
 def is_undone(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Whether `after` differs from `before` by no more than rounding leaves, or nothing in other
-    dtypes; NaN is where it was.
-    """
+    """Whether `after` differs from `before` at most by rounding; NaN is where it was."""
     if before.dtype != after.dtype or before.numel() != after.numel():
         return False
     if before.is_complex():
