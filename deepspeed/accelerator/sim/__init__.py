@@ -5,7 +5,5 @@
 results `plans` knows. `host_reads`: what else makes the host look at a tensor. `host_waits`: which
 of that would make the host wait, counted. `backward`: on which stream a gradient is made.
 `simulator`: all of them together. `deepspeed.accelerator.sim_accelerator` is the device that the
-package sees.
-
-`issue_log` keeps what a program issues, `static_memory` gradients as a captured graph's.
+package sees; `issue_log` keeps what a program issues.
 """

@@ -15,9 +15,9 @@ import torch
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.accelerator.sim.static_memory import StaticGradients
 from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.utils import safe_get_full_fp32_params
+from unit.static_gradients import StaticGradients
 from unit.v1.contract import reference
 from unit.v1.contract.model import ROWS, make_model, micro_batch, parameter_groups
 from unit.verify import gather_scenarios, pipe_scenarios, zero3_scenarios

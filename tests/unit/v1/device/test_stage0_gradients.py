@@ -16,7 +16,6 @@ from torch import nn
 import deepspeed
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.accelerator.sim.static_memory import StaticGradients
 from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.runtime.streams import SideStream
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
@@ -25,6 +24,7 @@ from unit.common import DistributedTest
 from unit.models import config_of, drawn, linears, seeded, sgd
 from unit.one_process import OneProcess, mean_square, placed
 from unit.simple_model import Wide
+from unit.static_gradients import StaticGradients
 from unit.v1.looping import each
 
 LR, LAYERS, WIDTH = 0.125, 32, 128

@@ -6,8 +6,6 @@ backward overwrites a gradient that somebody may still read, and no allocator kn
 made static here does the same, on every device; what is computed is the module's own.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -18,38 +16,23 @@ class _Replay(torch.autograd.Function):
     """The module's forward, and a backward that leaves gradients in memory of its own."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        module: nn.Module,
-        memory: list[torch.Tensor],
-        x: torch.Tensor,
-        *params: torch.Tensor,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, static: "StaticGradients", x: torch.Tensor, *params: torch.Tensor) -> Any:
         with torch.enable_grad():
             ctx.x = x.detach().requires_grad_()
-            ctx.y = module(ctx.x)
-        ctx.params, ctx.memory = params, memory
-        result: torch.Tensor = ctx.y.detach()
-        return result
+            ctx.y = static.module(ctx.x)
+        ctx.params, ctx.memory = params, static.memory
+        return ctx.y.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        inputs = (ctx.x, *ctx.params)
-        found = torch.autograd.grad(ctx.y, inputs, grads)
+        found = torch.autograd.grad(ctx.y, (ctx.x, *ctx.params), grads)
         torch._foreach_copy_(ctx.memory, list(found[1:]))
-        return None, None, found[0], *(memory.detach() for memory in ctx.memory)
+        return None, found[0], *(memory.detach() for memory in ctx.memory)
 
 
 class StaticGradients(nn.Module):
-    """A module with one input and one output, whose parameters' gradients lie in the same memory in
-    every backward.
-
-    Args:
-        module: It; all of its parameters need gradients.
-
-    Attributes:
-        module: It.
-        memory: Where the gradients lie, made in the first forward.
+    """A module of one input and one output, whose parameters all need gradients; these lie in
+    `memory`, made in the first forward.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -58,9 +41,6 @@ class StaticGradients(nn.Module):
         self.memory: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The module's forward."""
         params = list(self.module.parameters())
-        if not self.memory:
-            self.memory = [torch.zeros_like(param) for param in params]
-        result: torch.Tensor = _Replay.apply(self.module, self.memory, x, *params)
-        return result
+        self.memory = self.memory or [torch.zeros_like(param) for param in params]
+        return _Replay.apply(self, x, *params)
