@@ -22,6 +22,11 @@ class Part(NamedTuple):
     at: slice | EllipsisType
 
 
+Argument = Callable[[slice | EllipsisType], torch.Tensor]
+Function = Callable[[torch.Tensor], torch.Tensor]
+Use = Callable[[Part, torch.Tensor], None]
+
+
 class WholeParameters(ABC):
     """Parameters of which this rank has parts in one tensor that an optimizer updates: their whole
     shapes, and the parts, at most one of each.
@@ -31,12 +36,7 @@ class WholeParameters(ABC):
     parts: Sequence[Part]
 
     @abstractmethod
-    def through_owners(
-        self,
-        argument: Callable[[slice | EllipsisType], torch.Tensor],
-        function: Callable[[torch.Tensor], torch.Tensor],
-        use: Callable[[Part, torch.Tensor], None],
-    ) -> None:
+    def through_owners(self, argument: Argument, function: Function, use: Use) -> None:
         """Compute `function` of each whole parameter once, on the rank it is dealt to; collective.
         `argument` says what of its argument lies where a part does, once for each part and a slice
         of nothing; `use` gets each part of the results, in any order and before all arguments are
@@ -55,12 +55,7 @@ class OneParameter(WholeParameters):
         self.shapes = [tensor.shape]
         self.parts = [Part(0, ...)]
 
-    def through_owners(
-        self,
-        argument: Callable[[slice | EllipsisType], torch.Tensor],
-        function: Callable[[torch.Tensor], torch.Tensor],
-        use: Callable[[Part, torch.Tensor], None],
-    ) -> None:
+    def through_owners(self, argument: Argument, function: Function, use: Use) -> None:
         for part in self.parts:
             use(part, function(argument(part.at)))
 

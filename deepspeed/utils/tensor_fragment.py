@@ -280,9 +280,15 @@ def safe_set_full_optimizer_state(
     _assign(param, _shards(optimizer, optim_state_key, [param]), value)
 
 
-def _prepare_to_replace(optimizer: _Masters, param: nn.Parameter) -> None:
+def _gradients_to_replace(
+    param: nn.Parameter, what: str, value: torch.Tensor
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Where gradients lie, about to be replaced, and `value` in the scale that they have there."""
+    optimizer, _, _ = _require_link(param, what)
     optimizer.finish_gradients()
     optimizer.observer.replaced(param)
+    factor = optimizer.read_factor
+    return [group.grad for group in optimizer.groups], value / factor if factor != 1.0 else value
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -292,14 +298,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         param.grad = param.grad if param.grad is not None else torch.zeros_like(param)
         param.grad.copy_(value.detach() / _replicated_factor(param))
         return
-    optimizer, _, _ = _require_link(param, "safe_set_full_grad")
-    _prepare_to_replace(optimizer, param)
-    factor = optimizer.read_factor
-    _assign(
-        param,
-        [group.grad for group in optimizer.groups],
-        value / factor if factor != 1.0 else value,
-    )
+    _assign(param, *_gradients_to_replace(param, "safe_set_full_grad", value))
 
 
 def safe_update_full_grad_vectorized(
@@ -363,22 +362,10 @@ def safe_set_local_optimizer_state(
     param: nn.Parameter, value: torch.Tensor, optim_state_key: str
 ) -> None:
     """Set the owned fragment of an optimizer state."""
-    _set_local(
-        param,
-        _shards(
-            _require_link(param, "safe_set_local_optimizer_state")[0], optim_state_key, [param]
-        ),
-        value,
-    )
+    optimizer, _, _ = _require_link(param, "safe_set_local_optimizer_state")
+    _set_local(param, _shards(optimizer, optim_state_key, [param]), value)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set the owned fragment of the averaged gradient."""
-    optimizer, _, _ = _require_link(param, "safe_set_local_grad")
-    _prepare_to_replace(optimizer, param)
-    factor = optimizer.read_factor
-    _set_local(
-        param,
-        [group.grad for group in optimizer.groups],
-        value / factor if factor != 1.0 else value,
-    )
+    _set_local(param, *_gradients_to_replace(param, "safe_set_local_grad", value))

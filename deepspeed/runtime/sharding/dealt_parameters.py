@@ -10,16 +10,15 @@ shards are cut from long rows, is computed while the rest travels.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
-from types import EllipsisType
 from typing import NamedTuple, TypeVar
 
 import torch
 
 from deepspeed import comm as dist
 from deepspeed.ops.muon.newton_schulz import multiplications
-from deepspeed.ops.whole_parameters import Part, WholeParameters
+from deepspeed.ops.whole_parameters import Argument, Function, Part, Use, WholeParameters
 from deepspeed.runtime.sharding.exchange import Layout, LayoutExchange
 from deepspeed.runtime.sharding.fragments import Fragment, NumEl, ParamIndex, ShardRank
 from deepspeed.runtime.sharding.group import ShardedGroup
@@ -193,12 +192,7 @@ class DealtParameters(WholeParameters):
         return self._ways(shards, dealt), shards, dealt
 
     @torch.no_grad()
-    def through_owners(
-        self,
-        argument: Callable[[slice | EllipsisType], torch.Tensor],
-        function: Callable[[torch.Tensor], torch.Tensor],
-        use: Callable[[Part, torch.Tensor], None],
-    ) -> None:
+    def through_owners(self, argument: Argument, function: Function, use: Use) -> None:
         ways, shards, dealt = self._cut_ways
         cut = [part for part in self.parts if part.param in self._cut]
         whole = [part for part in self.parts if part.param not in self._cut]

@@ -20,6 +20,7 @@ from deepspeed import comm as dist
 from deepspeed.comm.shard_ops import gather_shapes
 from deepspeed.utils.tensor_fragment import logical_shape
 
+Widths = Sequence[int]  # of each rank, in columns
 Kind = TypeVar("Kind", bound="TensorParallelLayer")
 
 # Subclasses of nn.Linear whose forward is nn.Linear's in other words.
@@ -76,9 +77,7 @@ class _GatherOutputs(torch.autograd.Function):
     """Everybody's outputs, side by side; each rank's have their part of the gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, value: torch.Tensor, ranks: SliceGroup, widths: Sequence[int]
-    ) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor, ranks: SliceGroup, widths: Widths) -> torch.Tensor:
         ctx.ranks, ctx.widths = ranks, widths
         return _side_by_side(value, ranks, widths)
 
@@ -91,9 +90,7 @@ class _TakeInputs(torch.autograd.Function):
     """This rank's part of inputs that all have; their gradient is everybody's, side by side."""
 
     @staticmethod
-    def forward(
-        ctx: Any, value: torch.Tensor, ranks: SliceGroup, widths: Sequence[int]
-    ) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor, ranks: SliceGroup, widths: Widths) -> torch.Tensor:
         ctx.ranks, ctx.widths = ranks, widths
         return value.split(widths, -1)[ranks.rank].contiguous()
 
@@ -102,7 +99,7 @@ class _TakeInputs(torch.autograd.Function):
         return _side_by_side(grads[0], ctx.ranks, ctx.widths), None, None
 
 
-def _side_by_side(own: torch.Tensor, ranks: SliceGroup, widths: Sequence[int]) -> torch.Tensor:
+def _side_by_side(own: torch.Tensor, ranks: SliceGroup, widths: Widths) -> torch.Tensor:
     shapes = [torch.Size((*own.shape[:-1], width)) for width in widths]
     return torch.cat(gather_shapes(own, shapes, ranks.group), -1)
 

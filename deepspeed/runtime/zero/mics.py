@@ -90,14 +90,9 @@ def create_mics_comm_groups(
             f"create_mics_comm_groups(shard_size={shard_size}): {ranks} data-parallel ranks cannot "
             "be split into groups of that size; give a divisor"
         )
-    found = split_into_instances(dp_group, ranks // shard_size)
+    made = split_into_instances(dp_group, ranks // shard_size)
     return MiCS_CommGroups(
-        found.inside,
-        shard_size,
-        dist.get_rank(found.inside),
-        found.across,
-        found.count,
-        found.index,
+        made.inside, shard_size, dist.get_rank(made.inside), made.across, made.count, made.index
     )
 
 

@@ -249,9 +249,9 @@ streams: pipe
   a message is used before it is there => never waits for <nccl stream.*from rank
     _complete: self._wait(work) -> pass
   all messages arrive in one buffer => race(.|\n)*_receive_piece
-    _post_tensors: posted.arrival = layout_of(plain).allocate(self._wire_device) -> self._one =
-      getattr(self, '_one', None) or layout_of(plain).allocate(self._wire_device); posted.arrival =
-      self._one
+    _post_tensors: posted.arrival = wire.layout_of(plain).allocate(self._wire_device) -> self._one =
+      getattr(self, '_one', None) or wire.layout_of(plain).allocate(self._wire_device);
+      posted.arrival = self._one
 oracle: pipe on the device
   a message is used before it is there, seen by the numbers => is off by|is not
     _complete: self._wait(work) -> pass
