@@ -20,6 +20,12 @@ from deepspeed.accelerator.host_waits import HostWaits
 from deepspeed.accelerator.stream_trace import CollectiveTracing, StreamTracer
 
 
+def _legacy_type(dtype: torch.dtype) -> property:
+    """Make a property that stands for one of torch's legacy tensor classes on the device."""
+    doc = f"Makes a tensor of {dtype} on the device from a sequence or a size."
+    return property(lambda self: self._tensor_maker(dtype), doc=doc)
+
+
 class DeepSpeedAccelerator(abc.ABC):
     """One kind of device: its identity, memory, streams, random state, numeric formats and build
     tools.
@@ -261,40 +267,13 @@ class DeepSpeedAccelerator(abc.ABC):
 
         return make
 
-    @property
-    def BFloat16Tensor(self) -> Any:
-        """Makes a bfloat16 tensor on the device from a sequence or a size."""
-        return self._tensor_maker(torch.bfloat16)
-
-    @property
-    def ByteTensor(self) -> Any:
-        """Makes a uint8 tensor on the device."""
-        return self._tensor_maker(torch.uint8)
-
-    @property
-    def DoubleTensor(self) -> Any:
-        """Makes a float64 tensor on the device."""
-        return self._tensor_maker(torch.float64)
-
-    @property
-    def FloatTensor(self) -> Any:
-        """Makes a float32 tensor on the device."""
-        return self._tensor_maker(torch.float32)
-
-    @property
-    def HalfTensor(self) -> Any:
-        """Makes a float16 tensor on the device."""
-        return self._tensor_maker(torch.float16)
-
-    @property
-    def IntTensor(self) -> Any:
-        """Makes an int32 tensor on the device."""
-        return self._tensor_maker(torch.int32)
-
-    @property
-    def LongTensor(self) -> Any:
-        """Makes an int64 tensor on the device."""
-        return self._tensor_maker(torch.int64)
+    BFloat16Tensor = _legacy_type(torch.bfloat16)
+    ByteTensor = _legacy_type(torch.uint8)
+    DoubleTensor = _legacy_type(torch.float64)
+    FloatTensor = _legacy_type(torch.float32)
+    HalfTensor = _legacy_type(torch.float16)
+    IntTensor = _legacy_type(torch.int32)
+    LongTensor = _legacy_type(torch.int64)
 
     # -- profiling, communication, compilation, graphs ---------------------------------------------
 

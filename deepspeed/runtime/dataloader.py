@@ -201,14 +201,8 @@ class DeepSpeedDataLoader:
             return given
         if given is not None:
             return _SkippingSampler(given)
-        return ResumableDistributedSampler(
-            len(self.dataset),
-            self._world,
-            self._rank,
-            shuffle,
-            self.seed,
-            self.dataloader_drop_last,
-        )
+        place = (len(self.dataset), self._world, self._rank)
+        return ResumableDistributedSampler(*place, shuffle, self.seed, self.dataloader_drop_last)
 
     def __len__(self) -> int:
         """Return the batches of a whole epoch (TypeError for a dataset without a length)."""
@@ -223,11 +217,8 @@ class DeepSpeedDataLoader:
             samples = len(self.data_sampler) + self.data_sampler.skip
         else:
             samples = len(self.dataset)
-        return (
-            samples // self.batch_size
-            if self.dataloader_drop_last
-            else -(-samples // self.batch_size)
-        )
+        whole_batches, rest = divmod(samples, self.batch_size)
+        return whole_batches + (rest > 0 and not self.dataloader_drop_last)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch, unless it is this one."""

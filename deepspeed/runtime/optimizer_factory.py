@@ -206,9 +206,9 @@ def _optimizer_class(
     own = _own_optimizers(offload)
     if key in own:
         return own[key]
-    for candidate, cls in vars(torch.optim).items():
+    for known, cls in vars(torch.optim).items():
         if (
-            candidate.lower() == key
+            known.lower() == key
             and isinstance(cls, type)
             and issubclass(cls, torch.optim.Optimizer)
         ):
@@ -301,11 +301,8 @@ def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSe
             f"zero_optimization.overlap_param_gather: true at stage {stage}, which gathers no "
             "parameters after a step; use stage 1 or 2, or false"
         )
-    if (
-        stage < 2
-        and accumulation is not None
-        and not tree.zero_optimization.ignore_unused_parameters
-    ):
+    refuses_unused = not tree.zero_optimization.ignore_unused_parameters
+    if stage < 2 and accumulation is not None and refuses_unused:
         raise DeepSpeedConfigError(
             "zero_optimization.ignore_unused_parameters: false with data_types.grad_accum_dtype at "
             "stage 0 or 1 is not supported: the accumulator does not tell an unused parameter from "

@@ -113,11 +113,8 @@ def _rank() -> int:
     # cycle: deepspeed.comm logs through this module. It is consulted only when somebody has loaded
     # it already; a process that has not loaded it cannot have a process group of ours.
     comm = sys.modules.get("deepspeed.comm")
-    if (
-        comm is not None
-        and getattr(comm, "is_initialized", None) is not None
-        and comm.is_initialized()
-    ):
+    is_initialized = getattr(comm, "is_initialized", None)
+    if comm is not None and is_initialized is not None and is_initialized():
         return int(comm.get_rank())
     return int(os.environ.get("RANK", "-1"))
 

@@ -323,9 +323,10 @@ def _read_folder(folder: str, exclude_frozen: bool) -> dict[str, LazyTensor]:
         if FP32 in saved.fragments[name][0].values
     }
     weights = _weights(folder, saved, tensors)
-    if not tensors and any(
-        value.dtype in (torch.float16, torch.bfloat16) for value in weights.values()
-    ):
+    if not tensors and {value.dtype for value in weights.values()} & {
+        torch.float16,
+        torch.bfloat16,
+    }:
         logger.warning(
             "%s holds no fp32 weights by name: these are its 16-bit weights, in fp32", folder
         )

@@ -51,14 +51,12 @@ class EngineCompiling:
                 "use zero_optimization.stage 2, or leave compile() out"
             )
         sequence = self._engine._sequence
+        backend = backend or get_accelerator().get_compile_backend()
         self._compiled = compile_in_place(
             self._engine.module,
             by_block=sequence is not None and sequence.works_during_backward,
             has_hooks=None if offload is None else offload.gathers_for,
-            **{
-                "backend": backend or get_accelerator().get_compile_backend(),
-                **(compile_kwargs or {}),
-            },
+            **{"backend": backend, **(compile_kwargs or {})},
         )
         self.is_compiled = True
 

@@ -72,14 +72,9 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument(
         "--lr_schedule", type=str, default=None, help=f"one of {', '.join(VALID_LR_SCHEDULES)}"
     )
-    for arguments in (
-        RANGE_TEST_ARGUMENTS,
-        ONE_CYCLE_ARGUMENTS,
-        WARMUP_ARGUMENTS,
-        COSINE_ARGUMENTS,
-    ):
-        for name, (kind, default, text) in arguments.items():
-            group.add_argument(f"--{name}", type=kind, default=default, help=text)
+    arguments = RANGE_TEST_ARGUMENTS | ONE_CYCLE_ARGUMENTS | WARMUP_ARGUMENTS | COSINE_ARGUMENTS
+    for name, (kind, default, text) in arguments.items():
+        group.add_argument(f"--{name}", type=kind, default=default, help=text)
     group.add_argument(
         "--cycle_momentum",
         default=False,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from deepspeed import comm as dist
@@ -160,6 +160,11 @@ def _default_topology(world_size: int) -> ProcessTopology:
     return PipeDataParallelTopology(*dims)
 
 
+def _reads(attribute: str) -> Callable[[PipelineParallelGrid], Any]:
+    """Make a getter of the grid's: upstream asks for its attributes by methods."""
+    return lambda grid: getattr(grid, attribute)
+
+
 class PipelineParallelGrid:
     """The process groups of a topology, and Megatron's questions about them. Making it is
     collective over the world.
@@ -252,73 +257,42 @@ class PipelineParallelGrid:
         """Say a rank's coordinates in words; by default those of all ranks, a line each."""
         return str(self._topo) if rank is None else self._topo.describe(rank)
 
-    def topology(self) -> ProcessTopology:
-        return self._topo
-
-    def get_stage_id(self) -> int:
-        return self.stage_id
-
-    def get_data_parallel_id(self) -> int:
-        return self.data_parallel_id
+    topology = _reads("_topo")
+    get_stage_id = _reads("stage_id")
+    get_data_parallel_id = _reads("data_parallel_id")
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
         """Return the global rank at a stage; other coordinates are this rank's unless given."""
         coord = self._topo.get_coord(self.global_rank)._asdict()
         return self._topo.get_rank(**{**coord, PIPE_AXIS: stage_id, **kwargs})
 
-    def get_global_rank(self) -> int:
-        return self.global_rank
+    get_global_rank = _reads("global_rank")
 
     # -- the pipe axis
-
-    def get_pipe_parallel_rank(self) -> int:
-        return self.stage_id
-
-    def get_pipe_parallel_world_size(self) -> int:
-        return self.pipe_parallel_size
-
-    def get_pipe_parallel_group(self) -> Any:
-        return self.pp_proc_group
-
+    get_pipe_parallel_rank = _reads("stage_id")
+    get_pipe_parallel_world_size = _reads("pipe_parallel_size")
+    get_pipe_parallel_group = _reads("pp_proc_group")
     get_pipeline_model_parallel_rank = get_pipe_parallel_rank
     get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
 
     # -- the data axis
-
-    def get_data_parallel_rank(self) -> int:
-        return self.data_parallel_id
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.data_parallel_size
-
-    def get_data_parallel_group(self) -> Any:
-        return self.dp_proc_group
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        return self.dp_group
+    get_data_parallel_rank = _reads("data_parallel_id")
+    get_data_parallel_world_size = _reads("data_parallel_size")
+    get_data_parallel_group = _reads("dp_proc_group")
+    get_data_parallel_group_ranks = _reads("dp_group")
 
     # -- everything with this data coordinate: pipeline x tensor
-
-    def get_model_parallel_rank(self) -> int:
-        return self.ds_model_rank
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.ds_model_world_size
-
-    def get_model_parallel_group(self) -> Any:
-        return self.ds_model_proc_group
+    get_model_parallel_rank = _reads("ds_model_rank")
+    get_model_parallel_world_size = _reads("ds_model_world_size")
+    get_model_parallel_group = _reads("ds_model_proc_group")
 
     # -- the tensor axis
 
     def get_slice_parallel_rank(self) -> int:
         return int(getattr(self._topo.get_coord(self.global_rank), MODEL_AXIS, 0))
 
-    def get_slice_parallel_world_size(self) -> int:
-        return self.slice_parallel_size
-
-    def get_slice_parallel_group(self) -> Any:
-        return self.slice_proc_group
-
+    get_slice_parallel_world_size = _reads("slice_parallel_size")
+    get_slice_parallel_group = _reads("slice_proc_group")
     get_tensor_model_parallel_rank = get_slice_parallel_rank
     get_tensor_model_parallel_world_size = get_slice_parallel_world_size
     get_tensor_model_parallel_group = get_slice_parallel_group

@@ -144,12 +144,8 @@ class LayoutExchange:
         sent, received = overlaps(source, target, own), overlaps(target, source, own)
         self._sent = [run for run in sent if run.peer != own]
         self._received = [run for run in received if run.peer != own]
-        self._kept = list(
-            kept(
-                [run for run in sent if run.peer == own],
-                [run for run in received if run.peer == own],
-            )
-        )
+        here = ([run for run in runs if run.peer == own] for runs in (sent, received))
+        self._kept = list(kept(*here))
         self._has_padding = sum(run.numel for run in received) < target.shard_numel
 
     @property
@@ -178,11 +174,8 @@ class LayoutExchange:
         """Begin `move`; what is returned finishes it. Until then nobody writes to `shard`."""
         limit = max(1, ROUND_NUMEL // self._group.num_shards)
         count = -(-longest // limit)
-        rounds = zip(
-            in_rounds(self._sent, limit, count),
-            in_rounds(self._received, limit, count),
-            strict=True,
-        )
+        both = (in_rounds(runs, limit, count) for runs in (self._sent, self._received))
+        rounds = zip(*both, strict=True)
         begun = [self._begin(shard, *both) for both in islice(rounds, 1)]
 
         @torch.no_grad()

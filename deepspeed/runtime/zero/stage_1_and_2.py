@@ -131,11 +131,8 @@ class Bucketed(GradientReduction):
     def start(self) -> None:
         self._make_buckets()
         self.create_gradient_handling_hooks()
-        if (
-            self.side_stream.has_streams
-            and not self.partition_gradients
-            and self.accumulator is None
-        ):
+        sums_in_place = not self.partition_gradients and self.accumulator is None
+        if self.side_stream.has_streams and sums_in_place:
             named = ((param, self.context.name_of(param)) for _, param in self.hooks.slots)
             self._static_sums = StaticSumGuard(named)
 
@@ -557,15 +554,8 @@ class DeepSpeedZeroOptimizer(BucketNames, ZeROOptimizer):
         steps, instances = instances_of(context, steps, shards)
         layout = BucketLayout(context, shards, reduction, instances.inside)
         masters = ZeroMasters(init_optimizer, context, steps, layout)
-        bucketed = Bucketed(
-            context,
-            masters,
-            reduction,
-            instances,
-            partition_grads,
-            layout,
-            local_accumulation_dtype,
-        )
+        made = (context, masters, reduction, instances)
+        bucketed = Bucketed(*made, partition_grads, layout, local_accumulation_dtype)
         bucketed.start()
         stage = ZeroStageEnum.gradients if partition_grads else ZeroStageEnum.optimizer_states
         files = ScaledShardFiles(masters, instances.across, outcomes, stage)

@@ -134,11 +134,8 @@ class GradientLedger(ContributionRecorder):
         )
         self._contributors.add_up(totals)
         found = self._found(factor)
-        right, norm, tolerance = (
-            totals[:, :DIMS],
-            totals[:, DIMS],
-            SLACK * totals[self._held, DIMS + 1],
-        )
+        right, norm = totals[:, :DIMS], totals[:, DIMS]
+        tolerance = SLACK * totals[self._held, DIMS + 1]
         wrong = self._deviates(found, right[self._held], tolerance)
         absent = self._absent_passes()
         anywhere = (wrong.any() | bool(absent)).float().reshape(1)

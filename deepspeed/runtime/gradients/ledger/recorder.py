@@ -208,9 +208,8 @@ class ContributionRecorder(GradientObserver):
         for number, chunk in itertools.product(range(passes.micro_batches), range(passes.chunks)):
             times = self._passes.count((number, chunk))
             if times != 1:
-                place = (
-                    f" through chunk {chunk + 1} of {passes.chunks}" if passes.chunks > 1 else ""
-                )
+                through = f" through chunk {chunk + 1} of {passes.chunks}"
+                place = through if passes.chunks > 1 else ""
                 how = "never ran" if not times else f"ran {times} times"
                 absent.append(
                     f"the backward of micro-batch {number + 1} of {passes.micro_batches}{place} "
@@ -228,31 +227,19 @@ class ContributionRecorder(GradientObserver):
         """Fingerprints `[A, pieces, DIMS]` and norms `[A, pieces]`, weighted as defined."""
         num_pieces = len(self._pieces)
         passes = self._scope.passes
-        num_micro = (
-            len(self._micro_batches)
-            if passes is None
-            else max(passes.micro_batches, len(self._micro_batches))
-        )
+        num_micro = max(0 if passes is None else passes.micro_batches, len(self._micro_batches))
         prints = torch.zeros(num_micro, num_pieces, DIMS, device=self._device)
         norms = torch.zeros(num_micro, num_pieces, device=self._device)
         if not num_pieces:
             return prints, norms
-        zero, zero_norm = (
-            torch.zeros(DIMS, device=self._device),
-            torch.zeros((), device=self._device),
-        )
+        nothing = [(prints.new_zeros(DIMS), norms.new_zeros(()))]
         for position, micro_batch in enumerate(self._micro_batches):
             row = position if micro_batch.number is None else micro_batch.number
-            entries = [
-                micro_batch.entries.get(index, [(zero, zero_norm)]) for index in range(num_pieces)
-            ]
+            entries = [micro_batch.entries.get(index, nothing) for index in range(num_pieces)]
             weight = self._weight(micro_batch)
-            prints[row] = (
-                torch.stack([_sum([print_ for print_, _ in of_piece]) for of_piece in entries])
-                * weight
-            )
-            norms[row] = (
-                torch.stack([_sum([norm for _, norm in of_piece]) for of_piece in entries]) * weight
+            sums = [[_sum(list(parts)) for parts in zip(*own, strict=True)] for own in entries]
+            prints[row], norms[row] = (
+                torch.stack(each) * weight for each in zip(*sums, strict=True)
             )
         return prints, norms
 

@@ -105,13 +105,9 @@ def plan_sharded_parameters(
         # Rounded shards on their way to the host; two reductions keep their memory.
         rounded = model_bytes * min(own, UPDATE_NUMEL)
         gradients = max(gradients, model_bytes * 2 * shape.unit + rounded)
-    return ShardedStates(
-        device=(0 if settings.loads else shards)
-        + on_device
-        + model_bytes * (whole + copies)
-        + gradients,
-        host=(shards if settings.loads else 0) + on_host,
-    )
+    device, host = (0, shards) if settings.loads else (shards, 0)
+    device += on_device + model_bytes * (whole + copies) + gradients
+    return ShardedStates(device=device, host=host + on_host)
 
 
 # Upstream's names
@@ -126,12 +122,8 @@ def _needs(
     additional_buffer_factor: float,
 ) -> tuple[int, int]:
     params, optimizer = offloads
-    states = plan_sharded_parameters(
-        shape,
-        num_gpus_per_node * num_nodes,
-        GatherSettings(loads=params),
-        offload_ratio=float(optimizer),
-    )
+    ranks, settings = num_gpus_per_node * num_nodes, GatherSettings(loads=params)
+    states = plan_sharded_parameters(shape, ranks, settings, offload_ratio=float(optimizer))
     # Without zero.Init every process of a node builds the whole model in fp32 on the host first;
     # that is gone when the state has been made.
     built = shape.unit if zero_init else shape.trained + shape.frozen

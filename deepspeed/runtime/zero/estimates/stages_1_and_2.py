@@ -127,15 +127,8 @@ def plan_model_states(
     file_table = FragmentTable.build(numels, num_ranks, SHARD_ALIGNMENT)
     table = in_memory(file_table, sections or ())
     plans = plan_buckets([table], [buckets], [0], [model_order])
-    settings = _Settings(
-        stage,
-        model_bytes,
-        overlap_comm,
-        gradient_accumulation_steps > 1,
-        on_host,
-        num_ranks,
-        offload,
-    )
+    sums = gradient_accumulation_steps > 1
+    settings = _Settings(stage, model_bytes, overlap_comm, sums, on_host, num_ranks, offload)
     # Model and masters in one precision on one device share their memory, if the shard is one piece
     # of the flat buffer.
     aliased = model_bytes == FP32_BYTES and not offload and is_one_piece
