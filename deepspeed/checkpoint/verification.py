@@ -57,9 +57,7 @@ def latest_tag(load_dir: str) -> str | None:
 
 
 def newest_published(load_dir: str) -> str | None:
-    """The newest checkpoint that was saved for `latest` to name, whether it does or not; one with a
-    damaged manifest may be it.
-    """
+    """The newest checkpoint saved for `latest` to name, also if its manifest is damaged."""
     for tag in reversed(published_tags(load_dir)):
         with contextlib.suppress(CheckpointError):
             manifest = read_manifest(os.path.join(load_dir, tag))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from deepspeed.moe.gating import SparseRoutes
 
@@ -21,9 +22,9 @@ class RouteMap(NamedTuple):
         token_of_slot: Token in each slot, [E * slots].
     """
 
-    slot_of_route: torch.Tensor
-    route_of_slot: torch.Tensor
-    token_of_slot: torch.Tensor
+    slot_of_route: Tensor
+    route_of_slot: Tensor
+    token_of_slot: Tensor
 
 
 def route_map(routes: SparseRoutes, slots_per_expert: int) -> RouteMap:
@@ -46,17 +47,17 @@ def route_map(routes: SparseRoutes, slots_per_expert: int) -> RouteMap:
     return RouteMap(slots.masked_fill(dropped, -1), route_of_slot, token_of_slot)
 
 
-def dispatch(tokens: torch.Tensor, routes: RouteMap) -> torch.Tensor:
+def dispatch(tokens: Tensor, routes: RouteMap) -> Tensor:
     """Fill all slots, [E * slots, M], from tokens [S, M], with zeros in empty ones."""
     return _Dispatch.apply(tokens, *routes)
 
 
-def combine(slots: torch.Tensor, weights: torch.Tensor, routes: RouteMap) -> torch.Tensor:
+def combine(slots: Tensor, weights: Tensor, routes: RouteMap) -> Tensor:
     """Sum slots [E * slots, M] with weights [k, S] over each token's routes, to [S, M]."""
     return _Combine.apply(slots, weights, *routes)
 
 
-def _rows(source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _rows(source: Tensor, index: Tensor) -> Tensor:
     """Take source[index] along the first axis, with zeros where the index is -1."""
     if not len(source):
         return source.new_zeros((len(index), *source.shape[1:]))
@@ -76,17 +77,13 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        tokens: torch.Tensor,
-        slot_of_route: torch.Tensor,
-        _: Any,
-        token_of_slot: torch.Tensor,
-    ) -> torch.Tensor:
+        ctx: Any, tokens: Tensor, slot_of_route: Tensor, _: Any, token_of_slot: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(slot_of_route)
         return _rows(tokens, token_of_slot)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (slot_of_route,) = ctx.saved_tensors
         grad = _rows(grads[0], slot_of_route[0])
         for slots in slot_of_route[1:]:
@@ -96,9 +93,7 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, slots: torch.Tensor, weights: torch.Tensor, *routes: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, slots: Tensor, weights: Tensor, *routes: Tensor) -> Tensor:
         ctx.save_for_backward(slots, weights, *routes)
         slot_of_route = routes[0]
         factors = weights.to(slots.dtype).unsqueeze(2)
@@ -108,9 +103,7 @@ class _Combine(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(
-        ctx: Any, *grads: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         slots, weights, slot_of_route, route_of_slot, token_of_slot = ctx.saved_tensors
         arrived = _rows(grads[0], token_of_slot)
         # The gate is in fp32 and so is the sum over the model width that makes its gradient. What

@@ -220,9 +220,7 @@ def _routed(
     sparse: bool,
     weigh: Callable[[torch.Tensor, _Chosen], torch.Tensor],
 ) -> Routes:
-    """Route tokens to their experts [S, k], of which an overfull one keeps those of the highest
-    score [S, E], or the first.
-    """
+    """Route tokens to their experts [S, k]; full ones keep the best by score [S, E], or first."""
     wanted = _mask_of(experts, gates.shape[1], used_token)
     counts = wanted.sum(dim=0)
     capacity = _capacity(counts, len(gates), *limits)

@@ -57,9 +57,7 @@ __getattr__ = lazy_attributes(__name__)
 
 
 def autocast_if_enabled(engine: DeepSpeedEngine) -> AbstractContextManager[Any]:
-    """Enter the engine's `torch_autocast`, as its own forward does, or nothing; for scripts that
-    write an engine's forward anew.
-    """
+    """Enter the engine's `torch_autocast`, if it is on; for scripts that write its forward anew."""
     if not engine.torch_autocast_enabled():
         return nullcontext()
     return torch.autocast(engine.device.type, dtype=engine.torch_autocast_dtype())

@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import Stream, get_accelerator
@@ -28,7 +29,7 @@ class Cut(NamedTuple):
     def back(self) -> Cut:
         return Cut(self.gather, self.scatter, self.gather_sizes, self.scatter_sizes)
 
-    def check(self, tensor: torch.Tensor, rank: int) -> None:
+    def check(self, tensor: Tensor, rank: int) -> None:
         if (
             tensor.shape[self.scatter] != sum(self.scatter_sizes)
             or tensor.shape[self.gather] != self.gather_sizes[rank]
@@ -44,11 +45,7 @@ class Pending:
     """An exchange of tensors of one dtype. `wait` ends it; the buffers live until then."""
 
     def __init__(
-        self,
-        tensors: Sequence[torch.Tensor],
-        cuts: Sequence[Cut],
-        group: dist.Group,
-        async_op: bool,
+        self, tensors: Sequence[Tensor], cuts: Sequence[Cut], group: dist.Group, async_op: bool
     ) -> None:
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         self._outgoing, sent = _pack(tensors, cuts, world)
@@ -64,11 +61,11 @@ class Pending:
             self._incoming, self._outgoing, self._received, sent, group=group, async_op=async_op
         )
 
-    def wait(self) -> list[torch.Tensor]:
+    def wait(self) -> list[Tensor]:
         """Return what arrived, contiguous, in the order of the tensors."""
         if self._work is not None:
             self._work.wait()
-        pieces: list[list[torch.Tensor]] = [[] for _ in self._cuts]
+        pieces: list[list[Tensor]] = [[] for _ in self._cuts]
         for source, message in enumerate(self._incoming.split(self._received)):
             sizes = [math.prod(shapes[source]) for shapes in self._shapes]
             for index, part in enumerate(message.split(sizes)):
@@ -76,9 +73,7 @@ class Pending:
         return [torch.cat(own, dim=cut.gather) for own, cut in zip(pieces, self._cuts, strict=True)]
 
 
-def _pack(
-    tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], world: int
-) -> tuple[torch.Tensor, list[int]]:
+def _pack(tensors: Sequence[Tensor], cuts: Sequence[Cut], world: int) -> tuple[Tensor, list[int]]:
     """Put all pieces in one buffer, those for one rank together, and count the elements for each
     rank. They are copied straight from the strided tensors: nothing is permuted before.
     """
@@ -97,7 +92,7 @@ def _pack(
 
 
 def _pack_by_rank(
-    outgoing: torch.Tensor, tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], world: int
+    outgoing: Tensor, tensors: Sequence[Tensor], cuts: Sequence[Cut], world: int
 ) -> None:
     """Copy once per tensor and rank: the host copies fewer dimensions faster."""
     parts = [
@@ -113,8 +108,8 @@ def _pack_by_rank(
 
 
 def _pack_by_run(
-    outgoing: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
+    outgoing: Tensor,
+    tensors: Sequence[Tensor],
     cuts: Sequence[Cut],
     sizes: Sequence[tuple[int, ...]],
 ) -> None:
@@ -147,11 +142,8 @@ def _arriving_shapes(shape: Sequence[int], cut: Cut, rank: int) -> list[tuple[in
 
 
 def exchange(
-    tensors: Sequence[torch.Tensor],
-    cuts: Sequence[Cut],
-    group: dist.Group,
-    stream: Stream | None = None,
-) -> list[torch.Tensor]:
+    tensors: Sequence[Tensor], cuts: Sequence[Cut], group: dist.Group, stream: Stream | None = None
+) -> list[Tensor]:
     """Exchange tensors of one dtype in one collective, each cut in its way, without autograd; on
     `stream`, for which the current one waits before this returns.
     """
@@ -166,8 +158,8 @@ def exchange(
 
 
 def _on_stream(
-    tensors: Sequence[torch.Tensor], cuts: Sequence[Cut], group: dist.Group, stream: Stream
-) -> list[torch.Tensor]:
+    tensors: Sequence[Tensor], cuts: Sequence[Cut], group: dist.Group, stream: Stream
+) -> list[Tensor]:
     current = get_accelerator().current_stream()
     # Both waits are needed: the tensors are written on the current stream, and their memory, as
     # well as that of the results, may be given to others by either stream's allocator as soon as
@@ -184,17 +176,13 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        group: dist.Group,
-        cuts: Sequence[Cut],
-        stream: Stream | None,
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
+        ctx: Any, group: dist.Group, cuts: Sequence[Cut], stream: Stream | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.group, ctx.cuts, ctx.stream = group, cuts, stream
         return tuple(exchange(tensors, cuts, group, stream))
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """Exchange all gradients back, zeros too: every rank has to send the same messages."""
         return (
             None,

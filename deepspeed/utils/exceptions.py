@@ -2,9 +2,7 @@
 
 
 class MisuseError(ValueError, AssertionError):
-    """A call that cannot mean anything; the text says what would. Upstream asserts there, and
-    scripts written for it catch that.
-    """
+    """A call that cannot mean anything; the text says what would. Upstream asserts it."""
 
 
 class DeprecatedException(Exception):

@@ -410,9 +410,7 @@ class ThroughputTimer:
         self._report_s = 0.0
 
     def avg_samples_per_sec(self) -> float:
-        """Samples per second over the steps that count and that the device has done by now; minus
-        infinity before there is one.
-        """
+        """Samples per second over the steps that count and are done; minus infinity before any."""
         self._add_up(all_of_them=self._counted_steps == 0)
         if self._counted_steps == 0 or self._total_s <= 0:
             return float("-inf")

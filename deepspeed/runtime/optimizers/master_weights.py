@@ -77,9 +77,7 @@ def _reader(group: ShardedGroup, start: int, numel: int) -> Callable[[], torch.T
 
 
 class Publishing:
-    """Rounds the masters of all groups and gathers them. Shards of units (stage 3) follow by the
-    pieces `copied` (to, from).
-    """
+    """Rounds the masters of all groups and gathers them; stage 3 goes on from `copied` pieces."""
 
     def __init__(self, groups: Sequence[ShardedGroup], settings: ShardSettings) -> None:
         self._groups = groups

@@ -350,9 +350,7 @@ class StepSequence:
         return self.reduction.layout()
 
     def window_state(self) -> dict[str, Any]:
-        """Return what this rank has summed since the last step, reduced or not, between two
-        backwards; the tensors themselves.
-        """
+        """Return what this rank has summed since the last step, reduced or not; no copies."""
         summed = self.reduction.window_state()
         grads = [param.grad for param in self._params()]
         return {"gradients": grads, "divisor": self.accumulation_divisor, **summed}

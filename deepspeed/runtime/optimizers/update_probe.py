@@ -109,9 +109,7 @@ def _way(
     values: Sequence[torch.Tensor],
     grads: Sequence[Sequence[torch.Tensor]],
 ) -> torch.Tensor:
-    """Measure how far an optimizer like this one moves the elements of the first of `_SHAPES`, with
-    which `values` begins.
-    """
+    """Measure how far an optimizer like this moves elements of the first shape in `values`."""
     params = [nn.Parameter(value.clone()) for value in values]
     probe = object.__new__(type(optimizer))
     probe.__dict__.update(vars(optimizer))

@@ -80,9 +80,7 @@ class MeanLoss:
 
 
 class MemoryBreakdown(StepObserver):
-    """Prints `see_memory_usage`. Its peaks are since the line before, so each line shows the peak
-    of the phase that it ends.
-    """
+    """Prints `see_memory_usage`; peaks are since the line before, so those of its phase."""
 
     def forward_starts(self, training: bool) -> None:
         see_memory_usage("before forward", force=True)

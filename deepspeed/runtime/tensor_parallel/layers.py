@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed import comm as dist
 from deepspeed.comm.shard_ops import gather_shapes
@@ -44,12 +44,12 @@ class _SumGradient(torch.autograd.Function):
     """What every rank reads: its gradient is the sum of theirs."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, ranks: SliceGroup) -> torch.Tensor:
+    def forward(ctx: Any, value: Tensor, ranks: SliceGroup) -> Tensor:
         ctx.ranks = ranks
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         # Autograd may give the same tensor to others too.
         total = grads[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.ranks.group)
@@ -60,7 +60,7 @@ class _SumValue(torch.autograd.Function):
     """The sum of what the ranks have; each one's part has the gradient of the sum."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, ranks: SliceGroup) -> torch.Tensor:
+    def forward(ctx: Any, value: Tensor, ranks: SliceGroup) -> Tensor:
         # In place, if it can be: the partial sum is nobody else's.
         total = value.contiguous()
         if total is value:
@@ -69,7 +69,7 @@ class _SumValue(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         return grads[0], None
 
 
@@ -77,12 +77,12 @@ class _GatherOutputs(torch.autograd.Function):
     """Everybody's outputs, side by side; each rank's have their part of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, ranks: SliceGroup, widths: Widths) -> torch.Tensor:
+    def forward(ctx: Any, value: Tensor, ranks: SliceGroup, widths: Widths) -> Tensor:
         ctx.ranks, ctx.widths = ranks, widths
         return _side_by_side(value, ranks, widths)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         return grads[0].split(ctx.widths, -1)[ctx.ranks.rank], None, None
 
 
@@ -90,16 +90,16 @@ class _TakeInputs(torch.autograd.Function):
     """This rank's part of inputs that all have; their gradient is everybody's, side by side."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, ranks: SliceGroup, widths: Widths) -> torch.Tensor:
+    def forward(ctx: Any, value: Tensor, ranks: SliceGroup, widths: Widths) -> Tensor:
         ctx.ranks, ctx.widths = ranks, widths
         return value.split(widths, -1)[ranks.rank].contiguous()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         return _side_by_side(grads[0], ctx.ranks, ctx.widths), None, None
 
 
-def _side_by_side(own: torch.Tensor, ranks: SliceGroup, widths: Widths) -> torch.Tensor:
+def _side_by_side(own: Tensor, ranks: SliceGroup, widths: Widths) -> Tensor:
     shapes = [torch.Size((*own.shape[:-1], width)) for width in widths]
     return torch.cat(gather_shapes(own, shapes, ranks.group), -1)
 
@@ -109,18 +109,14 @@ class _OverlappedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        value: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        ranks: SliceGroup,
-    ) -> torch.Tensor:
+        ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, ranks: SliceGroup
+    ) -> Tensor:
         ctx.save_for_backward(value, weight)
         ctx.ranks = ranks
         return F.linear(value, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
         value, weight = ctx.saved_tensors
         of_value, of_weight, of_bias, _ = ctx.needs_input_grad
@@ -157,7 +153,7 @@ class TensorParallelLayer(nn.Module):
             "tensor_parallel.autotp_size; say which by tensor_parallel.partition_config"
         )
 
-    def _as_linear(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _as_linear(self) -> tuple[Tensor, Tensor | None]:
         weight = self.weight.t() if is_transposed(self) else self.weight
         return _as_autocast(weight), None if self.bias is None else _as_autocast(self.bias)
 
@@ -165,10 +161,10 @@ class TensorParallelLayer(nn.Module):
 class LinearLayer(TensorParallelLayer):
     """`[..., inputs]` to this rank's `[..., outputs / ranks]`, or, alone, to all outputs."""
 
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
+    def forward(self, value: Tensor) -> Tensor:
         if self.ds_overlaps and torch.is_grad_enabled():
             weight, bias = self._as_linear()
-            result: torch.Tensor = _OverlappedLinear.apply(
+            result: Tensor = _OverlappedLinear.apply(
                 _as_autocast(value), weight, bias, self.ds_slice_group
             )
         else:
@@ -181,15 +177,15 @@ class LinearLayer(TensorParallelLayer):
 class LinearAllreduce(TensorParallelLayer):
     """This rank's `[..., inputs / ranks]`, or, alone, all, to the whole `[..., outputs]`."""
 
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
+    def forward(self, value: Tensor) -> Tensor:
         if self.ds_widths is not None:
             value = _TakeInputs.apply(value, self.ds_slice_group, self.ds_widths)
         weight, bias = self._as_linear()
-        total: torch.Tensor = _SumValue.apply(F.linear(value, weight), self.ds_slice_group)
+        total: Tensor = _SumValue.apply(F.linear(value, weight), self.ds_slice_group)
         return total if bias is None else total + bias
 
 
-def _as_autocast(value: torch.Tensor) -> torch.Tensor:
+def _as_autocast(value: Tensor) -> Tensor:
     device = value.device.type
     if not torch.is_autocast_enabled(device) or not value.is_floating_point():
         return value
@@ -226,8 +222,8 @@ def num_outputs(module: nn.Module) -> int:
     return logical_shape(_weight(module))[1 if is_transposed(module) else 0]
 
 
-def _weight(module: nn.Module) -> torch.Tensor:
-    weight: torch.Tensor = module.weight  # type: ignore[assignment]  # is_matrix
+def _weight(module: nn.Module) -> Tensor:
+    weight: Tensor = module.weight  # type: ignore[assignment]  # is_matrix
     return weight
 
 

@@ -412,9 +412,7 @@ def note_value(param: nn.Parameter) -> None:
 
 
 def was_written(param: nn.Parameter) -> bool:
-    """Whether something has written to a whole parameter (not through `.data`), or given it other
-    memory, since `note_value`.
-    """
+    """Whether a whole parameter was written (not by `.data`), or moved, since `note_value`."""
     return record_of(param).seen != (param._version, param.data_ptr())
 
 
