@@ -20,16 +20,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from deepspeed.launcher import launch
 from deepspeed.launcher.agent import WORKER
 from deepspeed.launcher.failures import Exit
-from deepspeed.launcher.launch import (
-    answer,
-    decode_world_info,
-    make_parser,
-    node_plan,
-    run,
-    run_told,
-)
 from deepspeed.launcher.logs import RankLogs
 from deepspeed.launcher.plan import LaunchPlan, place_of_rank
 from deepspeed.launcher.resources import device_environment
@@ -91,7 +84,7 @@ def end_daemon(name: str | None) -> None:
 
 def make_rank_plan(args: argparse.Namespace) -> LaunchPlan:
     """Turn one process's parsed flags and the engine's variables into a plan."""
-    world = decode_world_info(args.world_info)
+    world = launch.decode_world_info(args.world_info)
     variables = (args.rank_variable, args.local_rank_variable)
     missing = [name for name in variables if not os.environ.get(name, "").isdigit()]
     if missing:
@@ -109,7 +102,7 @@ def make_rank_plan(args: argparse.Namespace) -> LaunchPlan:
     # The first devices are what a local rank finds without help; looking for others takes torch,
     # once per process.
     environment = {} if slots == list(range(len(slots))) else device_environment(slots)
-    plan = node_plan(args, len(slots), environment, place)
+    plan = launch.node_plan(args, len(slots), environment, place)
     cores = [plan.cores[local_rank]] if plan.cores else []
     # Upstream passes no --local_rank under these engines, and scripts for them do not expect it.
     return replace(plan, num_ranks=1, cores=cores, pass_local_rank=False)
@@ -117,15 +110,16 @@ def make_rank_plan(args: argparse.Namespace) -> LaunchPlan:
 
 def main() -> None:
     """Start this process as the command line and the engine say, and exit with the job's code."""
-    parser = make_parser()
+    parser = launch.make_parser()
     add = parser.add_argument
     add("--rank_variable", required=True, help="variable that holds the rank")
     add("--local_rank_variable", required=True, help="variable that holds the local rank")
     add("--daemon", help="name of the engine's daemon that has to be ended with a lost job")
     args = parser.parse_args()
-    launch = partial(run, start=run_directly, on_lost=lambda: end_daemon(args.daemon))
+    begin = partial(launch.run, start=run_directly, on_lost=lambda: end_daemon(args.daemon))
     rank = int(os.environ.get(args.rank_variable, "0"))
-    answer(args, lambda: run_told(args.coordinator, rank, lambda: launch(make_rank_plan(args))))
+    told = partial(launch.run_told, args.coordinator, rank, lambda: begin(make_rank_plan(args)))
+    launch.answer(args, told)
 
 
 if __name__ == "__main__":

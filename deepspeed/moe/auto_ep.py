@@ -185,9 +185,7 @@ def check_spread(model: nn.Module, ep_size: int, parallel_map: ParallelMap) -> N
             f"{what} beside tensor or pipeline parallelism ({parallel_map}) is not supported; use "
             "deepspeed.moe.layer.MoE there, or 1"
         )
-    found = {
-        name: int(part.num_experts) for name, part in model.named_modules() if can_spread(part)
-    }
+    found = {name: int(own.num_experts) for name, own in model.named_modules() if can_spread(own)}
     adapted = next((name for name in found if name.rpartition(".")[2] == "base_layer"), None)
     if adapted is not None:
         wrapper = model.get_submodule(adapted.rpartition(".")[0])

@@ -207,11 +207,8 @@ def _optimizer_class(
     if key in own:
         return own[key]
     for known, cls in vars(torch.optim).items():
-        if (
-            known.lower() == key
-            and isinstance(cls, type)
-            and issubclass(cls, torch.optim.Optimizer)
-        ):
+        is_class = isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
+        if is_class and known.lower() == key:
             return cls
     raise DeepSpeedConfigError(
         f"optimizer.type: {name!r} is unknown; use Adam, AdamW, "

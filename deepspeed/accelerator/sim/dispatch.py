@@ -430,9 +430,7 @@ def _call_key(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) ->
     all tensors to `tensors`.
     """
     positional = tuple([_key(argument, tensors) for argument in args])
-    named = (
-        tuple([(name, _key(value, tensors)) for name, value in kwargs.items()]) if kwargs else ()
-    )
+    named = tuple([(name, _key(one, tensors)) for name, one in kwargs.items()]) if kwargs else ()
     # `_facts` keeps the operator alive, so its identity stands for it.
     return (id(func), torch.get_default_dtype(), positional, named)
 

@@ -61,9 +61,7 @@ class UniversalCheckpoint:
         return [slot for slot, content in self._contents(name) if isinstance(content, Mapping)]
 
     def shared(self, name: str) -> Mapping[str, Any]:
-        return {
-            slot: value for slot, value in self._contents(name) if not isinstance(value, Mapping)
-        }
+        return {slot: one for slot, one in self._contents(name) if not isinstance(one, Mapping)}
 
     def entry(self, name: str, slot: str) -> Mapping[str, Any]:
         content: Mapping[str, Any] = read_file(

@@ -36,11 +36,8 @@ class DeepSpeedCPUAdagrad(HostOptimizer):
                 "DeepSpeedCPUAdagrad: lr, eps and weight_decay must not be negative, "
                 f"got lr={lr}, eps={eps}, weight_decay={weight_decay}"
             )
-        super().__init__(
-            model_params,
-            {"lr": lr, "eps": eps, "weight_decay": weight_decay},
-            fp32_optimizer_states,
-        )
+        defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(model_params, defaults, fp32_optimizer_states)
 
     def _slots(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg_sq",)

@@ -82,9 +82,7 @@ class CurriculumScheduler:
         if self._type == FIXED_DISCRETE:
             levels: Sequence[int] = self._schedule["difficulty"]
             ends: Sequence[int] = self._schedule["max_step"]
-            reached = (
-                level for level, end in zip(levels, ends, strict=False) if global_steps <= end
-            )
+            reached = (one for one, end in zip(levels, ends, strict=False) if global_steps <= end)
             return next(reached, levels[-1])
         share = global_steps / self._schedule["total_curriculum_step"]
         grown = share ** (1.0 / self._schedule.get("root_degree", 1))

@@ -36,14 +36,8 @@ def shard(
     # startup: only stage 3 needs it
     from deepspeed.runtime.zero.model_sharding import shard_model
 
-    return shard_model(
-        model,
-        config.tree.zero_optimization,
-        ranks,
-        model_dtype(config),
-        buffer_dtype(config),
-        device,
-    )
+    block, dtypes = config.tree.zero_optimization, (model_dtype(config), buffer_dtype(config))
+    return shard_model(model, block, ranks, *dtypes, device)
 
 
 def make_optimizer(
@@ -62,14 +56,14 @@ def make_optimizer(
     basic = make_basic_optimizer(config, client, parameters, module)
     if ranks.experts:
         separate_experts(basic, config)
+    problem = why_untrainable(basic, module)
+    num_norm_groups = ranks.agree_on_num_groups(basic, engine.device, problem)
     context = WrapContext(
         config=config,
         param_names={param: name for name, param in module.named_parameters()},
         tracker=engine.tracker,
         ranks=ranks,
-        num_norm_groups=ranks.agree_on_num_groups(
-            basic, engine.device, why_untrainable(basic, module)
-        ),
+        num_norm_groups=num_norm_groups,
         model_dtype=engine.model_dtype,
         device=engine.device,
         model=module,

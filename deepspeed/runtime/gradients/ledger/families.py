@@ -88,19 +88,13 @@ def _explain_family(
         if rank in part
     )
     strangers = [
-        rank for rank in reports if rank not in ranks and all(key in index[rank] for key in keys)
+        _restricted(reports[one].record, [rows[key] for key in keys])
+        for one, rows in index.items()
+        if one not in ranks and all(key in rows for key in keys)
     ]
-    everybody = None
-    if strangers:
-        rows = [
-            _restricted(reports[one].record, [index[one][key] for key in keys]) for one in strangers
-        ]
-        everybody = torch.stack([record.contributions.sum(0) for record in (*records, *rows)]).sum(
-            0
-        )
-    return explain(
-        records, [key.name for key in keys], Family(ranks, parts, num_replicas, everybody)
-    )
+    sums = [record.contributions.sum(0) for record in (*records, *strangers)]
+    family = Family(ranks, parts, num_replicas, torch.stack(sums).sum(0) if strangers else None)
+    return explain(records, [key.name for key in keys], family)
 
 
 def _restricted(record: RankRecord, rows: Sequence[int]) -> RankRecord:

@@ -238,9 +238,8 @@ class ContributionRecorder(GradientObserver):
             entries = [micro_batch.entries.get(index, nothing) for index in range(num_pieces)]
             weight = self._weight(micro_batch)
             sums = [[_sum(list(parts)) for parts in zip(*own, strict=True)] for own in entries]
-            prints[row], norms[row] = (
-                torch.stack(each) * weight for each in zip(*sums, strict=True)
-            )
+            prints[row] = torch.stack([print_ for print_, _ in sums]) * weight
+            norms[row] = torch.stack([norm for _, norm in sums]) * weight
         return prints, norms
 
     def _weight(self, micro_batch: _MicroBatch) -> torch.Tensor | float:
