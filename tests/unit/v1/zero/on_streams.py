@@ -3,7 +3,7 @@
 Uses only names that upstream DeepSpeed has too.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,17 +49,14 @@ def batches(steps: int, accumulation: int = 1) -> torch.Tensor:
 
 
 def train(
-    sim: DeferredAccelerator,
-    engine: Any,
-    data: torch.Tensor,
-    stream_of: Callable[[int], DeferredStream],
+    sim: DeferredAccelerator, engine: Any, data: torch.Tensor, streams: Sequence[DeferredStream]
 ) -> None:
-    """Train with the accumulation node of parameter `i` on `stream_of(i)`."""
-    order = {param: index for index, param in enumerate(engine.module.parameters())}
+    """Train with the accumulation nodes of parameters on these streams in turn."""
+    order = {param: streams[i % len(streams)] for i, param in enumerate(engine.module.parameters())}
     for step in data.to(next(iter(order)).dtype):
         for micro in step:
             loss = mean_square(engine, micro[dist.get_rank()])
-            with backward_on_streams(sim, loss, lambda param: stream_of(order[param])):
+            with backward_on_streams(sim, loss, order.__getitem__):
                 engine.backward(loss)
             engine.step()
 

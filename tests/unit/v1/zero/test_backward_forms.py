@@ -1,8 +1,9 @@
-"""Forms of initialize and of backward that are one and the same."""
+"""Forms of initialize and of backward that are one and the same, and who says what a step is."""
 
 import argparse
 import itertools
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,13 +14,16 @@ from torch.utils.checkpoint import checkpoint
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_grad
+from deepspeed.utils.logging import _log_once
 from unit.common import DistributedTest
 from unit.one_process import OneProcess
 from unit.v1.looping import each, each_pair
 from unit.v1.zero.usage import (
     LR,
+    ROWS,
     STAGES,
     TOLERANCE,
+    Warnings,
     assert_close,
     check,
     config_of,
@@ -36,9 +40,30 @@ from unit.v1.zero.usage import (
 )
 
 
-class TestBackwardForms(DistributedTest):
-    """engine.backward, plain backward, and engine.scale."""
+class SharedLayers(nn.Module):
+    """Reentrant checkpoints over segments that share a layer: its hook fires once for each."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(5, 7)
+        self.shared = nn.Linear(7, 7)
+        self.own = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+        self.after = nn.Linear(7, 3)
+
+    def segment(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        return self.own[index](self.shared(hidden).tanh()).tanh()
+
+    def forward(self, x: torch.Tensor, recompute: bool = True) -> torch.Tensor:
+        hidden = self.before(x).tanh()
+        for index in range(3):
+            if recompute:
+                hidden = checkpoint(self.segment, index, hidden, use_reentrant=True)
+            else:
+                hidden = self.segment(index, hidden)
+        return self.after(hidden)
+
+
+class TestForms(DistributedTest):
     world_size = 2
 
     @each_pair(
@@ -81,7 +106,7 @@ class TestBackwardForms(DistributedTest):
         engine.destroy()
 
     @each(stage=STAGES)
-    def test_forms_that_are_refused(self, stage: int) -> None:
+    def test_forms_that_are_refused_and_what_is_not_to_count(self, stage: int) -> None:
         # Kills: unscaled fp16 gradients that are divided by the loss scale afterwards, without a
         # word; a window whose micro-batches are divided by different numbers; an error that leaves
         # the engine unusable.
@@ -102,6 +127,30 @@ class TestBackwardForms(DistributedTest):
             loss_at(engine, 1).backward()
         engine.zero_grad()
         train(engine, [1])
+        # Kills: state of a broken backward (counts, buckets, the running flag) that leaks into the
+        # next one.
+        engine = make_engine(stage)
+        for plain in (False, True):
+            output = engine(data(7))
+
+            def refuse(grad: torch.Tensor) -> torch.Tensor:
+                raise KeyError("on purpose")
+
+            hidden = engine.module.first(data(8)).tanh()
+            hidden.register_hook(refuse)
+            loss = loss_of(output) + loss_of(engine.module.third(hidden))
+            with pytest.raises(KeyError, match="on purpose"):
+                loss.backward() if plain else engine.backward(loss)
+            engine.zero_grad()
+        train(engine, range(2))
+        check(engine, [[0], [1]])
+        # Kills: gradients that lie in a shard or an accumulator and survive zero_grad.
+        for precision in ("fp32", "bf16+fp32"):
+            engine = make_engine(stage, precision=precision)
+            engine.backward(loss_at(engine, 9))
+            engine.zero_grad()
+            train(engine, [0])
+            check(engine, [[0]], precision)
 
     @each(stage=STAGES, precision=("fp32", "bf16+fp32"))
     def test_several_losses_and_backwards_per_step(self, stage: int, precision: str) -> None:
@@ -137,62 +186,6 @@ class TestBackwardForms(DistributedTest):
         one.step(range(dist.get_world_size()))
         assert_close(engine, one.params())
 
-    @each(stage=STAGES)
-    def test_what_is_not_to_count(self, stage: int) -> None:
-        # Kills: state of a broken backward (counts, buckets, the running flag) that leaks into the
-        # next one.
-        engine = make_engine(stage)
-        for plain in (False, True):
-            output = engine(data(7))
-
-            def refuse(grad: torch.Tensor) -> torch.Tensor:
-                raise KeyError("on purpose")
-
-            hidden = engine.module.first(data(8)).tanh()
-            hidden.register_hook(refuse)
-            loss = loss_of(output) + loss_of(engine.module.third(hidden))
-            with pytest.raises(KeyError, match="on purpose"):
-                loss.backward() if plain else engine.backward(loss)
-            engine.zero_grad()
-        train(engine, range(2))
-        check(engine, [[0], [1]])
-        # Kills: gradients that lie in a shard or an accumulator and survive zero_grad.
-        for precision in ("fp32", "bf16+fp32"):
-            engine = make_engine(stage, precision=precision)
-            engine.backward(loss_at(engine, 9))
-            engine.zero_grad()
-            train(engine, [0])
-            check(engine, [[0]], precision)
-
-
-class SharedLayers(nn.Module):
-    """Reentrant checkpoints over segments that share a layer: its hook fires once for each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = nn.Linear(5, 7)
-        self.shared = nn.Linear(7, 7)
-        self.own = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
-        self.after = nn.Linear(7, 3)
-
-    def segment(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        return self.own[index](self.shared(hidden).tanh()).tanh()
-
-    def forward(self, x: torch.Tensor, recompute: bool = True) -> torch.Tensor:
-        hidden = self.before(x).tanh()
-        for index in range(3):
-            if recompute:
-                hidden = checkpoint(self.segment, index, hidden, use_reentrant=True)
-            else:
-                hidden = self.segment(index, hidden)
-        return self.after(hidden)
-
-
-class TestCheckpointing(DistributedTest):
-    """Gradients that come in several parts, after their bucket was thought complete."""
-
-    world_size = 2
-
     @each_pair(stage=STAGES, overlap=(True, False), bucket=(1, 60, 10**6), plain=(False, True))
     def test_late_gradients_count_once(
         self, stage: int, overlap: bool, bucket: int, plain: bool
@@ -208,12 +201,6 @@ class TestCheckpointing(DistributedTest):
 
         assert_close(engine, reference_params(windows_of(2), loss, make_net(cls=SharedLayers)))
         engine.destroy()
-
-
-class TestInitializeForms(DistributedTest):
-    """The ways to say what is to be trained, by what, and how fast."""
-
-    world_size = 2
 
     @each(stage=STAGES)
     def test_optimizers_parameters_and_schedulers(self, stage: int) -> None:
@@ -273,10 +260,145 @@ class TestInitializeForms(DistributedTest):
         initial = dict(make_net(seed=100).named_parameters())
         assert all(torch.equal(value, initial[name]) for name, value in params_of(engine).items())
 
+    @each(stage=STAGES, precision=("fp32", "bf16+fp32"))
+    def test_no_sync(self, stage: int, precision: str) -> None:
+        # Kills: a collective inside no_sync, a gradient of the block that the next reduction drops
+        # or averages twice.
+        engine = make_engine(stage, 3, precision)
+        for index in range(6):
+            if index % 3 == 2:
+                engine.backward(loss_at(engine, index))
+            else:
+                before = params_of(engine)
+                with engine.no_sync():
+                    engine.backward(loss_at(engine, index))
+                    with pytest.raises(RuntimeError, match="no_sync"):
+                        engine.step()
+                assert all(map(torch.equal, before.values(), params_of(engine).values()))
+            engine.step()
+        check(engine, [[0, 1, 2], [3, 4, 5]], precision)
+
+    @each(stage=STAGES, precision=("fp32", "bf16", "bf16+fp32"))
+    def test_boundary_set_from_outside(self, stage: int, precision: str) -> None:
+        # Kills: a second count of micro-batches beside the caller's; dividing although the caller
+        # did (accelerate's way).
+        engine = make_engine(stage, 1, precision)
+        for index in range(6):
+            last = index % 3 == 2
+            engine.set_gradient_accumulation_boundary(last)
+            assert engine.is_gradient_accumulation_boundary() is last
+            engine.backward(loss_at(engine, index) / 3, scale_wrt_gas=False)
+            if last:
+                engine.step()
+        assert engine.global_steps == 2
+        check(engine, [[0, 1, 2], [3, 4, 5]], precision)
+
+    @each(stage=STAGES)
+    def test_other_boundaries_and_steps(self, stage: int) -> None:
+        # Kills: dividing or counting by gradient_accumulation_steps when the caller said that it
+        # does so; a block that forgets to reduce at its end, or does so for each backward.
+        own = {"zero": {"overlap_comm": stage == 2}, "managed_gradient_accumulation": False}
+        engine = make_engine(stage, 4, **own)
+        for window in ((0, 1), (2, 3)):
+            for index in window:
+                engine.backward(loss_at(engine, index) / 2)
+            engine.step()
+        assert engine.global_steps == 2
+        check(engine, [[0, 1], [2, 3]])
+        # Kills: a whole configured batch for each step; the backwards of steps before again.
+        engine = make_engine(stage, 4, **own)
+        seen = []
+        for backwards in (2, 5, 3) if stage == 2 else ():
+            for index in range(backwards):
+                with engine.no_sync() if index == 0 else nullcontext():
+                    engine.backward(loss_at(engine, index))
+            engine.step()
+            seen.append(engine.global_samples // (ROWS * self.world_size))
+        assert seen == ([2, 7, 10] if stage == 2 else [])
+        engine = make_engine(stage)
+        with engine.coalesce_grad_reduction():
+            engine.backward(loss_at(engine, 0) / 2)
+            engine.backward(loss_at(engine, 1) / 2)
+        engine.step()
+        check(engine, [[0, 1]])
+        # Kills: weights that go apart without a word where gradients wait for a boundary that only
+        # engine.step() reaches (Fabric calls the optimizer's step).
+        precision = "fp32" if stage else "bf16+fp32"
+        for accumulation in (1, 2):
+            engine = make_engine(stage, accumulation, precision)
+            for index in range(2):
+                engine.backward(loss_at(engine, index) * accumulation / 2)
+            if accumulation == 2 and stage < 2:
+                with pytest.raises(RuntimeError, match=r"call engine\.step\(\) after"):
+                    engine.optimizer.step()
+                continue
+            engine.optimizer.step()
+            check(engine, [[0, 1]], precision)
+        # Kills: a rank that counts or reduces otherwise than those that have a gradient.
+        engine = make_engine(stage)
+        _log_once.cache_clear()
+        with Warnings() as said:
+            if dist.get_rank() == 0:
+                engine.backward(loss_at(engine, 0))
+            engine.step()
+        assert len(said.texts) == dist.get_rank() and engine.global_steps == 1
+        one = OneProcess(make_net(), LR, lambda net, x: loss_of(net(x)) / dist.get_world_size())
+        one.step([data(0, 0)])
+        assert_close(engine, one.params(), TOLERANCE["fp32"])
+
+    @each(stage=(*STAGES, 3), precision=("fp32", "bf16", "bf16+fp32", "fp16"))
+    def test_a_step_without_a_backward(self, stage: int, precision: str) -> None:
+        # Kills: the last step's gradient once more; a step that is counted without a word, or told
+        # at each.
+        engine = make_engine(stage, 1, precision)
+        _log_once.cache_clear()
+        with Warnings() as said:
+            train(engine, [0])
+            assert not said.texts
+            for _ in range(2):
+                engine.step()
+            (own,) = (text for text in said.texts if "without a backward" in text)
+            where = f"since the last step, on rank {dist.get_rank()}"
+            assert f"engine.step() without a backward {where}" in own, said.texts
+            assert (engine.global_steps, engine.global_samples) == (3, 3 * ROWS * self.world_size)
+            check(engine, [[0]], precision)
+            train(engine, [1])
+            if (stage, precision) != (0, "fp32"):  # there it is the client's own
+                engine.backward(loss_at(engine, 2))
+                engine.optimizer.step()
+                assert len(said.texts) == 1, said.texts
+                engine.optimizer.step()
+                assert len(said.texts) == 2 and said.texts[1].startswith("optimizer.step() without")
+                engine.step()
+                engine.backward(loss_at(engine, 3))
+                engine.optimizer.zero_grad()
+                engine.step()
+                check(engine, [[0], [1], [2]], precision)
+
+    def test_calls_that_mean_nothing(self) -> None:
+        # Kills: a loss that starts no gradient, a boundary that nobody looks at. Upstream asserts.
+        engine = make_engine(0)
+        output = engine(data(0))
+        for wrong in (output, 1.0, torch.tensor(1.0), output.mean().detach()):
+            with pytest.raises(AssertionError, match=r"engine\.scale\(loss\): expected a scalar"):
+                engine.scale(wrong)
+        for wrong in (output, 1.0):
+            with pytest.raises(AssertionError, match=r"backward\(loss\): expected a scalar"):
+                engine.backward(wrong)
+        engine.backward(loss_of(output))
+        engine.step()
+        check(engine, [[0]])
+        own = make_engine(0, zero={"overlap_comm": False}, managed_gradient_accumulation=False)
+        with pytest.raises(AssertionError, match="managed_gradient_accumulation: false"):
+            own.set_gradient_accumulation_boundary(True)
+        with pytest.raises(AssertionError, match="managed_gradient_accumulation: false"):
+            own.coalesce_grad_reduction().__enter__()
+        for stage in (0, 1):
+            with pytest.raises(AssertionError, match="overlap_comm only with ZeRO stage 2"):
+                make_engine(stage, managed_gradient_accumulation=False)
+
 
 class TestOneRank(DistributedTest):
-    """World 1 runs the same code."""
-
     world_size = 1
 
     @each(stage=STAGES, precision=("fp32", "bf16", "bf16+fp32", "fp16"), accumulation=(1, 2))

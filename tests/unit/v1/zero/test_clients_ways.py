@@ -43,9 +43,7 @@ def hook_count(model: nn.Module) -> int:
     return sum(len(getattr(param, kind) or {}) for param in model.parameters() for kind in kinds)
 
 
-class TestLifetime(DistributedTest):
-    """Around training: destroying, evaluating, several engines, no optimizer."""
-
+class TestWays(DistributedTest):
     world_size = 2
 
     @each(stage=STAGES, precision=("fp32", "bf16+fp32"))
@@ -105,7 +103,7 @@ class TestLifetime(DistributedTest):
         check(left, [[0, 1]])
         check(right, [[10], [11]], seed=4)
 
-    def test_two_engines_on_one_module(self) -> None:
+    def test_two_engines_no_optimizer_and_several_dtypes(self) -> None:
         # Kills: two optimizers that both move one module's parameters into their own buffers,
         # silently training different weights.
         for stages in ((0, 0), (1, 2)):
@@ -118,8 +116,6 @@ class TestLifetime(DistributedTest):
             right.step()
             check(left, [[0]])
             check(right, [[0]], seed=4)
-
-    def test_engine_without_optimizer(self) -> None:
         # Kills: an engine that can't evaluate without an optimizer, or fails far from the cause
         # when asked to train.
         engine, *others = deepspeed.initialize(model=make_net(), config=config_of(0))
@@ -130,10 +126,18 @@ class TestLifetime(DistributedTest):
                 call()
         with pytest.raises(deepspeed.DeepSpeedConfigError, match="requires an optimizer"):
             deepspeed.initialize(model=make_net(), config=config_of(2))
-
-
-class TestHalfModels(DistributedTest):
-    world_size = 2
+        model = make_net()
+        model.first.bfloat16()
+        model.first.register_forward_hook(lambda module, args, output: output.float())
+        engine = make_engine(0, model=model)
+        assert engine.model_dtype == torch.float32
+        engine.backward(loss_of(engine(data(0).bfloat16())))
+        engine.step()
+        assert [p.dtype for p in model.parameters()] == 2 * [torch.bfloat16] + 4 * [torch.float32]
+        engine.destroy()
+        for stage in (1, 2, 3):
+            with pytest.raises(ValueError, match="trainable parameters are of 2 dtypes"):
+                make_engine(stage, model=model)
 
     @each(stage=ALL_STAGES, dtype=(torch.bfloat16, torch.float16))
     def test_without_a_precision_block(self, stage: int, dtype: torch.dtype) -> None:
@@ -162,24 +166,6 @@ class TestHalfModels(DistributedTest):
             assert torch.allclose(found.float(), wanted[param_name], atol=0.02), param_name
         engine.destroy()
 
-    def test_of_several_dtypes(self) -> None:
-        model = make_net()
-        model.first.bfloat16()
-        model.first.register_forward_hook(lambda module, args, output: output.float())
-        engine = make_engine(0, model=model)
-        assert engine.model_dtype == torch.float32
-        engine.backward(loss_of(engine(data(0).bfloat16())))
-        engine.step()
-        assert [p.dtype for p in model.parameters()] == 2 * [torch.bfloat16] + 4 * [torch.float32]
-        engine.destroy()
-        for stage in (1, 2, 3):
-            with pytest.raises(ValueError, match="trainable parameters are of 2 dtypes"):
-                make_engine(stage, model=model)
-
-
-class TestNorm(DistributedTest):
-    world_size = 2
-
     @each(stage=ALL_STAGES, precision=("fp32", "bf16", "fp16"), clipping=(0.0, 1.0))
     def test_after_a_skipped_step(self, stage: int, precision: str, clipping: float) -> None:
         # Kills: infinity in the log and the progress bar of whoever prints the norm.
@@ -203,10 +189,6 @@ class TestNorm(DistributedTest):
         assert float(engine.get_global_grad_norm()) != norm and engine.was_step_applied()
         assert engine.skipped_steps == 2
         engine.destroy()
-
-
-class TestZeroNames(DistributedTest):
-    world_size = 2
 
     @each(stage=ALL_STAGES)
     def test_of_every_stage(self, stage: int) -> None:

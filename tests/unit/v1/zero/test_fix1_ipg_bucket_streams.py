@@ -5,7 +5,6 @@ See docs/fixes/fix1.md. Uses only names that upstream DeepSpeed has too, so it r
 against an installed one.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,9 +25,8 @@ def config(stage: int, bucket: int, overlap: bool = True, accumulation: int = 1)
     return config_of(stage, bucket, accumulation, zero_optimization=zero)
 
 
-def in_turn(sim: DeferredAccelerator, count: int) -> Callable[[int], DeferredStream]:
-    streams = [sim.make_stream(name="producer") for _ in range(count)]
-    return lambda index: streams[index % count]
+def producers(sim: DeferredAccelerator, count: int) -> list[DeferredStream]:
+    return [sim.make_stream(name="producer") for _ in range(count)]
 
 
 class TestProducerStreams(DistributedTest):
@@ -54,7 +52,7 @@ class TestProducerStreams(DistributedTest):
         accumulation = config["gradient_accumulation_steps"]
         with sim.deferring(monkeypatch):
             engine, data = start(config), batches(3, accumulation)
-            train(sim, engine, data, in_turn(sim, 3 if accumulation == 1 else 2))
+            train(sim, engine, data, producers(sim, 3 if accumulation == 1 else 2))
         check(engine, data)
 
     def test_waits_are_recorded(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,15 +60,15 @@ class TestProducerStreams(DistributedTest):
         sim = DeferredAccelerator()
         with sim.deferring(monkeypatch):
             engine = start(config(2, ONE_LAYER))
-            stream_of = in_turn(sim, 2)
+            streams = producers(sim, 2)
             sim.waits.clear()
             sim.collectives.clear()
-            train(sim, engine, batches(1), stream_of)
+            train(sim, engine, batches(1), streams)
         reducing = {stream for _, stream, _ in sim.collectives if stream is not sim.default}
         assert len(reducing) == 1, f"collectives were issued on {reducing}"
         (reduction_stream,) = reducing
         waited_for = {stream for waiter, stream in sim.waits if waiter is reduction_stream}
-        assert {stream_of(0), stream_of(1)} <= waited_for, waited_for
+        assert set(streams) <= waited_for, waited_for
 
 
 class TestFallback(DistributedTest):
@@ -88,9 +86,9 @@ class TestFallback(DistributedTest):
         with sim.deferring(monkeypatch):
             engine = start(config(2, WIDTH) if is_larger else config(1, EVERYTHING))
             data, side = batches(3), sim.make_stream(name="caller")
-            stream_of = in_turn(sim, 3) if is_larger else lambda index: side
+            streams = producers(sim, 3) if is_larger else [side]
             with nullcontext() if is_larger else sim.stream(side):
-                train(sim, engine, data, stream_of)
+                train(sim, engine, data, streams)
             side.synchronize()
         check(engine, data)
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from unit.common import DistributedTest
-from unit.v1.deferred_streams import DeferredAccelerator, DeferredStream
+from unit.v1.deferred_streams import DeferredAccelerator
 from unit.v1.looping import each
-from unit.v1.zero import on_streams
-from unit.v1.zero.on_streams import batches, check, config_of, start
+from unit.v1.zero.on_streams import batches, check, config_of, start, train
 
 STEPS = 2
 SMALL_BUCKET = 80  # one layer; hooks matter only where there is more than one bucket
@@ -29,19 +28,11 @@ def start_under_side_stream(sim: DeferredAccelerator, configuration: dict[str, A
     return engine
 
 
-def train(
-    sim: DeferredAccelerator, engine: Any, data: torch.Tensor, hook_stream: DeferredStream
-) -> None:
-    on_streams.train(sim, engine, data, lambda index: hook_stream)
-
-
 def zero_config(stage: int, overlap: bool) -> dict[str, Any]:
     return config_of(stage, SMALL_BUCKET, zero_optimization={"overlap_comm": overlap})
 
 
 class TestZero(DistributedTest):
-    """Stages 1 and 2."""
-
     world_size = 2
 
     @each(stage=(1, 2), overlap=(False, True))
@@ -52,10 +43,12 @@ class TestZero(DistributedTest):
         sim = DeferredAccelerator()
         with sim.deferring(monkeypatch):
             engine, data = start_under_side_stream(sim, zero_config(stage, overlap)), batches(STEPS)
-            train(sim, engine, data, sim.make_stream(name="hooks"))
+            train(sim, engine, data, [sim.make_stream(name="hooks")])
         check(engine, data)
 
-    def test_wait_is_on_the_hook_stream(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_wait_is_on_the_hook_stream_of_each_backward(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The stream that reduces has waited, itself, for the stream of the hooks."""
         sim = DeferredAccelerator()
         with sim.deferring(monkeypatch):
@@ -63,25 +56,21 @@ class TestZero(DistributedTest):
             hooks = sim.make_stream(name="hooks")
             sim.waits.clear()
             sim.collectives.clear()
-            train(sim, engine, batches(1), hooks)
+            train(sim, engine, batches(1), [hooks])
         reducing = {stream for _, stream, _ in sim.collectives} - {sim.default}
         assert reducing, "no collective was issued on a reduction stream"
         for stream in reducing:
             assert (stream, hooks) in sim.waits, f"{stream} never waited for {hooks}"
-
-    def test_hook_stream_changes_between_backwards(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A stream remembered from the first backward would be the wrong one in the second."""
+        # A stream remembered from the first backward would be the wrong one in the second.
         sim = DeferredAccelerator()
         with sim.deferring(monkeypatch):
             engine, data = start(zero_config(2, overlap=True)), batches(STEPS)
             for step in data.split(1):
-                train(sim, engine, step, sim.make_stream(name="hooks"))
+                train(sim, engine, step, [sim.make_stream(name="hooks")])
         check(engine, data)
 
 
 class TestBF16Optimizer(DistributedTest):
-    """fp32 accumulation, from hooks and after backward."""
-
     world_size = 2
 
     @each(immediate=(False, True), accumulation=(1, 2))
@@ -100,7 +89,7 @@ class TestBF16Optimizer(DistributedTest):
                 hooks = sim.make_stream(name="hooks") if side else sim.default
                 config = config_of(1, SMALL_BUCKET, accumulation, **blocks)
                 engine = start_under_side_stream(sim, config)
-                train(sim, engine, batches(STEPS, accumulation), hooks)
+                train(sim, engine, batches(STEPS, accumulation), [hooks])
                 results.append([param.detach().clone() for param in engine.module.parameters()])
         for on_default, on_hooks in zip(*results, strict=True):
             assert on_default.isfinite().all()

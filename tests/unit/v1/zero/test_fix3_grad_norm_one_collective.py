@@ -6,8 +6,8 @@ against an installed one.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import deepspeed
 import deepspeed.comm as dist
 from unit.common import DistributedTest
+from unit.models import drawn, seeded
+from unit.one_process import mean_square
 from unit.v1.looping import each, each_pair
 
 WIDTH = 6
@@ -35,31 +37,21 @@ class ScalarCollectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            payload = [
-                leaf
-                for leaf in torch.utils._pytree.tree_leaves(args[:1])
-                if isinstance(leaf, torch.Tensor)
-            ]
+            leaves = torch.utils._pytree.tree_leaves(args[:1])
+            floats = [x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point()]
             # No bucket and no gathered shard of these models is as small.
-            scalars = [
-                tensor.dtype
-                for tensor in payload
-                if tensor.numel() <= LAYERS and tensor.is_floating_point()
-            ]
-            self.seen += scalars[:1]
+            self.seen += [tensor.dtype for tensor in floats if tensor.numel() <= LAYERS][:1]
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def counted() -> Iterator[list[torch.dtype]]:
-    counter = ScalarCollectives()
-    with counter:
-        yield counter.seen
+def seen_in(step: Callable[[], Any]) -> list[torch.dtype]:
+    with ScalarCollectives() as counter:
+        step()
+    return counter.seen
 
 
 def make_model() -> nn.Sequential:
-    torch.manual_seed(23)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    return seeded(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))))
 
 
 def grouped(model: nn.Sequential, num_groups: int) -> list[dict[str, Any]]:
@@ -88,30 +80,23 @@ def start(
     model: nn.Module, groups: list[dict[str, Any]], configuration: dict[str, Any], mpu: Any = None
 ) -> Any:
     optimizer = torch.optim.SGD(groups, lr=LR)
-    engine, _, _, _ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=configuration, mpu=mpu
-    )
-    return engine
-
-
-def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return model(batch).square().mean()
+    keys = {"optimizer": optimizer, "config": configuration, "mpu": mpu}
+    return deepspeed.initialize(model=model, **keys)[0]
 
 
 def norm_of_one_process(data: torch.Tensor) -> float:
     """With the batches of all ranks, shape [world, micro-batch, width]."""
     model = make_model()
-    loss_of(model, data.reshape(-1, WIDTH)).backward()
+    mean_square(model, data.reshape(-1, WIDTH)).backward()
     return math.sqrt(sum(float(param.grad.double().square().sum()) for param in model.parameters()))
 
 
 def batches() -> torch.Tensor:
-    torch.manual_seed(29)
-    return torch.randn(dist.get_world_size(), MICRO_BATCH, WIDTH)
+    return drawn(29, dist.get_world_size(), MICRO_BATCH, WIDTH)
 
 
 class TestOneCollective(DistributedTest):
-    """The number of scalar collectives in a step, and what they compute."""
+    """The number of scalar collectives in a step, and what they compute, in fp32."""
 
     world_size = 2
 
@@ -121,15 +106,11 @@ class TestOneCollective(DistributedTest):
         model = make_model()
         engine = start(model, grouped(model, num_groups), config(stage, offload))
         data = batches()
-        engine.backward(loss_of(engine, data[dist.get_rank()]))
-        with counted() as seen:
-            engine.step()
-        assert seen == [torch.float32], (
-            f"{len(seen)} scalar collectives for {num_groups} parameter groups: {seen}"
-        )
-        assert float(engine.get_global_grad_norm()) == pytest.approx(
-            norm_of_one_process(data), rel=1e-5
-        )
+        engine.backward(mean_square(engine, data[dist.get_rank()]))
+        seen = seen_in(engine.step)
+        assert seen == [torch.float32], f"{seen} for {num_groups} parameter groups"
+        norm = norm_of_one_process(data)
+        assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=1e-5)
 
     @each(offload=(False, True))
     def test_clipping_uses_the_same_norm(self, offload: bool) -> None:
@@ -138,23 +119,12 @@ class TestOneCollective(DistributedTest):
         before = [param.detach().clone() for param in model.parameters()]
         max_norm = 1e-3
         engine = start(model, grouped(model, 3), config(1, offload, gradient_clipping=max_norm))
-        engine.backward(loss_of(engine, batches()[dist.get_rank()]))
-        with counted() as seen:
-            engine.step()
+        engine.backward(mean_square(engine, batches()[dist.get_rank()]))
+        seen = seen_in(engine.step)
         assert len(seen) == 1
-        moved = math.sqrt(
-            sum(
-                float((old - param.detach()).double().square().sum())
-                for old, param in zip(before, model.parameters(), strict=True)
-            )
-        )
+        pairs = zip(before, model.parameters(), strict=True)
+        moved = math.sqrt(sum(float((a - b.detach()).double().square().sum()) for a, b in pairs))
         assert moved == pytest.approx(LR * max_norm, rel=1e-2)
-
-
-class TestPrecision(DistributedTest):
-    """Squares are summed in fp32 whatever the gradients' dtype."""
-
-    world_size = 2
 
     @each(stage=(1, 2))
     def test_bf16_norm_is_not_rounded_to_bf16(self, stage: int) -> None:
@@ -166,43 +136,28 @@ class TestPrecision(DistributedTest):
         groups = [{"params": [model["weight"]]}, {"params": [model["bias"]]}]
         engine = start(model, groups, config(stage, False, bf16={"enabled": True}))
         engine.backward(sum(param.float().sum() for param in engine.module.parameters()))
-        with counted() as seen:
-            engine.step()
+        seen = seen_in(engine.step)
         assert seen == [torch.float32]
-        assert float(engine.get_global_grad_norm()) == pytest.approx(
-            math.sqrt(numel + 601), rel=1e-5
-        )
+        norm = math.sqrt(numel + 601)
+        assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=1e-5)
 
 
-class Stages:
+def stages() -> Any:
     """An mpu whose every rank is a pipeline stage, data parallel alone."""
-
-    def __init__(self) -> None:
-        rank = dist.get_rank()
-        alone = [dist.new_group([other]) for other in range(dist.get_world_size())]
-        self._data = alone[rank]
-        self._model = dist.new_group(list(range(dist.get_world_size())))
-
-    def get_model_parallel_rank(self) -> int:
-        return dist.get_rank()
-
-    def get_model_parallel_world_size(self) -> int:
-        return dist.get_world_size()
-
-    def get_model_parallel_group(self) -> Any:
-        return self._model
-
-    def get_data_parallel_rank(self) -> int:
-        return 0
-
-    def get_data_parallel_world_size(self) -> int:
-        return 1
-
-    def get_data_parallel_group(self) -> Any:
-        return self._data
-
-    def get_sequence_data_parallel_group(self) -> Any:
-        return self._data
+    rank, world = dist.get_rank(), dist.get_world_size()
+    alone = [dist.new_group([other]) for other in range(world)][rank]
+    answers = {
+        "model_parallel_rank": rank,
+        "model_parallel_world_size": world,
+        "model_parallel_group": dist.new_group(list(range(world))),
+        "data_parallel_rank": 0,
+        "data_parallel_world_size": 1,
+        "data_parallel_group": alone,
+        "sequence_data_parallel_group": alone,
+    }
+    return SimpleNamespace(
+        **{f"get_{name}": lambda answer=answer: answer for name, answer in answers.items()}
+    )
 
 
 class TestStagesWithDifferentGroups(DistributedTest):
@@ -211,20 +166,18 @@ class TestStagesWithDifferentGroups(DistributedTest):
     world_size = 2
     exec_timeout = 30
 
-    @pytest.mark.parametrize("offload", [False, True])
+    @each(offload=(False, True))
     def test_no_deadlock_and_the_norm_of_the_whole(self, offload: bool) -> None:
         """One group on rank 0, three on 1: a collective for each would never end."""
         rank = dist.get_rank()
         model = make_model()
         for param in model.parameters():
             param.model_parallel = True  # this rank's own part: every rank counts its parameters
-        engine = start(model, grouped(model, (1, 3)[rank]), config(1, offload), mpu=Stages())
+        engine = start(model, grouped(model, (1, 3)[rank]), config(1, offload), mpu=stages())
         data = batches()
-        engine.backward(loss_of(engine, data[rank]))
-        with counted() as seen:
-            engine.step()
+        engine.backward(mean_square(engine, data[rank]))
+        seen = seen_in(engine.step)
         squares = [norm_of_one_process(part[None]) ** 2 for part in data]
-        assert float(engine.get_global_grad_norm()) == pytest.approx(
-            math.sqrt(sum(squares)), rel=1e-5
-        )
+        norm = math.sqrt(sum(squares))
+        assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=1e-5)
         assert len(seen) == 1, f"{len(seen)} scalar collectives"

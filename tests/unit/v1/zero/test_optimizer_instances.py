@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.comm.watch.observation import CollectiveCall, add_observer, remove_observer
+from deepspeed.comm.watch.observation import CollectiveCall
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.utils import (
     groups,
@@ -30,10 +30,11 @@ from deepspeed.utils import (
     safe_set_full_grad,
 )
 from unit.common import DistributedTest
+from unit.models import config_of, drawn, seeded
+from unit.v1.gathering import noted
 from unit.v1.looping import each
 
 ROWS, WIDTH = 3, 5
-LR = 0.1
 STEPS = 2
 BF16_OPTIMIZER = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 
@@ -62,37 +63,27 @@ class Net(nn.Module):
         return (x * self.sometimes if last else x).float().square().mean()
 
 
+Seen = dict[str, torch.Tensor]
+
+
 def start(
     count: int, stage: int, accumulation: int = 1, zero: dict[str, Any] | None = None, **keys: Any
 ) -> Any:
-    torch.manual_seed(3)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-    shards = {
-        "stage": stage,
-        "reduce_bucket_size": 40,
-        "overlap_comm": True,
-        "num_optimizer_instances": count,
-        **(zero or {}),
-    }
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 0.5,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": shards,
-        **keys,
-    }
+    model = seeded(Net, seed=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    zero = {"num_optimizer_instances": count, "reduce_bucket_size": 40, **(zero or {})}
+    keys |= {"gradient_clipping": 0.5, "zero_optimization": {"overlap_comm": True, **zero}}
+    config = config_of(stage, ROWS, accumulation, **keys)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
 def data(engine: Any, index: int) -> torch.Tensor:
     """Input of micro-batch `index`, different on each rank."""
-    generator = torch.Generator().manual_seed(1000 * index + dist.get_rank())
-    return torch.randn(ROWS, WIDTH, generator=generator).to(engine.module.before.weight.dtype)
+    x = drawn(1000 * index + dist.get_rank(), ROWS, WIDTH)
+    return x.to(engine.module.before.weight.dtype)
 
 
-def look(engine: Any) -> dict[str, torch.Tensor]:
+def look(engine: Any) -> Seen:
     """What a step left behind, whole."""
     names, params = zip(*engine.module.named_parameters(), strict=True)
     seen = {"norm": torch.tensor([float(engine.get_global_grad_norm())])}
@@ -104,76 +95,73 @@ def look(engine: Any) -> dict[str, torch.Tensor]:
     return seen
 
 
-# The ways in which scripts drive an engine: each takes an engine and yields what must not depend on
-# the number of instances.
+# The ways in which scripts drive an engine: what is left behind then, and what a way gives, must
+# not depend on the number of instances.
 
 
-def managed(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
-    for index in range(STEPS * engine.gradient_accumulation_steps()):
+def backward(engine: Any, *indices: int) -> None:
+    for index in indices:
         engine.backward(engine(data(engine, index)))
+
+
+def managed(engine: Any) -> None:
+    for index in range(STEPS * engine.gradient_accumulation_steps()):
+        backward(engine, index)
         engine.step()
-    yield look(engine)
 
 
-def plain(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
+def plain(engine: Any) -> None:
     for index in range(engine.gradient_accumulation_steps()):
         engine(data(engine, index)).backward()
         engine.step()
-    yield look(engine)
 
 
-def no_sync_but_last(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
+def no_sync_but_last(engine: Any) -> None:
     engine.set_gradient_accumulation_boundary(False)
     for index in range(2):
         with engine.no_sync():
-            engine.backward(engine(data(engine, index)))
+            backward(engine, index)
     engine.set_gradient_accumulation_boundary(True)
-    engine.backward(engine(data(engine, 2)))
+    backward(engine, 2)
     engine.step()
-    yield look(engine)
 
 
-def coalesced(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
+def coalesced(engine: Any) -> None:
     engine.set_gradient_accumulation_boundary(True)
     with engine.coalesce_grad_reduction():
-        for index in range(2):
-            engine.backward(engine(data(engine, index)))
+        backward(engine, 0, 1)
     engine.step()
-    yield look(engine)
 
 
-def two_backwards_at_the_boundary(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
+def two_backwards_at_the_boundary(engine: Any) -> None:
     engine.set_gradient_accumulation_boundary(True)
-    for index in range(2):
-        engine.backward(engine(data(engine, index)))
+    backward(engine, 0, 1)
     engine.step()
-    yield look(engine)
 
 
-def forget_and_start_over(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
-    engine.backward(engine(data(engine, 7)))
+def forget_and_start_over(engine: Any) -> None:
+    backward(engine, 7)
     engine.zero_grad()
-    yield from managed(engine)
+    managed(engine)
 
 
-def boundary_said_late(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
+def boundary_said_late(engine: Any) -> None:
     engine.set_gradient_accumulation_boundary(False)
-    engine.backward(engine(data(engine, 0)))
+    backward(engine, 0)
     engine.step()
-    engine.backward(engine(data(engine, 1)))
+    backward(engine, 1)
     engine.set_gradient_accumulation_boundary(True)
     engine.step()
-    yield look(engine)
 
 
-def read_and_write_gradients(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
-    accumulation = engine.gradient_accumulation_steps()
-    for index in range(accumulation):
+def read_and_write_gradients(engine: Any) -> list[Seen]:
+    seen = []
+    for index in range(engine.gradient_accumulation_steps()):
         if index:
             engine.step()
-        engine.backward(engine(data(engine, index)))
+        backward(engine, index)
         names, params = zip(*engine.module.named_parameters(), strict=True)
-        yield dict(zip(names, safe_get_full_grads(params) or (), strict=False))
+        seen.append(dict(zip(names, safe_get_full_grads(params) or (), strict=False)))
     if dist.get_rank() == 1:
         # Alone: reading what one owns must not start a collective that the others come to later, or
         # never.
@@ -182,16 +170,16 @@ def read_and_write_gradients(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
     for param in engine.module.parameters():
         safe_set_full_grad(param, 2 * safe_get_full_grad(param))
     engine.step()
-    yield look(engine)
+    return seen
 
 
-def late_on_one_instance(engine: Any) -> Iterator[dict[str, torch.Tensor]]:
+def late_on_one_instance(engine: Any) -> None:
     """Only the last rank's gradient comes in parts; all must agree to send a bucket again."""
     engine.module.recompute = dist.get_rank() == dist.get_world_size() - 1
-    yield from managed(engine)
+    managed(engine)
 
 
-WAYS: tuple[Callable[[Any], Iterator[dict[str, torch.Tensor]]], ...] = (
+WAYS: tuple[Callable[[Any], list[Seen] | None], ...] = (
     managed,
     plain,
     no_sync_but_last,
@@ -202,18 +190,14 @@ WAYS: tuple[Callable[[Any], Iterator[dict[str, torch.Tensor]]], ...] = (
     read_and_write_gradients,
     late_on_one_instance,
 )
+APART = {"overlap_comm": False, "contiguous_gradients": False}
+ON_HOST = {"offload_optimizer": {"device": "cpu"}, "round_robin_gradients": True}
 OPTIONS: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1},
     "stage 1, all-reduce": {"stage": 1, "zero": {"reduce_scatter": False, "overlap_comm": False}},
     "stage 2": {"stage": 2},
-    "stage 2, nothing overlaps": {
-        "stage": 2,
-        "zero": {"overlap_comm": False, "contiguous_gradients": False},
-    },
-    "stage 2, offload": {
-        "stage": 2,
-        "zero": {"offload_optimizer": {"device": "cpu"}, "round_robin_gradients": True},
-    },
+    "stage 2, nothing overlaps": {"stage": 2, "zero": APART},
+    "stage 2, offload": {"stage": 2, "zero": ON_HOST},
     "stage 2, prescale": {"stage": 2, "prescale_gradients": True, "gradient_allreduce_op": "sum"},
     "BF16_Optimizer": {"stage": 1, **BF16_OPTIMIZER},
 }
@@ -226,24 +210,59 @@ WAYS_WITH |= {"stage 2": WAYS, "BF16_Optimizer": WAYS[::3]}
 ALONE = [("stage 2", way) for way in WAYS[::8]]
 
 
-def run(
-    way: Callable[[Any], Iterator[dict[str, torch.Tensor]]], count: int, options: dict[str, Any]
-) -> list[dict[str, torch.Tensor]]:
+def run(way: Callable[[Any], list[Seen] | None], count: int, options: dict[str, Any]) -> list[Seen]:
     engine = start(count, accumulation=2, **options)
-    try:
-        return list(way(engine))
-    finally:
-        engine.destroy()
+    seen = [*(way(engine) or ()), look(engine)]
+    engine.destroy()
+    return seen
 
 
-def bitwise_equal_everywhere(seen: dict[str, torch.Tensor]) -> bool:
+def bitwise_equal_everywhere(seen: Seen) -> bool:
     flat = torch.cat([torch.zeros(1), *(tensor.reshape(-1).float() for tensor in seen.values())])
     copies = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(copies, flat)
     return all(torch.equal(copy, flat) for copy in copies)
 
 
-class TestWays(DistributedTest):
+Call = tuple[str, str, int]
+
+
+@contextmanager
+def recording() -> Iterator[list[Call]]:
+    """Over whom this rank's collectives are, in order, their names and sizes."""
+    instances = groups._get_optimizer_instances(2)
+    names = {id(instances.inside): "inside", id(instances.across): "across"}
+    names[id(dist.get_world_group())] = "all"
+
+    def note(call: CollectiveCall) -> list[Call]:
+        numel = sum(tensor.numel() for tensor in call.reads or call.writes)
+        return [(names[id(call.group or dist.get_world_group())], call.name, numel)]
+
+    with noted(note) as calls:
+        yield calls
+
+
+def buckets(calls: list[Call]) -> str:
+    """Reductions of buckets: R and S for a slice inside the instance, A for one across."""
+    letters = {("inside", "irecv"): "R", ("inside", "isend"): "S", ("across", "all_reduce"): "A"}
+    return "".join(letters.get(call[:2], "") for call in calls)
+
+
+def expected_order(num_buckets: int, overlap: bool) -> str:
+    """What `buckets` sees."""
+    if not overlap:
+        return "RSA" * num_buckets
+    # The next bucket is on its way inside while one is waited for to be reduced between instances.
+    return "RS" + "RSA" * (num_buckets - 1) + "A"
+
+
+def train_step(engine: Any) -> None:
+    for _ in range(engine.gradient_accumulation_steps()):
+        backward(engine, 0)
+        engine.step()
+
+
+class TestInstances(DistributedTest):
     """n instances against one, which `test_backward_forms` holds against plain torch."""
 
     world_size = 4
@@ -269,12 +288,11 @@ class TestWays(DistributedTest):
                                 several[name], value, rtol=1e-5, atol=1e-6, msg=f"{where}: {name}"
                             )
 
-    def test_one_rank_of_one_instance_overflows(self) -> None:
+    def test_an_overflow_and_an_interrupted_backward(self) -> None:
         # Kills: a decision to skip that an instance takes from its own ranks' gradients.
+        fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
         for count in (2, 4):
-            engine = start(
-                count, 2, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
-            )
+            engine = start(count, 2, fp16=fp16)
             before = [param.detach().clone() for param in engine.module.parameters()]
             x = data(engine, 0)
             if dist.get_rank() == 3:
@@ -282,18 +300,14 @@ class TestWays(DistributedTest):
             engine.backward(engine(x))
             engine.step()
             assert engine.skipped_steps == 1 and engine.optimizer.loss_scale == 2.0**3
-            assert all(
-                torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True)
-            )
+            assert all(map(torch.equal, before, engine.module.parameters()))
             engine.destroy()
-
-    def test_an_interrupted_backward_leaves_nothing_that_is_not_crossed(self) -> None:
         # Kills: a bucket that is completed after an error without having been to the other
         # instances.
         engine = start(2, 2)
         handle = engine.module.before.weight.register_hook(lambda grad: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            engine.backward(engine(data(engine, 0)))
+            backward(engine, 0)
         handle.remove()
         engine.optimizer.finish_gradients()
         shard = torch.cat([group.grad for group in engine.optimizer.groups])
@@ -302,61 +316,9 @@ class TestWays(DistributedTest):
         assert shard.count_nonzero(), "no bucket was sent before the error; the test tests nothing"
         assert torch.equal(copies[0], copies[2]) and torch.equal(copies[1], copies[3])
         engine.zero_grad()
-        engine.backward(engine(data(engine, 1)))
+        backward(engine, 1)
         engine.step()
         assert bitwise_equal_everywhere(look(engine))
-
-
-class Recorder:
-    """Which collectives this rank issues, in order, and their sizes."""
-
-    def __init__(self) -> None:
-        instances = groups._get_optimizer_instances(2)
-        self.names = {
-            id(instances.inside): "inside",
-            id(instances.across): "across",
-            id(dist.get_world_group()): "all",
-        }
-        self.calls: list[tuple[str, str, int]] = []
-
-    def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
-        """Called for every operation."""
-        numel = sum(tensor.numel() for tensor in call.reads or call.writes)
-        self.calls.append((self.names[id(call.group or dist.get_world_group())], call.name, numel))
-        return proceed()
-
-    def buckets(self) -> str:
-        """Reductions of buckets: R and S for a slice inside the instance, A for one across."""
-        letters = {
-            ("inside", "irecv"): "R",
-            ("inside", "isend"): "S",
-            ("across", "all_reduce"): "A",
-        }
-        return "".join(letters.get(call[:2], "") for call in self.calls)
-
-
-@contextmanager
-def recording() -> Iterator[Recorder]:
-    recorder = Recorder()
-    add_observer(recorder)
-    try:
-        yield recorder
-    finally:
-        remove_observer(recorder)
-
-
-def expected_order(num_buckets: int, overlap: bool) -> str:
-    """What `Recorder.buckets` sees."""
-    if not overlap:
-        return "RSA" * num_buckets
-    # The next bucket is on its way inside while one is waited for to be reduced between instances.
-    return "RS" + "RSA" * (num_buckets - 1) + "A"
-
-
-class TestCollectives(DistributedTest):
-    """Their number and order."""
-
-    world_size = 4
 
     def test_every_bucket_crosses_once_after_it_was_reduced_inside(self) -> None:
         # Kills: crossing before the instance's sum is there; waiting for each bucket in turn
@@ -368,102 +330,65 @@ class TestCollectives(DistributedTest):
             assert len(parts) >= 4
             train_step(engine)  # what is agreed on once is agreed on before counting
             for boundary in (False, True):
-                with recording() as recorder:
-                    engine.backward(engine(data(engine, 1)))
+                with recording() as calls:
+                    backward(engine, 1)
                 sends = stage == 2 or boundary
                 expected = expected_order(len(parts), overlap) if sends else ""
-                assert recorder.buckets() == expected, (
-                    stage,
-                    overlap,
-                    boundary,
-                    recorder.buckets(),
-                )
-                sent = [numel for group, _, numel in recorder.calls if group == "across"]
+                assert buckets(calls) == expected, (stage, overlap, boundary, calls)
+                sent = [numel for group, _, numel in calls if group == "across"]
                 assert sent == (parts if sends else [])
-                with recording() as recorder:
+                with recording() as calls:
                     engine.step()
-                assert "A" not in recorder.buckets()
-                scalars = [call for call in recorder.calls if call[2] == 1]
+                assert "A" not in buckets(calls)
+                scalars = [call for call in calls if call[2] == 1]
                 # One norm over all ranks, in which instance 0 counts: norms of their own may differ
                 # in the last bit.
-                assert scalars == ([("all", "all_reduce", 1)] if boundary else []), recorder.calls
+                assert scalars == ([("all", "all_reduce", 1)] if boundary else []), calls
             engine.destroy()
-
-    def test_the_full_accumulator_is_reduced_over_all_ranks(self) -> None:
         # Kills: BF16_Optimizer averaging inside its instance only.
         engine = start(2, 1, **BF16_OPTIMIZER)
-        with recording() as recorder:
-            engine.backward(engine(data(engine, 0)))
-        reduced = [call for call in recorder.calls if call[1] == "all_reduce"]
+        with recording() as calls:
+            backward(engine, 0)
+        reduced = [call for call in calls if call[1] == "all_reduce"]
         assert reduced and {group for group, _, _ in reduced} == {"all"}
-        assert (
-            sum(numel for _, _, numel in reduced) == engine.optimizer.groups[0].table.padded_numel
-        )
-        with recording() as recorder:
+        numel = engine.optimizer.groups[0].table.padded_numel
+        assert sum(own for _, _, own in reduced) == numel
+        with recording() as calls:
             engine.step()
-        assert {group for group, name, _ in recorder.calls if name in ("isend", "irecv")} == {
-            "inside"
-        }
-
-
-def train_step(engine: Any) -> None:
-    for _ in range(engine.gradient_accumulation_steps()):
-        engine.backward(engine(data(engine, 0)))
-        engine.step()
-
-
-class TestGroups(DistributedTest):
-    """Who is with whom."""
-
-    world_size = 4
+        assert {group for group, name, _ in calls if name in ("isend", "irecv")} == {"inside"}
 
     def test_consecutive_ranks_are_an_instance(self) -> None:
+        # Kills: instances of different sizes; a count that is accepted where it means nothing.
+        for arguments, keys, said in (
+            ((3, 1), {}, "3 does not divide the 4 .* use one of 1, 2, 4"),
+            ((2, 0), {}, "2 .*stage: 0 .* use stage 1, 2 or 3"),
+            ((2, 0), BF16_OPTIMIZER, "2 .*stage: 0"),
+        ):
+            with pytest.raises(DeepSpeedConfigError, match=f"num_optimizer_instances: {said}"):
+                start(*arguments, **keys)  # type: ignore[arg-type]  # blocks
+        with pytest.raises(ValueError, match="4 .* ranks cannot be split into 3 optimizer inst"):
+            groups._get_optimizer_instances(3)
         # Kills: instances of strided ranks; groups made anew for each engine; groups that outlive a
         # reset.
-        rank = dist.get_rank()
+        rank, ranks_of = dist.get_rank(), dist.get_all_ranks_from_group
         one = groups._get_optimizer_instances(1)
-        assert (one.inside, one.across, one.index, one.count) == (
-            dist.get_world_group(),
-            None,
-            0,
-            1,
-        )
+        assert (one.inside, one.across) == (dist.get_world_group(), None)
+        assert (one.index, one.count) == (0, 1)
         two, four = groups._get_optimizer_instances(2), groups._get_optimizer_instances(4)
-        assert dist.get_all_ranks_from_group(two.inside) == [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert dist.get_all_ranks_from_group(two.across) == [rank % 2, rank % 2 + 2]
+        assert ranks_of(two.inside) == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert ranks_of(two.across) == [rank % 2, rank % 2 + 2]
         assert (two.index, two.count) == (rank // 2, 2)
-        assert dist.get_all_ranks_from_group(four.inside) == [rank]
-        assert dist.get_all_ranks_from_group(four.across) == [0, 1, 2, 3]
+        assert ranks_of(four.inside) == [rank]
+        assert ranks_of(four.across) == [0, 1, 2, 3]
         assert groups._get_optimizer_instances(2) is two
         groups.reset()
         assert groups._get_optimizer_instances(2) is not two
-
-    def test_beside_model_parallelism(self) -> None:
         # Kills: groups made of the own data-parallel ranks only, whose making the other ranks do
         # not take part in.
-        rank = dist.get_rank()
+        groups.reset()
         own = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
         groups.initialize(mpu=SimpleNamespace(get_data_parallel_group=lambda: own))
         instances = groups._get_optimizer_instances(2)
-        assert dist.get_all_ranks_from_group(instances.inside) == [rank]
-        assert dist.get_all_ranks_from_group(instances.across) == [rank % 2, rank % 2 + 2]
+        assert ranks_of(instances.inside) == [rank]
+        assert ranks_of(instances.across) == [rank % 2, rank % 2 + 2]
         assert instances.index == rank // 2
-
-    def test_what_cannot_be_split_is_refused(self) -> None:
-        # Kills: instances of different sizes; a count that is accepted where it means nothing.
-        with pytest.raises(
-            DeepSpeedConfigError,
-            match=r"num_optimizer_instances: 3 does not divide the 4 .* use one of 1, 2, 4",
-        ):
-            start(3, 1)
-        with pytest.raises(
-            DeepSpeedConfigError,
-            match=r"num_optimizer_instances: 2 .*stage: 0 .* use stage 1, 2 or 3",
-        ):
-            start(2, 0)
-        with pytest.raises(DeepSpeedConfigError, match=r"num_optimizer_instances: 2 .*stage: 0"):
-            start(2, 0, **BF16_OPTIMIZER)
-        with pytest.raises(
-            ValueError, match="4 data-parallel ranks cannot be split into 3 optimizer instances"
-        ):
-            groups._get_optimizer_instances(3)

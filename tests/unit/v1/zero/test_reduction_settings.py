@@ -29,9 +29,40 @@ from unit.v1.zero.usage import (
     train,
 )
 
+POSITIONS = 2000
+
+
+class Rotary(nn.Module):
+    """Turns its inputs by their positions, as language models do, and counts what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(4, 4)
+        self.register_buffer("inv_freq", 0.37 ** torch.arange(2.0), persistent=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.seen += x.abs().double().mean()
+            self.steps += 1
+        angle = torch.arange(len(x))[:, None] * self.inv_freq
+        turned = torch.cat([angle.cos(), angle.sin()], dim=-1).to(x.dtype)
+        return self.project(x) * turned
+
+
+def start(stage: int, **keys: Any) -> Any:
+    optimizer = {"type": "SGD", "params": {"lr": LR}}
+    config = models.config_of(stage, 1, optimizer=optimizer, **keys)
+    return deepspeed.initialize(model=seeded(Rotary), config=config)[0]
+
+
+def dtypes(engine: Any) -> list[torch.dtype]:
+    return [buffer.dtype for buffer in engine.module.buffers()]
+
 
 class TestReductionSettings(DistributedTest):
-    """Keys that say where a division stands or what travels."""
+    """Keys that say where a division stands, what travels, and of what dtype buffers are."""
 
     world_size = 2
 
@@ -135,42 +166,6 @@ class TestReductionSettings(DistributedTest):
         assert updated == [param.shape for param in engine.module.parameters()]
         train(engine, [0])
         assert engine.was_step_applied()
-
-
-POSITIONS = 2000
-
-
-class Rotary(nn.Module):
-    """Turns its inputs by their positions, as language models do, and counts what it has seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(4, 4)
-        self.register_buffer("inv_freq", 0.37 ** torch.arange(2.0), persistent=False)
-        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int32))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.seen += x.abs().double().mean()
-            self.steps += 1
-        angle = torch.arange(len(x))[:, None] * self.inv_freq
-        turned = torch.cat([angle.cos(), angle.sin()], dim=-1).to(x.dtype)
-        return self.project(x) * turned
-
-
-def start(stage: int, **keys: Any) -> Any:
-    optimizer = {"type": "SGD", "params": {"lr": LR}}
-    config = models.config_of(stage, 1, optimizer=optimizer, **keys)
-    return deepspeed.initialize(model=seeded(Rotary), config=config)[0]
-
-
-def dtypes(engine: Any) -> list[torch.dtype]:
-    return [buffer.dtype for buffer in engine.module.buffers()]
-
-
-class TestBuffers(DistributedTest):
-    world_size = 2
 
     @each(stage=(0, 1, 2, 3), precision=("bf16", "bf16+fp32", "fp16"))
     def test_kept(self, stage: int, precision: str) -> None:

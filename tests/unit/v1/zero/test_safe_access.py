@@ -8,55 +8,26 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
-    safe_get_local_grad,
-    safe_get_local_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_grad,
-    safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_grad,
-    safe_set_local_optimizer_state,
-    safe_update_full_grad_vectorized,
-)
-from deepspeed.utils.tensor_fragment import (
-    safe_get_full_fp32_params,
-    safe_get_full_grads,
-    safe_get_full_optimizer_states,
-)
+from deepspeed import utils as access
 from unit.common import DistributedTest
+from unit.models import config_of
 from unit.v1.looping import each
+from unit.v1.zero.usage import PRECISIONS
 
 LR = 0.5
-CONFIGS: dict[str, dict[str, Any]] = {
-    "zero1-fp32": {"zero_optimization": {"stage": 1}},
-    "zero2-fp32": {
-        "zero_optimization": {"stage": 2, "reduce_bucket_size": 8, "overlap_comm": True}
-    },
-    "zero1-bf16": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}},
-    "zero2-fp16": {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True, "loss_scale": 64}},
-    "zero2-offload": {
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-        "zero_force_ds_cpu_optimizer": False,
-    },
-    "zero1-round-robin": {"zero_optimization": {"stage": 1, "round_robin_gradients": True}},
-    "bf16-optimizer": {
-        "zero_optimization": {"stage": 1},
-        "bf16": {"enabled": True},
-        "data_types": {"grad_accum_dtype": "fp32"},
-    },
-    "bf16-optimizer-offload": {
-        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
-        "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": True},
-        "data_types": {"grad_accum_dtype": "fp32"},
-    },
-    "stage0-fp16": {"fp16": {"enabled": True, "loss_scale": 64}},
-    "stage0-bf16": {"bf16": {"enabled": True}},
+ON_HOST = {"offload_optimizer": {"device": "cpu"}}
+# The stage, the rest of its block, and the precision.
+CONFIGS: dict[str, tuple[int, dict[str, Any], str]] = {
+    "zero1-fp32": (1, {}, "fp32"),
+    "zero2-fp32": (2, {"reduce_bucket_size": 8, "overlap_comm": True}, "fp32"),
+    "zero1-bf16": (1, {}, "bf16"),
+    "zero2-fp16": (2, {}, "fp16"),
+    "zero2-offload": (2, ON_HOST, "fp32"),
+    "zero1-round-robin": (1, {"round_robin_gradients": True}, "fp32"),
+    "bf16-optimizer": (1, {}, "bf16+fp32"),
+    "bf16-optimizer-offload": (1, ON_HOST, "bf16+fp32"),
+    "stage0-fp16": (0, {}, "fp16"),
+    "stage0-bf16": (0, {}, "bf16"),
 }
 SHARDED = [name for name in CONFIGS if not name.startswith("stage0")]
 
@@ -73,21 +44,17 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Sum with weights 1, 2 and 4, times the scalar `x`."""
-        return x * (
-            self.first.sum() + 2 * self.second.sum() + 4 * self.third.sum() + self.frozen.sum()
-        )
+        trained = self.first.sum() + 2 * self.second.sum() + 4 * self.third.sum()
+        return x * (trained + self.frozen.sum())
 
 
-def make_engine(name: str, **optimizer: Any) -> Any:
+def make_engine(name: str, **more: Any) -> Any:
     model = Net()
-    settings = {"lr": LR, "momentum": 0.5, **optimizer}
     groups = [{"params": [model.first, model.frozen]}, {"params": [model.second, model.third]}]
-    engine, _, _, _ = deepspeed.initialize(
-        model=model,
-        optimizer=torch.optim.SGD(groups, **settings),
-        config={"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, **CONFIGS[name]},
-    )
-    return engine
+    stage, zero, precision = CONFIGS.get(name, (0, {}, "fp32"))
+    config = config_of(stage, 1, zero_optimization=zero, **PRECISIONS[precision], **more)
+    optimizer = torch.optim.SGD(groups, lr=LR, momentum=0.5)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
 def backward(engine: Any) -> None:
@@ -122,81 +89,88 @@ class TestFullAccess(DistributedTest):
         initial = Net()
         params = [engine.module.third, engine.module.first, engine.module.second]
         for key, param in trainable(engine).items():
-            assert torch.equal(safe_get_full_fp32_param(param), getattr(initial, key)), key
-            assert safe_get_full_grad(param) is None, key
+            assert torch.equal(access.safe_get_full_fp32_param(param), getattr(initial, key)), key
+            assert access.safe_get_full_grad(param) is None, key
         backward(engine)
         for key, param in trainable(engine).items():
             wanted = torch.full(param.shape, WEIGHTS[key] * mean_input())
-            grad = safe_get_full_grad(param)
+            grad = access.safe_get_full_grad(param)
             assert grad.dtype == torch.float32 and torch.equal(grad, wanted), key
-        assert all(map(torch.equal, safe_get_full_grads(params), map(safe_get_full_grad, params)))
+        assert all(
+            map(
+                torch.equal,
+                access.safe_get_full_grads(params),
+                map(access.safe_get_full_grad, params),
+            )
+        )
         engine.step()
         for key, param in trainable(engine).items():
             moved = getattr(initial, key) - LR * WEIGHTS[key] * mean_input()
-            assert torch.equal(safe_get_full_fp32_param(param), moved), key
-            state = safe_get_full_optimizer_state(param, "momentum_buffer")
+            assert torch.equal(access.safe_get_full_fp32_param(param), moved), key
+            state = access.safe_get_full_optimizer_state(param, "momentum_buffer")
             assert torch.equal(state, torch.full(param.shape, WEIGHTS[key] * mean_input())), key
-            assert safe_get_full_grad(param) is None, key
-        assert safe_get_full_grads(params) is None
-        values = safe_get_full_fp32_params(params)
-        states = safe_get_full_optimizer_states(params, "momentum_buffer")
+            assert access.safe_get_full_grad(param) is None, key
+        assert access.safe_get_full_grads(params) is None
+        values = access.safe_get_full_fp32_params(params)
+        states = access.safe_get_full_optimizer_states(params, "momentum_buffer")
         for param, value, state in zip(params, values, states, strict=True):
-            assert torch.equal(value, safe_get_full_fp32_param(param))
-            assert torch.equal(state, safe_get_full_optimizer_state(param, "momentum_buffer"))
+            assert torch.equal(value, access.safe_get_full_fp32_param(param))
+            assert torch.equal(
+                state, access.safe_get_full_optimizer_state(param, "momentum_buffer")
+            )
         backward(engine)
-        safe_update_full_grad_vectorized(params, lambda grad, param: grad * param.numel())
+        access.safe_update_full_grad_vectorized(params, lambda grad, param: grad * param.numel())
         for key, param in trainable(engine).items():
             wanted = torch.full(param.shape, WEIGHTS[key] * mean_input() * param.numel())
-            assert torch.equal(safe_get_full_grad(param), wanted), key
+            assert torch.equal(access.safe_get_full_grad(param), wanted), key
 
     @each(name=CONFIGS)
-    def test_what_is_set_is_used(self, name: str) -> None:
+    def test_what_is_set_is_used_and_bad_questions_are_answered(self, name: str) -> None:
         # Kills: a value written to the master but not the model or the other way round, a gradient
         # that the step overwrites.
         engine = make_engine(name)
         param = engine.module.second
         value = torch.tensor([1.0, -2.0, 3.0, -4.0, 5.0])
-        safe_set_full_fp32_param(param, value)
+        access.safe_set_full_fp32_param(param, value)
         assert torch.equal(param.detach().float(), value)
-        assert torch.equal(safe_get_full_fp32_param(param), value)
+        assert torch.equal(access.safe_get_full_fp32_param(param), value)
         backward(engine)
-        safe_set_full_grad(param, value * 4)
-        assert torch.equal(safe_get_full_grad(param), value * 4)
+        access.safe_set_full_grad(param, value * 4)
+        assert torch.equal(access.safe_get_full_grad(param), value * 4)
         engine.step()
-        assert torch.equal(safe_get_full_fp32_param(param), value - LR * value * 4)
+        assert torch.equal(access.safe_get_full_fp32_param(param), value - LR * value * 4)
         assert torch.equal(param.detach().float(), (value - LR * value * 4))
-        safe_set_full_optimizer_state(param, value * 2, "momentum_buffer")
-        assert torch.equal(safe_get_full_optimizer_state(param, "momentum_buffer"), value * 2)
-        before = safe_get_full_fp32_param(param).clone()
+        access.safe_set_full_optimizer_state(param, value * 2, "momentum_buffer")
+        assert torch.equal(
+            access.safe_get_full_optimizer_state(param, "momentum_buffer"), value * 2
+        )
+        before = access.safe_get_full_fp32_param(param).clone()
         backward(engine)
         engine.step()
         wanted = before - LR * (0.5 * value * 2 + WEIGHTS["second"] * mean_input())
-        assert torch.equal(safe_get_full_fp32_param(param), wanted)
+        assert torch.equal(access.safe_get_full_fp32_param(param), wanted)
         # Kills: an assignment that spills over into the neighbours.
         untouched = Net().third - LR * WEIGHTS["third"] * mean_input() * (1 + 1.5)
-        assert torch.equal(safe_get_full_fp32_param(engine.module.third), untouched)
-
-    @each(name=CONFIGS)
-    def test_bad_questions_are_answered_by_name(self, name: str) -> None:
+        assert torch.equal(access.safe_get_full_fp32_param(engine.module.third), untouched)
         # Kills: a wrong state name or shape that fails deep inside, or on some ranks only.
         engine = make_engine(name)
         param = engine.module.first
         with pytest.raises(KeyError, match="before the first step"):
-            safe_get_full_optimizer_state(param, "momentum_buffer")
+            access.safe_get_full_optimizer_state(param, "momentum_buffer")
         backward(engine)
         engine.step()
         with pytest.raises(KeyError, match="momentum_buffer"):
-            safe_get_full_optimizer_state(param, "exp_avg")
+            access.safe_get_full_optimizer_state(param, "exp_avg")
         with pytest.raises(ValueError, match=r"\(3,\).*\(7, 1\)"):
-            safe_set_full_fp32_param(param, torch.zeros(3))
-        assert safe_get_full_fp32_param(engine.module.frozen) is None
-        assert safe_get_full_grad(engine.module.frozen) is None
-        assert safe_get_local_fp32_param(engine.module.frozen) is None
-        assert safe_get_local_grad(engine.module.frozen) is None
-        for get in (safe_get_full_optimizer_state, safe_get_local_optimizer_state):
+            access.safe_set_full_fp32_param(param, torch.zeros(3))
+        assert access.safe_get_full_fp32_param(engine.module.frozen) is None
+        assert access.safe_get_full_grad(engine.module.frozen) is None
+        assert access.safe_get_local_fp32_param(engine.module.frozen) is None
+        assert access.safe_get_local_grad(engine.module.frozen) is None
+        for get in (access.safe_get_full_optimizer_state, access.safe_get_local_optimizer_state):
             assert get(engine.module.frozen, "exp_avg") is None
         with pytest.raises(ValueError, match="frozen"):
-            safe_set_full_fp32_param(engine.module.frozen, torch.zeros(3))
+            access.safe_set_full_fp32_param(engine.module.frozen, torch.zeros(3))
 
 
 def gathered_local(fragment: torch.Tensor | None) -> torch.Tensor:
@@ -207,84 +181,71 @@ def gathered_local(fragment: torch.Tensor | None) -> torch.Tensor:
 
 
 class TestLocalAccess(DistributedTest):
-    """Owned fragments: no communication, writable."""
+    """Owned fragments, which need no communication; masters at stage 0 in fp32."""
 
     world_size = 2
 
     @each(name=SHARDED)
-    def test_fragments_make_up_the_whole(self, name: str) -> None:
+    def test_fragments_make_up_the_whole_and_are_set(self, name: str) -> None:
         # Kills: fragments that overlap, leave a gap, or are handed out in another order than the
         # elements'.
         engine = make_engine(name)
         backward(engine)
         for param in trainable(engine).values():
-            assert torch.equal(
-                gathered_local(safe_get_local_grad(param)), safe_get_full_grad(param).reshape(-1)
-            )
+            local, whole = access.safe_get_local_grad(param), access.safe_get_full_grad(param)
+            assert torch.equal(gathered_local(local), whole.reshape(-1))
         engine.step()
         for param in trainable(engine).values():
-            assert torch.equal(
-                gathered_local(safe_get_local_fp32_param(param)),
-                safe_get_full_fp32_param(param).reshape(-1),
+            local, whole = (
+                access.safe_get_local_fp32_param(param),
+                access.safe_get_full_fp32_param(param),
             )
-            local = gathered_local(safe_get_local_optimizer_state(param, "momentum_buffer"))
-            assert torch.equal(
-                local, safe_get_full_optimizer_state(param, "momentum_buffer").reshape(-1)
-            )
-
-    @each(name=SHARDED)
-    def test_local_assignments(self, name: str) -> None:
+            assert torch.equal(gathered_local(local), whole.reshape(-1))
+            local = access.safe_get_local_optimizer_state(param, "momentum_buffer")
+            whole = access.safe_get_full_optimizer_state(param, "momentum_buffer")
+            assert torch.equal(gathered_local(local), whole.reshape(-1))
         # Kills: a setter that writes a copy, or all of the shard instead of the fragment.
         engine = make_engine(name)
         param, neighbour = engine.module.first, engine.module.second
-        others = safe_get_full_fp32_param(neighbour).clone()
-        fragment = safe_get_local_fp32_param(param)
+        others = access.safe_get_full_fp32_param(neighbour).clone()
+        fragment = access.safe_get_local_fp32_param(param)
         held = 0 if fragment is None else fragment.numel()
-        safe_set_local_fp32_param(param, torch.full((held,), 3.0))
-        assert torch.equal(safe_get_full_fp32_param(param), torch.full((7, 1), 3.0))
-        assert torch.equal(safe_get_full_fp32_param(neighbour), others)
+        access.safe_set_local_fp32_param(param, torch.full((held,), 3.0))
+        assert torch.equal(access.safe_get_full_fp32_param(param), torch.full((7, 1), 3.0))
+        assert torch.equal(access.safe_get_full_fp32_param(neighbour), others)
         backward(engine)
-        safe_set_local_grad(param, torch.full((held,), 8.0))
-        assert torch.equal(safe_get_full_grad(param), torch.full((7, 1), 8.0))
+        access.safe_set_local_grad(param, torch.full((held,), 8.0))
+        assert torch.equal(access.safe_get_full_grad(param), torch.full((7, 1), 8.0))
         engine.step()
-        assert torch.equal(safe_get_full_fp32_param(param), torch.full((7, 1), 3.0 - LR * 8.0))
-        assert torch.equal(param.detach().float(), torch.full((7, 1), 3.0 - LR * 8.0))
-        safe_set_local_optimizer_state(param, torch.full((held,), 16.0), "momentum_buffer")
         assert torch.equal(
-            safe_get_full_optimizer_state(param, "momentum_buffer"), torch.full((7, 1), 16.0)
+            access.safe_get_full_fp32_param(param), torch.full((7, 1), 3.0 - LR * 8.0)
         )
+        assert torch.equal(param.detach().float(), torch.full((7, 1), 3.0 - LR * 8.0))
+        access.safe_set_local_optimizer_state(param, torch.full((held,), 16.0), "momentum_buffer")
+        state = access.safe_get_full_optimizer_state(param, "momentum_buffer")
+        assert torch.equal(state, torch.full((7, 1), 16.0))
         with pytest.raises(ValueError, match=f"{held + 1} elements, this rank owns {held}"):
-            safe_set_local_fp32_param(param, torch.zeros(held + 1))
-
-
-class TestWithoutMasters(DistributedTest):
-    """Stage 0 in fp32: the parameter is its own master."""
-
-    world_size = 2
+            access.safe_set_local_fp32_param(param, torch.zeros(held + 1))
 
     def test_the_parameter_itself_is_read(self) -> None:
         # Kills: None, or a gradient before averaging, where the caller can't know which optimizer
         # is in use.
-        CONFIGS["stage0-fp32"] = {}
         engine = make_engine("stage0-fp32")
         param = engine.module.second
-        assert torch.equal(safe_get_full_fp32_param(param), param.detach())
+        assert torch.equal(access.safe_get_full_fp32_param(param), param.detach())
         backward(engine)
-        assert torch.equal(safe_get_full_grad(param), torch.full((5,), 2.0 * mean_input()))
-        safe_set_full_grad(param, torch.ones(5))
+        assert torch.equal(access.safe_get_full_grad(param), torch.full((5,), 2.0 * mean_input()))
+        access.safe_set_full_grad(param, torch.ones(5))
         engine.step()
         assert torch.equal(param.detach(), Net().second.detach() - LR)
         with pytest.raises(ValueError, match="stage 0 in fp32"):
-            safe_set_full_fp32_param(param, torch.zeros(5))
-
-    def test_a_gradient_that_was_set_is_clipped(self) -> None:
+            access.safe_set_full_fp32_param(param, torch.zeros(5))
         # Kills: putting another tensor into param.grad: norm and clipping read the buffer, and the
         # update would not be clipped.
-        CONFIGS["stage0-clipped"] = {"gradient_clipping": 1.0}
-        engine = make_engine("stage0-clipped")
+        engine = make_engine("stage0-fp32", gradient_clipping=1.0)
         backward(engine)
         for param in trainable(engine).values():
-            safe_set_full_grad(param, torch.full(param.shape, 3.0))
+            access.safe_set_full_grad(param, torch.full(param.shape, 3.0))
         engine.step()
         norm = 3.0 * 13**0.5
         assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-6)

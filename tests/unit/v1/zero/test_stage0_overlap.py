@@ -156,12 +156,6 @@ class TestOverlap(DistributedTest):
             compare(engine, steps=1)
             engine.destroy()
 
-
-class TestCompiled(DistributedTest):
-    """`engine.compile` and eager against plain torch."""
-
-    world_size = 2
-
     def test_eager_and_compiled(self) -> None:
         # Kills: a compiled backward that gives its gradients at its end only, when no bucket can
         # leave any more, or gives them to nobody.
@@ -264,8 +258,6 @@ def deviates(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 
 class TestBuiltUnderASideStream(DistributedTest):
-    """Two instances of two ranks."""
-
     world_size = 4
     exec_timeout = 120
 
