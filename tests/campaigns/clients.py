@@ -40,10 +40,8 @@ def _in_environment(
                 print(f"{name}: no result: {error}", file=sys.stderr)
                 return 1
         variables = {**environment.variables(), "PYTHONPATH": str(ROOT / "tests")}
-        codes = [
-            run_and_keep([str(environment.python), *command], output, variables)
-            for command, output in commands
-        ]
+        python = str(environment.python)
+        codes = [run_and_keep([python, *words], output, variables) for words, output in commands]
         return int(any(codes))
 
 

@@ -58,17 +58,14 @@ def zero(stage: int) -> dict[str, Any]:
 
 
 # Name -> model and further configuration.
+PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": BF16, "fp16": FP16}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "zero0_fp32": ("mlp", zero(0)),
-    "zero0_bf16": ("mlp", {**BF16, **zero(0)}),
-    "zero0_fp16": ("mlp", {**FP16, **zero(0)}),
-    "zero1_fp32": ("mlp", zero(1)),
-    "zero1_bf16": ("mlp", {**BF16, **zero(1)}),
+    **{
+        f"zero{stage}_{name}": ("mlp", {**keys, **zero(stage)})
+        for stage in (0, 1, 2)
+        for name, keys in PRECISIONS.items()
+    },
     "zero1_bf16_fp32acc": ("mlp", {**BF16, **FP32_SUMS, **zero(1)}),
-    "zero1_fp16": ("mlp", {**FP16, **zero(1)}),
-    "zero2_fp32": ("mlp", zero(2)),
-    "zero2_bf16": ("mlp", {**BF16, **zero(2)}),
-    "zero2_fp16": ("mlp", {**FP16, **zero(2)}),
     "pipe2_zero0_fp32": ("pipe", zero(0)),
     "pipe2_zero1_bf16": ("pipe", {**BF16, **zero(1)}),
     "experts_zero0_fp32": ("experts", zero(0)),

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import textwrap
 import time
-from pathlib import Path
 
 from cluster import READY_SECONDS, Cluster, Node
 
@@ -63,10 +62,8 @@ class Slurm:
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
-        names = [
-            f"NodeName={n.name} NodeAddr={n.address} NodeHostname={n.name}"
-            for n in self._cluster.nodes
-        ]
+        all_nodes = self._cluster.nodes
+        names = [f"NodeName={n.name} NodeAddr={n.address} NodeHostname={n.name}" for n in all_nodes]
         nodes = "\n".join(f"{name} CPUs=2 State=UNKNOWN" for name in names)
         state = self.folder / "state"
         state.mkdir()
@@ -108,7 +105,5 @@ class Slurm:
 
     def logs(self) -> str:
         """What all daemons wrote."""
-        return "\n".join(
-            f"--- {path.name}\n{path.read_text()[-2000:]}"
-            for path in sorted(Path(self.folder).glob("*.log"))
-        )
+        logs = sorted(self.folder.glob("*.log"))
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-2000:]}" for path in logs)

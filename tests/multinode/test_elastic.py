@@ -13,9 +13,8 @@ import pytest
 from jobs import NODE_TIMEOUT, SETTINGS, SLACK, Job, await_empty
 from unit.elasticity.test_elastic_training import SCRIPT, Nodes, same, steps
 
-pytestmark = pytest.mark.skipif(
-    hosts.why_impossible() is not None, reason=str(hosts.why_impossible())
-)
+WHY_NOT = hosts.why_impossible()
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 BATCH = 48
 RESTART_SECONDS = 2 * NODE_TIMEOUT + 2 * SLACK
 """From a loss to the next step: the timeout, torch's own 15 seconds, 5 for others to come, and slow
@@ -72,14 +71,9 @@ def replay(job: ElasticJob, *worlds: tuple[int, int]) -> None:
     for ranks, last in worlds:
         command = [sys.executable, *"-m deepspeed.launcher.runner --num_gpus".split(), str(ranks)]
         command += [str(SCRIPT), "--checkpoints", str(job.seen.folder / "replayed")]
-        done = subprocess.run(
-            command,
-            env={**os.environ, **SETTINGS, "STEPS": str(last)},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
+        given = {**os.environ, **SETTINGS, "STEPS": str(last)}
+        how = {"stdin": subprocess.DEVNULL, "timeout": 240}
+        done = subprocess.run(command, env=given, capture_output=True, text=True, **how)
         assert done.returncode == 0, done.stdout + done.stderr
     assert same(job.seen.weights(), job.seen.weights("replayed"))
 

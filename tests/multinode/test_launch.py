@@ -105,11 +105,8 @@ def check_training(site: Site, folder: Path) -> None:
     job = site.job("--save", str(weights), "--", *ARGUMENTS)
     assert job.end() == 0, job.text
     started = sorted(line.split("starts ", 1)[1] for line in job.lines if ": starts " in line)
-    expected = [
-        f"{2 * index + local_rank} {node.name} {index} {local_rank} {ARGUMENTS}"
-        for index, node in enumerate(job.cluster.nodes)
-        for local_rank in (0, 1)
-    ]
+    places = [(node, i, local) for i, node in enumerate(job.cluster.nodes) for local in (0, 1)]
+    expected = [f"{2 * i + local} {node.name} {i} {local} {ARGUMENTS}" for node, i, local in places]
     assert started == expected
     assert_trained(weights)
     await_empty(job.cluster)

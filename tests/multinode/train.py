@@ -59,9 +59,8 @@ def main() -> None:
     adam = {"type": "Adam", "params": {"lr": LEARNING_RATE}}
     config = {"train_batch_size": GLOBAL_BATCH, "optimizer": adam}
     config["zero_optimization"] = {"stage": 1}
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=config
-    )
+    params = model.parameters()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=params, config=config)
     share = GLOBAL_BATCH // world
     place = (os.uname().nodename, os.environ["CROSS_RANK"], os.environ["LOCAL_RANK"])
     print("starts", rank, *place, args.text, flush=True)

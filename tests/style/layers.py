@@ -89,9 +89,7 @@ DOORS: dict[str, str] = {
     "runtime.precision_config": "upstream's path of the loss scaler's names",
     "runtime.zero.__init__": "upstream's short path of `Init`, `GatheredParameters` and their kin",
     "runtime.zero.utils": "upstream's path of a question about optimizers",
-    "runtime.engine_parts.verification": (
-        "entry point of the stream checker, which training only switches on"
-    ),
+    "runtime.engine_parts.verification": "entry of the stream checker that training switches on",
     "utils.__init__": "upstream's short path of what scripts use",
     "utils.comms_logging": "upstream's path of the statistics of collectives",
     "utils.logging": "asks for the rank of a process group that somebody has made",

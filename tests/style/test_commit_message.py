@@ -67,9 +67,8 @@ def test_pre_commit_runs_it_on_messages_and_nothing_else() -> None:
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_git_refuses_to_commit_with_a_bad_message(tmp_path: Path) -> None:
     def git(*words: str) -> subprocess.CompletedProcess[str]:
-        who = ["-c", "user.name=A B", "-c", "user.email=a@b.org"]
-        return subprocess.run(
-            ["git", *who, *words], cwd=tmp_path, capture_output=True, text=True, check=False
+        return run(
+            "git", "-c", "user.name=A B", "-c", "user.email=a@b.org", *words, folder=tmp_path
         )
 
     git("init", "-q")
@@ -79,9 +78,8 @@ def test_git_refuses_to_commit_with_a_bad_message(tmp_path: Path) -> None:
     hook.chmod(0o755)
     refused = git("commit", "-q", "--allow-empty", "-m", "docs: say what changes")
     assert refused.returncode != 0 and "there is no body" in refused.stderr
-    done = git(
-        "commit", "-q", "-s", "--allow-empty", "-m", "docs: say what changes", "-m", "And why."
-    )
+    words = ("docs: say what changes", "-m", "And why.")
+    done = git("commit", "-q", "-s", "--allow-empty", "-m", *words)
     assert done.returncode == 0, done.stderr
 
 

@@ -32,6 +32,7 @@ RANK_ENV = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 server = RankServer()
 _items: dict[str, pytest.Item] = {}
+ASKED = ("backend", "init_distributed", "set_dist_env")
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -380,9 +381,7 @@ def launch(
             "from_item": from_item,
             "nodeid": nodeid,
             "num_ranks": num_ranks,
-            "backend": exec_class.backend,
-            "init_distributed": exec_class.init_distributed,
-            "set_dist_env": exec_class.set_dist_env,
+            **{name: getattr(exec_class, name) for name in ASKED},
             "port": get_master_port(),
             "store": store,
         }

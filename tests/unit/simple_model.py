@@ -15,8 +15,6 @@ import deepspeed
 from deepspeed.moe.layer import MoE
 from unit.common import preferred_dtype
 
-# -- models: forward(x, y) is a loss ---------------------------------------------------------------
-
 
 class SimpleModel(nn.Module):
     """Linear layers of one width and their cross entropy; `empty_grad`: one is not used."""
@@ -123,9 +121,6 @@ class SimpleOptimizer(torch.optim.Optimizer):
         return loss
 
 
-# -- data ------------------------------------------------------------------------------------------
-
-
 def random_dataset(
     total_samples: int, hidden_dim: int, device: Any, dtype: torch.dtype | None = None
 ) -> TensorDataset:
@@ -159,9 +154,6 @@ def sequence_dataloader(
 
 def _loader(model: Any, dataset: TensorDataset) -> DataLoader[Any]:
     return DataLoader(dataset, batch_size=model.train_micro_batch_size_per_gpu())
-
-
-# -- arguments of scripts --------------------------------------------------------------------------
 
 
 def create_config_from_dict(tmpdir: Any, config_dict: Mapping[str, Any]) -> str:

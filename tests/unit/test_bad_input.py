@@ -18,7 +18,8 @@ from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from unit.clients.launching import environment, run_ranks
 from unit.common import DistributedTest, get_master_port
 
-GOOD: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2}
+MICRO = "train_micro_batch_size_per_gpu"
+GOOD: dict[str, Any] = {MICRO: 2}
 GOOD["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
 BF16 = {"bf16": {"enabled": True}}
 
@@ -35,6 +36,10 @@ def zero(stage: Any, **more: Any) -> dict[str, Any]:
 
 def of_model(model: Any, **keys: Any) -> Callable[[], Any]:
     return lambda: deepspeed.initialize(model=model, config={**GOOD, **keys})
+
+
+def given(args: Any, model: Any, config: Any = None) -> Callable[[], Any]:
+    return lambda: deepspeed.initialize(args, model, config=config)
 
 
 def client(make: Callable[[torch.nn.Module], Any], **keys: Any) -> Callable[[], Any]:
@@ -85,33 +90,21 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         r"train_batch_size = 7.*train_micro_batch_size_per_gpu = 2.*"
         r"gradient_accumulation_steps = 2.*world size = 1",
     ),
-    "no batch size": (
-        give("train_micro_batch_size_per_gpu"),
-        r"train_batch_size|train_micro_batch_size_per_gpu",
-    ),
-    "auto left over": (
-        give(train_micro_batch_size_per_gpu="auto"),
-        r"train_micro_batch_size_per_gpu.*auto|auto.*train_micro_batch",
-    ),
+    "no batch size": (give(MICRO), f"train_batch_size|{MICRO}"),
+    "auto left over": (give(**{MICRO: "auto"}), f"{MICRO}.*auto|auto.*train_micro_batch"),
     "stage 4": (give(**zero(4)), r"zero_optimization\.stage.*4"),
     "a key that stage 3 has not": (
         give(**zero(3, elastic_checkpoint=True)),
         r"zero_optimization\.elastic_checkpoint.*use false",
     ),
     "fp16 and bf16": (give(fp16={"enabled": True}, **BF16), r"fp16.*bf16|bf16.*fp16"),
-    "missing configuration file": (
-        lambda: deepspeed.initialize(model=WHOLE, config="no/such/file.json"),
-        r"no/such/file\.json",
-    ),
-    "no configuration": (
-        lambda: deepspeed.initialize(model=WHOLE),
-        r"no configuration; give config=",
-    ),
+    "missing configuration file": (given(None, WHOLE, "no/such/file.json"), r"no/such/file\.json"),
+    "no configuration": (given(None, WHOLE), "no configuration; give config="),
     "two configurations": (
-        lambda: deepspeed.initialize(Namespace(deepspeed_config="a.json"), WHOLE, config=GOOD),
+        given(Namespace(deepspeed_config="a.json"), WHOLE, GOOD),
         r"given 2 times \(config, args\.deepspeed_config\); give it once",
     ),
-    "no model": (lambda: deepspeed.initialize(config=GOOD), "model is required"),
+    "no model": (given(None, None, GOOD), "model is required"),
     "not a model": (of_model(lambda x: x), "model: expected a torch.nn.Module, got function"),
     "no optimizer at stage 1": (
         give("optimizer", **zero(1)),
@@ -184,8 +177,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "Muon's momentum on the device and on the host": (
         give(
-            optimizer={"type": "Muon"},
-            **zero(2, save_muon_momentum_buffer_in_memory=True, **HOST),
+            optimizer={"type": "Muon"}, **zero(2, save_muon_momentum_buffer_in_memory=True, **HOST)
         ),
         r"save_muon_momentum_buffer_in_memory: true with offload_optimizer.*remove one",
     ),

@@ -16,13 +16,9 @@ LIMIT_S = 0.6
 def python(code: str) -> str:
     """Run `code` in a new interpreter; returns what it printed."""
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    given = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, env=given, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr[-3000:]
     return run.stdout
 

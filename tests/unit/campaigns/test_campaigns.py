@@ -66,9 +66,6 @@ def test_what_a_command_prints_is_kept_with_its_exit_code(
     assert sorted(capfd.readouterr().out.split()) == ["bad", "good"]
 
 
-# -- counts ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "line, counts",
     [
@@ -89,9 +86,6 @@ def test_counts_are_those_of_the_closing_line(line: str, counts: tuple[int, int,
 def test_a_run_without_an_end_or_without_tests_is_no_result(log: str) -> None:
     with pytest.raises(ValueError, match="pytest"):
         support_table.parse_counts(log)
-
-
-# -- the table -------------------------------------------------------------------------------------
 
 
 def test_the_document_is_read_back() -> None:
@@ -122,9 +116,6 @@ def test_the_newest_gives_the_word_to_a_newer_one_of_its_package() -> None:
     other = row("5.0", NEWEST, package="transformers")
     merged = merge([row("2.15.0", NEWEST), other], [row("2.16.0", NEWEST)])
     assert merged == [row("2.15.0"), other, row("2.16.0", NEWEST)]
-
-
-# -- versions --------------------------------------------------------------------------------------
 
 
 def test_the_claims_are_those_of_the_requirements() -> None:

@@ -68,8 +68,7 @@ class Made:
 
     def plain(self) -> PreTrainedModel:
         """Plain torch."""
-        model: PreTrainedModel = _seeded(lambda: self.architecture.cls(self.config()), self.seed)
-        return model
+        return _seeded(lambda: self.architecture.cls(self.config()), self.seed)
 
     def under_init(self) -> nn.Module:
         """The same constructor inside `zero.Init`."""
@@ -78,14 +77,11 @@ class Made:
 
     def from_config(self) -> nn.Module:
         """Made by the library, which enters `zero.Init` by itself."""
-        torch.manual_seed(self.seed)
-        model: nn.Module = self.architecture.cls._from_config(self.config())
-        return model
+        return _seeded(lambda: self.architecture.cls._from_config(self.config()), self.seed)
 
     def loaded(self) -> nn.Module:
         """Loaded by the library from what plain torch has saved."""
-        model: nn.Module = self.architecture.cls.from_pretrained(self.folder)
-        return model
+        return self.architecture.cls.from_pretrained(self.folder)
 
     def adapted(self, model: Any) -> Any:
         """With adapters, if it is about them."""

@@ -158,6 +158,7 @@ _SPEECH |= {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2}
 _SPECTRUM: Words = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 32}
 _SPECTRUM |= {"suppress_tokens": None, "begin_suppress_tokens": None}
 _SPARSE = {f"num_{key}": 1 for key in ("sparse_encoder_layers", "sparse_decoder_layers")}
+_SPARSE_STEPS: Words = {"encoder_sparse_step": 2, "decoder_sparse_step": 2}
 _PATCHES: Words = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2}
 _ROTARY: Words = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 _MARKS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -182,17 +183,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "bart": Architecture("BartForConditionalGeneration", _BART),
     "nllb_moe": Architecture(
         "NllbMoeForConditionalGeneration",
-        {
-            **_BART,
-            **{"model_type": "nllb-moe", "num_experts": 4},
-            **{"encoder_sparse_step": 2, "decoder_sparse_step": 2},
-        },
+        {**_BART, **_SPARSE_STEPS, "model_type": "nllb-moe", "num_experts": 4},
     ),
     "whisper": Architecture(
-        "WhisperForConditionalGeneration",
-        {**_BART, **_SPECTRUM},
-        spectrum,
-        ways=("from_config",),
+        "WhisperForConditionalGeneration", {**_BART, **_SPECTRUM}, spectrum, ways=("from_config",)
     ),
     "clip": Architecture(
         "CLIPModel",

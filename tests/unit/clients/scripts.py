@@ -89,8 +89,7 @@ def digest_of(model: torch.nn.Module) -> str:
 
 def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """What a model of transformers says of words of its forward."""
-    loss: torch.Tensor = model(**batch).loss
-    return loss
+    return model(**batch).loss
 
 
 def plain_weights(steps: Iterable[list[dict[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
@@ -104,7 +103,5 @@ def plain_weights(steps: Iterable[list[dict[str, torch.Tensor]]]) -> dict[str, t
 def largest_error(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
     """Of all weights of `tiny_llama`, relative to how far training has moved each."""
     first = dict(tiny_llama().named_parameters())
-    return max(
-        float((found[name] - value).norm() / (value - first[name]).norm())
-        for name, value in wanted.items()
-    )
+    moved = {name: (value - first[name]).norm() for name, value in wanted.items()}
+    return max(float((found[name] - wanted[name]).norm() / moved[name]) for name in wanted)

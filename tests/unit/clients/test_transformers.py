@@ -43,9 +43,8 @@ def test_it_trains_through_this_engine(runs: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_it_goes_on_as_if_it_had_not_stopped(runs: dict[str, Any], name: str) -> None:
     straight, resumed = runs["straight"][name], runs["resumed"][name]
-    for key in ("loss", "grad_norm", "learning_rate", "eval_loss"):
+    for key in ("loss", "grad_norm", "learning_rate", "eval_loss", "weights"):
         assert resumed[key] == straight[key], key
-    assert resumed["weights"] == straight["weights"]
 
 
 def test_all_stages_train_alike(runs: dict[str, Any]) -> None:
@@ -61,8 +60,7 @@ def test_the_files_lie_where_the_trainer_looks_for_them(runs: dict[str, Any], na
     states = {f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(2)}
     assert shards | (states if name.endswith("3") else {"mp_rank_00_model_states.pt"}) <= names
     # With stage 3 gathered for the file, because the configuration says so: every weight is whole.
-    own, saved = (
-        {name: value.shape for name, value in load_file(place / "model.safetensors").items()}
-        for place in (runs["out"] / "pretrained", folder)
-    )
-    assert saved == own
+    places = (runs["out"] / "pretrained", folder)
+    own, saved = (load_file(place / "model.safetensors") for place in places)
+    shapes = {name: value.shape for name, value in own.items()}
+    assert {name: value.shape for name, value in saved.items()} == shapes

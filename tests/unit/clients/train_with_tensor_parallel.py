@@ -74,14 +74,10 @@ class InOrder(Trainer):
 def with_trainer(stage: int, out: Path) -> dict[str, Any] | None:
     """The Trainer, and the weights that it saves, on rank 0."""
     begin()
-    arguments = TrainingArguments(
-        output_dir=str(out),
-        per_device_train_batch_size=MICRO,
-        num_train_epochs=1,
-        **{"learning_rate": LR, "lr_scheduler_type": "constant", "optim": "sgd"},
-        **{"max_grad_norm": 0.0, "save_strategy": "no", **TRAINER},
-        deepspeed=configuration(stage),
-    )
+    words = {"learning_rate": LR, "lr_scheduler_type": "constant", "optim": "sgd", **TRAINER}
+    words |= {"per_device_train_batch_size": MICRO, "num_train_epochs": 1}
+    words |= {"max_grad_norm": 0.0, "save_strategy": "no", "deepspeed": configuration(stage)}
+    arguments = TrainingArguments(output_dir=str(out), **words)
     trainer = InOrder(model=tiny_llama(), args=arguments, train_dataset=samples())
     trainer.train()
     trainer.save_model(str(out / "saved"))

@@ -26,12 +26,9 @@ STAGE3 = {
 def config(stage: int, client: bool) -> dict[str, Any]:
     """What the DeepSpeed documentation of transformers recommends, for this stage."""
     zero = {"overlap_comm": True, "reduce_bucket_size": "auto", "contiguous_gradients": True}
-    return {
-        **BATCH,
-        "bf16": {"enabled": "auto"},
-        "zero_optimization": {"stage": stage, **zero, **(STAGE3 if stage == 3 else {})},
-        **({} if client else {"optimizer": scripts.ADAMW, "scheduler": scripts.DECAY}),
-    }
+    zero |= {"stage": stage, **(STAGE3 if stage == 3 else {})}
+    own = {} if client else {"optimizer": scripts.ADAMW, "scheduler": scripts.DECAY}
+    return {**BATCH, "bf16": {"enabled": "auto"}, "zero_optimization": zero, **own}
 
 
 def pretrained(folder: Path) -> Path:

@@ -99,12 +99,10 @@ def run(arguments: Namespace) -> dict[str, Any]:
     trainer = make_trainer(kind, arguments.out, config(3))
     saved = arguments.out / kind / f"checkpoint-{SAVED_AT}"
     trainer.train(resume_from_checkpoint=str(saved) if arguments.resume else None)
-    return {
-        "engine": type(trainer.model_wrapped).__module__,
-        "stage": trainer.model_wrapped.zero_optimization_stage(),
-        **{key: by_step(trainer, key) for key in ("loss", "grad_norm")},
-        "weights": digest_of(trainer.model),
-    }
+    engine = trainer.model_wrapped
+    seen = {key: by_step(trainer, key) for key in ("loss", "grad_norm")}
+    seen |= {"engine": type(engine).__module__, "stage": engine.zero_optimization_stage()}
+    return {**seen, "weights": digest_of(trainer.model)}
 
 
 if __name__ == "__main__":

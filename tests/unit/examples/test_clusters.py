@@ -93,14 +93,11 @@ def test_pods_of_the_manifest_find_each_other(tmp_path: Path) -> None:
     here = {"MASTER_ADDR": "127.0.0.1", "PROCESSES": "1"}
     pods = []
     for index in range(job["spec"]["completions"]):
-        variables = {
-            entry["name"]: here.get(entry["name"], entry.get("value", str(index)))
-            for entry in container["env"]
-        }
-        args = [
-            re.sub(r"\$\((\w+)\)", lambda match, given=variables: given[match[1]], arg)
-            for arg in (arg.replace("29500", port) for arg in container["args"])
-        ]
+        told = {entry["name"]: entry.get("value", str(index)) for entry in container["env"]}
+        variables = told | {name: here[name] for name in told if name in here}
+        args = [arg.replace("29500", port) for arg in container["args"]]
+        for name, value in variables.items():
+            args = [arg.replace(f"$({name})", value) for arg in args]
         script = next(number for number, arg in enumerate(args) if arg.endswith(".py"))
         command = [sys.executable, "-m", "deepspeed.launcher.runner", *args[:script], "train.py"]
         how = {"cwd": tmp_path, "env": {**ENVIRONMENT, **variables}, "text": True}

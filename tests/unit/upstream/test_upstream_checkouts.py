@@ -13,9 +13,8 @@ import pytest
 from unit.upstream import made_up
 from unit.upstream.made_up import git
 
-pytest.importorskip(
-    "libcst", reason="the programs edit syntax trees with libcst (requirements-dev.txt)"
-)
+REASON = "the programs edit syntax trees with libcst (requirements-dev.txt)"
+pytest.importorskip("libcst", reason=REASON)
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = ROOT / "scripts" / "upstream"

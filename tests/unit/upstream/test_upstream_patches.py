@@ -18,15 +18,14 @@ RELEASES = {"0.18.6": {"fix2-hook-stream"}}
 RELEASES["0.19.6"] = {*RELEASES["0.18.6"], "fix4-boundary-micro-batch"}
 RELEASES["0.19.8"] = {*RELEASES["0.19.6"], "expert-norm", "ulysses-layout"}
 """What releases have already."""
-NAMES = tuple(
-    "fix1-bucket-streams fix2-hook-stream fix3-zero-norm fix3-bf16-norm fix3-pipe-dtype "
-    "fix4-boundary-micro-batch loss-scale-step stage0-loss-scale mesh-gradients "
-    "gathered-writes expert-norm ulysses-layout".split()
+NAMES = (
+    *("fix1-bucket-streams", "fix2-hook-stream", "fix3-zero-norm", "fix3-bf16-norm"),
+    *("fix3-pipe-dtype", "fix4-boundary-micro-batch", "loss-scale-step", "stage0-loss-scale"),
+    *("mesh-gradients", "gathered-writes", "expert-norm", "ulysses-layout"),
 )
 
-pytest.importorskip(
-    "libcst", reason="the programs edit syntax trees with libcst (requirements-dev.txt)"
-)
+REASON = "the programs edit syntax trees with libcst (requirements-dev.txt)"
+pytest.importorskip("libcst", reason=REASON)
 
 
 def fix_of(programs: Any, name: str) -> Any:

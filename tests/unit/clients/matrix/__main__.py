@@ -45,9 +45,8 @@ def attempt(client: str, rows: Sequence[str], out: Path) -> tuple[list[str], str
     words = [sys.executable, *before, *module(client), "--out", str(out), *rows]
     log = out / "log"
     with log.open("wb") as file:
-        began = subprocess.Popen(
-            words, cwd=out, env=environment(), stdout=file, stderr=subprocess.STDOUT
-        )
+        pipes = {"stdout": file, "stderr": subprocess.STDOUT}
+        began = subprocess.Popen(words, cwd=out, env=environment(), **pipes)
         try:
             code = began.wait(timeout=START_S + ROW_S * len(rows))
         except subprocess.TimeoutExpired:

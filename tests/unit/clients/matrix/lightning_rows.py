@@ -110,6 +110,13 @@ def fit(folder: Path, stage: int, model: pl.LightningModule, **words: Any) -> pl
     return made
 
 
+def fit_as_plain(folder: Path, stage: int, model: Any, **words: Any) -> pl.Trainer:
+    """The same, held to plain torch."""
+    made = fit(folder, stage, model, **words)
+    assert_close(whole(model), trained(steps=BATCHES))
+    return made
+
+
 @scenario(ROWS, 0, 1, 2, 3)
 def fit_equals_plain_torch(folder: Path, stage: int) -> None:
     model = Regression(late=stage == 3)
@@ -152,12 +159,9 @@ def offload(folder: Path, stage: int) -> None:
 def optimizer_and_schedule_of_the_configuration(folder: Path, stage: int) -> None:
     rates = {"warmup_min_lr": reference.LR / 2, "warmup_max_lr": reference.LR}
     warmup = {**rates, "warmup_num_steps": 4, "warmup_type": "linear"}
-    config = {
-        **plan(stage),
-        "train_micro_batch_size_per_gpu": reference.MICRO,
-        "optimizer": {"type": "SGD", "params": {"lr": reference.LR, "momentum": 0.9}},
-        "scheduler": {"type": "WarmupLR", "params": warmup},
-    }
+    config = {**plan(stage), "train_micro_batch_size_per_gpu": reference.MICRO}
+    config["optimizer"] = {"type": "SGD", "params": {"lr": reference.LR, "momentum": 0.9}}
+    config["scheduler"] = {"type": "WarmupLR", "params": warmup}
     model = Regression(None)
     made = fit(folder, stage, model, strategy={"config": config})
     (schedule,) = made.lr_scheduler_configs
@@ -252,10 +256,8 @@ class Manual(Regression):
 
 @scenario(ROWS, 1, 2, 3)
 def manual_optimization(folder: Path, stage: int) -> None:
-    model = Manual(late=stage == 3)
-    made = fit(folder, stage, model)
+    made = fit_as_plain(folder, stage, Manual(late=stage == 3))
     assert made.global_step == BATCHES
-    assert_close(whole(model), trained(steps=BATCHES))
 
 
 @scenario(ROWS, 3)
@@ -329,10 +331,8 @@ class Recomputing(Regression):
 
 @scenario(ROWS, 1, 2, 3)
 def activation_checkpointing(folder: Path, stage: int) -> None:
-    model = Recomputing()
     strategy = {"cpu_checkpointing": True, "synchronize_checkpoint_boundary": True}
-    fit(folder, stage, model, strategy=strategy)
-    assert_close(whole(model), trained(steps=BATCHES))
+    fit_as_plain(folder, stage, Recomputing(), strategy=strategy)
 
 
 @scenario(ROWS, 1, 2, 3)
@@ -353,9 +353,7 @@ def model_summary(folder: Path, stage: int) -> None:
 @scenario(ROWS, 2, 3)
 def several_models_one_after_the_other(folder: Path, stage: int) -> None:
     for _ in range(2):
-        model = Regression(late=stage == 3)
-        fit(folder, stage, model)
-        assert_close(whole(model), trained(steps=BATCHES))
+        fit_as_plain(folder, stage, Regression(late=stage == 3))
 
 
 @scenario(ROWS, 2)
@@ -364,11 +362,9 @@ def configuration_from_a_file_and_the_environment(folder: Path, stage: int) -> N
     if os.environ["RANK"] == "0":
         file.write_text(json.dumps(plan(2)))
     deepspeed.comm.barrier()
-    model = Regression()
     with mock.patch.dict(os.environ, {"PL_DEEPSPEED_CONFIG_PATH": str(file)}):
-        made = fit(folder, stage, model)
+        made = fit_as_plain(folder, stage, Regression())
     assert made.strategy.config["zero_optimization"] == {"stage": 2}
-    assert_close(whole(model), trained(steps=BATCHES))
 
 
 def begin() -> None:

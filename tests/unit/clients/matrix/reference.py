@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import deepspeed
@@ -17,9 +18,7 @@ Optimizers = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 def layers(seed: int = 0) -> torch.nn.Sequential:
     """A small regression, the same with the same seed."""
     torch.manual_seed(seed)
-    return torch.nn.Sequential(
-        torch.nn.Linear(FEATURES, 12), torch.nn.Tanh(), torch.nn.Linear(12, 1)
-    )
+    return nn.Sequential(nn.Linear(FEATURES, 12), nn.Tanh(), nn.Linear(12, 1))
 
 
 def samples() -> TensorDataset:

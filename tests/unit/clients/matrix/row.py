@@ -14,22 +14,21 @@ from pathlib import Path
 from deepspeed import comm as dist
 
 STARTED, DONE = "started", "done"
+Run = Callable[[Path, int], None]
 
 
 @dataclass(frozen=True)
 class Row:
     """One scenario, which takes an empty folder of all ranks and a ZeRO stage, and raises."""
 
-    run: Callable[[Path, int], None]
+    run: Run
     stages: Sequence[int]
 
 
-def scenario(
-    rows: dict[str, Row], *stages: int
-) -> Callable[[Callable[[Path, int], None]], Callable[[Path, int], None]]:
+def scenario(rows: dict[str, Row], *stages: int) -> Callable[[Run], Run]:
     """Put the function into ``rows`` under its own name with dashes."""
 
-    def add(run: Callable[[Path, int], None]) -> Callable[[Path, int], None]:
+    def add(run: Run) -> Run:
         rows[run.__name__.replace("_", "-")] = Row(run, stages)
         return run
 

@@ -3,6 +3,7 @@
 What they take from the hub lies in folders (`stand_ins`).
 """
 
+import functools
 import json
 import math
 import re
@@ -38,17 +39,20 @@ MODEL_ONLY = {"bf16": {"enabled": "auto"}, "gradient_accumulation_steps": 1}
 MODEL_ONLY |= dict.fromkeys(("gradient_clipping", "train_batch_size"), "auto")
 
 
-def on_rank_0(run: Callable[[Path, int], None]) -> Callable[[Path, int], None]:
-    """Let the other ranks wait until the next scenario."""
+def shipped(*stages: int) -> Callable[[Callable[[Path, int], None]], None]:
+    """A scenario of rank 0; the other ranks wait until the next."""
 
-    def only(folder: Path, stage: int) -> None:
-        if dist.get_rank() == 0:
-            stand_ins.write_models(folder)
-            stand_ins.write_data(folder)
-            run(folder, stage)
+    def add(run: Callable[[Path, int], None]) -> None:
+        @functools.wraps(run)
+        def only(folder: Path, stage: int) -> None:
+            if dist.get_rank() == 0:
+                stand_ins.write_models(folder)
+                stand_ins.write_data(folder)
+                run(folder, stage)
 
-    only.__name__ = run.__name__
-    return only
+        scenario(ROWS, *stages)(only)
+
+    return add
 
 
 def launch(folder: Path, settings: list[str], program: Path, *words: str) -> str:
@@ -76,8 +80,7 @@ def plugin(stage: int, *more: str) -> list[str]:
     ]
 
 
-@scenario(ROWS, 0, 1, 2, 3)
-@on_rank_0
+@shipped(0, 1, 2, 3)
 def accelerate_test_performance(folder: Path, stage: int) -> None:
     """It checks the schedule's rates, and that the model was saved."""
     (folder / "out").mkdir()
@@ -92,8 +95,7 @@ def accelerate_test_performance(folder: Path, stage: int) -> None:
     assert not torch.equal(saved["score.weight"], start["score.weight"])
 
 
-@scenario(ROWS, 1, 2, 3)
-@on_rank_0
+@shipped(1, 2, 3)
 def accelerate_test_checkpointing(folder: Path, stage: int) -> None:
     """The second run checks accuracy and rates against what the first wrote."""
     (folder / "out").mkdir()
@@ -105,8 +107,7 @@ def accelerate_test_checkpointing(folder: Path, stage: int) -> None:
     assert 0 < state["lr"] < 2e-5, state
 
 
-@scenario(ROWS, 3)
-@on_rank_0
+@shipped(3)
 def accelerate_test_ds_multiple_model(folder: Path, stage: int) -> None:
     """A stage 2 engine beside one of stage 3 that is asked, then both trained. The program checks
     that each gets better after 16 steps, which forget what is wrong; it looks for configurations
@@ -126,8 +127,7 @@ def accelerate_test_ds_multiple_model(folder: Path, stage: int) -> None:
     assert said.count("epoch 2:") == 2, said
 
 
-@scenario(ROWS, 3)
-@on_rank_0
+@shipped(3)
 def accelerate_test_zero3_integration(folder: Path, stage: int) -> None:
     """A process group of the program's own, and a model that is loaded in shards."""
     launch(folder, plugin(stage), DEPS / "test_zero3_integration.py")
@@ -154,8 +154,7 @@ def losses_of_pieces(folder: Path) -> list[float]:
     return losses
 
 
-@scenario(ROWS, 2, 3)
-@on_rank_0
+@shipped(2, 3)
 def accelerate_test_ds_alst_ulysses_sp(folder: Path, stage: int) -> None:
     """Its losses, each of which it prints; `sequences_over_ranks` has attention in it."""
     said = launch(folder, plugin(stage), DEPS / "test_ds_alst_ulysses_sp.py")
@@ -166,8 +165,7 @@ def accelerate_test_ds_alst_ulysses_sp(folder: Path, stage: int) -> None:
     assert worst < 1e-4, (found, wanted)  # four digits are printed
 
 
-@scenario(ROWS, 2, 3)
-@on_rank_0
+@shipped(2, 3)
 def accelerate_test_script_and_test_ops(folder: Path, stage: int) -> None:
     """Loaders, samplers, processes and collectives under DeepSpeed."""
     for name in ("test_script", "test_ops"):
@@ -196,8 +194,7 @@ def train_with_script(folder: Path, stage: int, name: str, *words: str) -> list[
     return losses
 
 
-@scenario(ROWS, 1, 2, 3)
-@on_rank_0
+@shipped(1, 2, 3)
 def trl_sft_script(folder: Path, stage: int) -> None:
     losses = train_with_script(folder, stage, "sft")
     assert sum(losses[-4:]) < 0.7 * sum(losses[:4]), losses
@@ -208,14 +205,13 @@ def trl_sft_script(folder: Path, stage: int) -> None:
     # Stages sum the norm that clips in another order, which flips a bit of bf16 now and then.
     told = folder.parent / "losses"
     if told.exists():
-        pairs = zip(json.loads(told.read_text()), losses, strict=True)
-        worst = max(abs(a - b) for a, b in pairs)
+        before = json.loads(told.read_text())
+        worst = max(abs(a - b) for a, b in zip(before, losses, strict=True))
         assert worst < 5e-3, f"losses differ from an earlier stage's by {worst}"
     told.write_text(json.dumps(losses))
 
 
-@scenario(ROWS, 3)
-@on_rank_0
+@shipped(3)
 def trl_sft_script_with_adapters(folder: Path, stage: int) -> None:
     words = "--use_peft --lora_r 4 --lora_target_modules q_proj v_proj down_proj"
     losses = train_with_script(folder, stage, "sft", *words.split())
@@ -225,15 +221,13 @@ def trl_sft_script_with_adapters(folder: Path, stage: int) -> None:
     assert any(value.abs().max() > 0 for name, value in saved.items() if "lora_B" in name)
 
 
-@scenario(ROWS, 2)
-@on_rank_0
+@shipped(2)
 def trl_reward_script(folder: Path, stage: int) -> None:
     losses = train_with_script(folder, stage, "reward")
     assert losses[-1] < losses[0], losses
 
 
-@scenario(ROWS, 3)
-@on_rank_0
+@shipped(3)
 def trl_dpo_script(folder: Path, stage: int) -> None:
     losses = train_with_script(folder, stage, "dpo")
     assert abs(losses[0] - math.log(2)) < 0.01, losses  # both models are the same
