@@ -1,5 +1,6 @@
 """`PipelineModule` and its grid on ranks: who owns what, all parts, its checkpoint files."""
 
+import functools
 import os
 import random
 from collections import OrderedDict
@@ -23,10 +24,14 @@ from deepspeed.runtime.pipe.topology import (
 )
 from deepspeed.runtime.utils import set_random_seed
 from deepspeed.utils import groups
+from unit import models
 from unit.common import DistributedTest
+from unit.v1.gathering import from_all_ranks
 
 SEED = 1234
 WIDTH = 6
+BOTH = {"tied_weight_attr": ["weight", "bias"]}
+one_stage = functools.partial(PipelineModule, num_stages=1)
 
 
 def double(value: torch.Tensor) -> torch.Tensor:
@@ -44,46 +49,45 @@ def layers() -> list[Layer]:
     ]
 
 
-def whole_model() -> dict[str, torch.Tensor]:
-    """The parameters of `layers()`, each layer seeded by its index, in plain torch."""
-    found: dict[str, torch.Tensor] = {}
-    for index, layer in enumerate(layers()):
-        torch.manual_seed(SEED + index)
-        if isinstance(layer, LayerSpec):
-            found |= {
-                f"{index}.{name}": param.detach()
-                for name, param in layer.build().named_parameters()
-            }
-    return found
+def seeded(**options: Any) -> PipelineModule:
+    return PipelineModule(layers=layers(), seed_layers=True, base_seed=SEED, **options)
 
 
-def reference(inputs: torch.Tensor) -> torch.Tensor:
-    weights = whole_model()
-    hidden = nn.functional.gelu(
-        nn.functional.linear(inputs, weights["0.weight"], weights["0.bias"])
-    )
-    hidden = nn.functional.linear(hidden, weights["2.weight"]) * 2
-    hidden = nn.functional.layer_norm(hidden, (8,), weights["4.weight"], weights["4.bias"])
-    return nn.functional.linear(hidden, weights["5.weight"], weights["5.bias"])
+def whole_model() -> list[Any]:
+    """`layers()` in plain torch, each one seeded by its index."""
+    return [
+        models.seeded(layer.build, seed=SEED + index) if isinstance(layer, LayerSpec) else layer
+        for index, layer in enumerate(layers())
+    ]
+
+
+def weights_of(chain: list[Any]) -> dict[str, torch.Tensor]:
+    modules = {str(at): layer for at, layer in enumerate(chain) if isinstance(layer, nn.Module)}
+    return dict(nn.ModuleDict(modules).named_parameters())
 
 
 def through_all_parts(
-    module: PipelineModule, value: torch.Tensor, shapes: list[tuple[int, ...]]
+    module: PipelineModule, value: torch.Tensor, widths: list[int]
 ) -> torch.Tensor:
     """`value` through every part of the pipeline, handed from owner to owner by broadcasts."""
-    for part, shape in enumerate(shapes):
+    group = module.grid.get_pipe_parallel_group()
+    for part, width in enumerate(widths):
         chunk, stage = divmod(part, module.num_stages)
-        value = (
-            module.forward_chunk(chunk, value).detach().clone()
-            if module.stage_id == stage
-            else torch.empty(shape)
-        )
-        dist.broadcast(
-            value,
-            src=module.grid.stage_to_global(stage),
-            group=module.grid.get_pipe_parallel_group(),
-        )
+        if module.stage_id == stage:
+            value = module.forward_chunk(chunk, value).detach().clone()
+        else:
+            value = torch.empty(len(value), width)
+        dist.broadcast(value, src=module.grid.stage_to_global(stage), group=group)
     return value
+
+
+def made_by_rank_0(tmpdir: str, name: str) -> Path:
+    """A folder of all ranks."""
+    folder = Path(tmpdir) / name
+    if dist.get_rank() == 0:
+        folder.mkdir()
+    dist.barrier()
+    return folder
 
 
 class InTuple(nn.Linear):
@@ -98,46 +102,29 @@ class TestStages(DistributedTest):
 
     def test_seeded_weights_do_not_depend_on_the_stages(self) -> None:
         # Kills: seeds counted from the stage's first layer; a layer built on two stages or none.
-        expected = whole_model()
-        for options in (
-            {"num_stages": 1},
-            {"num_stages": 2},
-            {"num_stages": 4},
-            {"num_stages": 2, "num_model_chunks": 2},
-        ):
+        expected = weights_of(whole_model())
+        for stages, chunks in ((1, 1), (2, 1), (4, 1), (2, 2)):
             torch.manual_seed(dist.get_rank())  # what the ranks have drawn before must not matter
-            module = PipelineModule(layers=layers(), seed_layers=True, base_seed=SEED, **options)
-            own = dict(module.named_parameters())
+            own = dict(seeded(num_stages=stages, num_model_chunks=chunks).named_parameters())
             for name, param in own.items():
-                assert torch.equal(param, expected[name]), (options, name)
-            held: list[Any] = [None] * 4
-            dist.all_gather_object(held, sorted(own))
-            replicas = 4 // module.num_stages
-            assert sorted(name for names in held for name in names) == sorted(
-                list(expected) * replicas
-            )
+                assert torch.equal(param, expected[name]), (stages, chunks, name)
+            held = [name for names in from_all_ranks(sorted(own)) for name in names]
+            assert sorted(held) == sorted(list(expected) * (4 // stages))
 
     def test_parts_chained_are_the_whole_model(self) -> None:
         # Kills: a layer skipped or run twice at a boundary, the wrong chunk of an interleaved
         # stage.
-        inputs = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(7))
-        expected = reference(inputs)
-        hidden = (3, 8)
-        cases: tuple[tuple[dict[str, Any], list[tuple[int, ...]]], ...] = (
-            ({"num_stages": 1}, [(3, WIDTH)]),
-            ({"num_stages": 2, "partition_method": "uniform"}, [hidden, (3, WIDTH)]),
-            (
-                {"num_stages": 4, "partition_method": [0, 1, 1, 5, 6]},
-                [hidden, hidden, hidden, (3, WIDTH)],
-            ),
-            (
-                {"num_stages": 2, "num_model_chunks": 2, "partition_method": "uniform"},
-                [hidden, hidden, hidden, (3, WIDTH)],
-            ),
-        )
-        for options, shapes in cases:
-            module = PipelineModule(layers=layers(), seed_layers=True, base_seed=SEED, **options)
-            assert torch.equal(through_all_parts(module, inputs, shapes), expected), options
+        inputs = models.drawn(7, 3, WIDTH)
+        expected = functools.reduce(lambda value, layer: layer(value), whole_model(), inputs)
+        for stages, chunks, method, widths in (
+            (1, 1, "parameters", [WIDTH]),
+            (2, 1, "uniform", [8, WIDTH]),
+            (4, 1, [0, 1, 1, 5, 6], [8, 8, 8, WIDTH]),
+            (2, 2, "uniform", [8, 8, 8, WIDTH]),
+        ):
+            how: dict[str, Any] = {"num_model_chunks": chunks, "partition_method": method}
+            module = seeded(num_stages=stages, **how)
+            assert torch.equal(through_all_parts(module, inputs, widths), expected), how
         assert module.parts == [0, 2, 4, 5, 6]
         assert module.stage_owner(4) == 0
         assert list(module.chunk_range(1)) == ([4] if module.stage_id == 0 else [5])
@@ -154,8 +141,8 @@ class TestStages(DistributedTest):
         module = PipelineModule(
             layers=[
                 TiedLayerSpec("ends", nn.Linear, 4, 4, bias=False),
-                TiedLayerSpec("middle", nn.Linear, 4, 4, tied_weight_attr=["weight", "bias"]),
-                TiedLayerSpec("middle", nn.Linear, 4, 4, tied_weight_attr=["weight", "bias"]),
+                TiedLayerSpec("middle", nn.Linear, 4, 4, **BOTH),
+                TiedLayerSpec("middle", nn.Linear, 4, 4, **BOTH),
                 TiedLayerSpec("ends", nn.Linear, 4, 4, bias=False, forward_fn=scaled),
                 TiedLayerSpec("ends", nn.Linear, 4, 4, bias=False),
             ],
@@ -168,9 +155,8 @@ class TestStages(DistributedTest):
         # uses a key twice.
         assert list(module.tied_comms) == [key]
         assert module.tied_comms[key]["ranks"] == ranks
-        assert list(module.state_dict()) == [
-            f"tied_modules.{key}.{name}" for name in module.tied_comms[key]["weight_attr"]
-        ]
+        names = module.tied_comms[key]["weight_attr"]
+        assert list(module.state_dict()) == [f"tied_modules.{key}.{name}" for name in names]
         tied = module.get_tied_weights_and_groups()
         for weight, group in tied:
             assert dist.get_all_ranks_from_group(group) == ranks
@@ -189,57 +175,47 @@ class TestStages(DistributedTest):
         assert torch.equal(tied[0][0].grad, torch.full((4, 4), expected))
 
     def test_the_grid_is_an_mpu_whose_groups_are_made_once(self) -> None:
-        grid = PipelineParallelGrid(PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1))
-        again = PipelineParallelGrid(PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1))
+        two_by_two = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
+        grid, again = PipelineParallelGrid(two_by_two), PipelineParallelGrid(two_by_two)
         rank = dist.get_rank()
+        stage, slice_rank = divmod(rank, 2)
         expected = {
-            "get_pipe_parallel_group": [rank % 2, rank % 2 + 2],
+            "get_pipe_parallel_group": [slice_rank, slice_rank + 2],
             "get_data_parallel_group": [rank],
-            "get_slice_parallel_group": [rank // 2 * 2, rank // 2 * 2 + 1],
-            "get_tensor_model_parallel_group": [rank // 2 * 2, rank // 2 * 2 + 1],
+            "get_slice_parallel_group": [2 * stage, 2 * stage + 1],
+            "get_tensor_model_parallel_group": [2 * stage, 2 * stage + 1],
             "get_model_parallel_group": [0, 1, 2, 3],
         }
         for getter, ranks in expected.items():
             assert dist.get_all_ranks_from_group(getattr(grid, getter)()) == ranks, getter
             # Kills: a communicator per engine.
             assert getattr(grid, getter)() is getattr(again, getter)(), getter
-        assert (grid.stage_id, grid.get_slice_parallel_rank(), grid.get_model_parallel_rank()) == (
-            rank // 2,
-            rank % 2,
-            rank,
-        )
+        assert (grid.stage_id, grid.get_slice_parallel_rank()) == (stage, slice_rank)
+        assert grid.get_model_parallel_rank() == rank
         assert (grid.is_first_stage, grid.is_last_stage) == (rank < 2, rank >= 2)
         assert grid.p2p_groups == [[0, 2], [1, 3], [2, 0], [3, 1]]
-        assert grid.stage_to_global(1) == rank % 2 + 2
+        assert grid.stage_to_global(1) == slice_rank + 2
         assert grid.stage_to_global(0, model=1) == 1
         assert grid.describe(3) == "rank 3: pipe 1 of 2, data 0 of 1, model 1 of 2"
 
         groups.mpu = PipelineParallelGrid(PipeDataParallelTopology(num_pp=2, num_dp=2))
         assert groups.get_data_parallel_world_size() == 2
-        assert groups.get_data_parallel_rank() == rank % 2
-        assert groups._get_data_parallel_group_ranks() == [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert (groups.get_model_parallel_world_size(), groups.get_model_parallel_rank()) == (
-            2,
-            rank // 2,
-        )
+        assert groups.get_data_parallel_rank() == slice_rank
+        assert groups._get_data_parallel_group_ranks() == [2 * stage, 2 * stage + 1]
+        assert groups.get_model_parallel_world_size() == 2
+        assert groups.get_model_parallel_rank() == stage
         # Kills: pipeline stages taken for tensor-parallel ranks, whose checkpoint files are merged.
         assert groups.get_tensor_model_parallel_world_size() == 1
         groups.reset()
 
     def test_a_plain_engine_beside_a_pipelines_is_refused(self) -> None:
         # Kills: training over the ranks of a stage, with a norm that counts the others once more.
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        }
-        module = PipelineModule(
-            [LayerSpec(nn.Linear, 2, 2), LayerSpec(nn.Linear, 2, 2)],
-            num_stages=2,
-            loss_fn=nn.MSELoss(),
-        )
-        pipeline = deepspeed.initialize(
-            model=module, config={**config, "gradient_accumulation_steps": 2}
-        )[0]
+        sgd = {"type": "SGD", "params": {"lr": 0.1}}
+        config = models.config_of(0, 1, optimizer=sgd)
+        pair = [LayerSpec(nn.Linear, 2, 2), LayerSpec(nn.Linear, 2, 2)]
+        module = PipelineModule(pair, num_stages=2, loss_fn=nn.MSELoss())
+        twice = {**config, "gradient_accumulation_steps": 2}
+        pipeline = deepspeed.initialize(model=module, config=twice)[0]
         with pytest.raises(ValueError, match="a pipeline's groups are in use"):
             deepspeed.initialize(model=nn.Linear(2, 2), config=config)
         beside = deepspeed.initialize(model=nn.Linear(2, 2), config=config, mpu=pipeline.mpu)[0]
@@ -249,9 +225,8 @@ class TestStages(DistributedTest):
         assert deepspeed.initialize(model=nn.Linear(2, 2), config=config)[0].dp_world_size == 4
 
     def test_sizes_that_do_not_fit_are_named(self) -> None:
-        with pytest.raises(
-            ValueError, match="pipe 2 x data 2 x model 2 are 8 ranks, but the world has 4"
-        ):
+        too_many = "pipe 2 x data 2 x model 2 are 8 ranks, but the world has 4"
+        with pytest.raises(ValueError, match=too_many):
             PipelineParallelGrid(PipeModelDataParallelTopology(2, 2, 2))
         with pytest.raises(PipelineError, match="num_stages=3 must divide the number of ranks, 4"):
             PipelineModule(layers=layers(), num_stages=3)
@@ -265,101 +240,59 @@ class TestStages(DistributedTest):
                 PipelineParallelGrid(PipeDataParallelTopology(2, 1), process_group=pair)
         shared = nn.Linear(4, 4)
         # Kills: one module in two places becoming two that drift apart.
-        with pytest.raises(
-            PipelineError, match="layers 0 and 2 share a parameter .* TiedLayerSpec"
-        ):
-            PipelineModule(
-                layers=[shared, nn.ReLU(), shared], num_stages=4, partition_method="uniform"
-            )
+        twice = [shared, nn.ReLU(), shared]
+        with pytest.raises(PipelineError, match="layers 0 and 2 share a param.* TiedLayerSpec"):
+            PipelineModule(layers=twice, num_stages=4, partition_method="uniform")
+        misspelt = TiedLayerSpec("k", nn.Linear, 2, 2, tied_weight_attr="wight")
         with pytest.raises(PipelineError, match="no attribute 'wight'"):
-            PipelineModule(
-                layers=[TiedLayerSpec("k", nn.Linear, 2, 2, tied_weight_attr="wight")], num_stages=1
-            )
+            one_stage([misspelt])
 
     def test_layer_files_are_read_by_any_number_of_stages(self, class_tmpdir: str) -> None:
-        folder = Path(class_tmpdir) / "layers"
-        if dist.get_rank() == 0:
-            folder.mkdir()
-        dist.barrier()
-        written = PipelineModule(
-            layers=layers(),
-            num_stages=2,
-            seed_layers=True,
-            base_seed=SEED,
-            partition_method="uniform",
-        )
+        folder = made_by_rank_0(class_tmpdir, "layers")
+        written = seeded(num_stages=2, partition_method="uniform")
         before = set(os.listdir(folder))
         written.save_state_dict(str(folder))
         assert before <= set(os.listdir(folder))
         dist.barrier()
         # Kills: a layer without parameters left out, a stage's layers numbered from 0, functions
         # with files.
-        assert sorted(os.listdir(folder)) == [
-            f"layer_{index:02d}-model_states.pt" for index in (0, 1, 2, 4, 5)
-        ]
+        names = [f"layer_{index:02d}-model_states.pt" for index in (0, 1, 2, 4, 5)]
+        assert sorted(os.listdir(folder)) == names
         own = written.ckpt_layer_path(str(folder), 0)
-        assert own.endswith(
-            "layer_00-model_states.pt" if written.stage_id == 0 else "layer_03-model_states.pt"
-        )
-        assert written.ckpt_layer_path_list(str(folder), 0) == (
-            [own] if written.stage_id == 0 else []
-        )
-        assert written.ckpt_prefix("runs", "tag") == os.path.join(
-            "runs", "tag", f"module-pipe_0{written.stage_id}"
-        )
-        expected = whole_model()
-        for options in (
-            {"num_stages": 1},
-            {"num_stages": 4},
-            {"num_stages": 2, "num_model_chunks": 2},
-        ):
-            module = PipelineModule(layers=layers(), **options)
+        is_first = written.stage_id == 0
+        assert own.endswith(f"layer_0{0 if is_first else 3}-model_states.pt")
+        assert written.ckpt_layer_path_list(str(folder), 0) == ([own] if is_first else [])
+        prefix = os.path.join("runs", "tag", f"module-pipe_0{written.stage_id}")
+        assert written.ckpt_prefix("runs", "tag") == prefix
+        expected = weights_of(whole_model())
+        for stages, chunks in ((1, 1), (4, 1), (2, 2)):
+            module = PipelineModule(layers(), num_stages=stages, num_model_chunks=chunks)
             module.load_state_dir(str(folder))
             for name, param in module.named_parameters():
-                assert torch.equal(param, expected[name]), (options, name)
+                assert torch.equal(param, expected[name]), (stages, chunks, name)
 
     def test_a_stage_without_a_file_of_its_tied_layer_reads_the_first(
         self, class_tmpdir: str
     ) -> None:
         def made(num_stages: int) -> PipelineModule:
-            return PipelineModule(
-                layers=[
-                    TiedLayerSpec("a", nn.Linear, 4, 4, tied_weight_attr=["weight", "bias"]),
-                    nn.ReLU(),
-                    TiedLayerSpec(
-                        "a",
-                        nn.Linear,
-                        4,
-                        4,
-                        tied_weight_attr=["weight", "bias"],
-                        forward_fn=lambda m, value: m(value),
-                    ),
-                ],
-                num_stages=num_stages,
-                partition_method="uniform",
-            )
+            first = TiedLayerSpec("a", nn.Linear, 4, 4, **BOTH)
+            last = TiedLayerSpec("a", nn.Linear, 4, 4, **BOTH, forward_fn=lambda m, value: m(value))
+            how = {"num_stages": num_stages, "partition_method": "uniform"}
+            return PipelineModule([first, nn.ReLU(), last], **how)
 
-        folder = Path(class_tmpdir) / "tied"
         torch.manual_seed(5)
         written = made(1)
-        if dist.get_rank() == 0:
-            folder.mkdir()
-        dist.barrier()
+        folder = made_by_rank_0(class_tmpdir, "tied")
         written.save_state_dict(str(folder))
         dist.barrier()
-        assert sorted(os.listdir(folder)) == [
-            "layer_00-model_states.pt",
-            "layer_01-model_states.pt",
-        ]
+        names = ["layer_00-model_states.pt", "layer_01-model_states.pt"]
+        assert sorted(os.listdir(folder)) == names
         torch.manual_seed(6)
         read = made(2)
         # Kills: the replica of the later stage left as it was, so that the two differ from then on.
         read.load_state_dir(str(folder))
-        for name in ("weight", "bias"):
-            assert torch.equal(
-                read.get_parameter(f"tied_modules.a.{name}"),
-                written.get_parameter(f"tied_modules.a.{name}"),
-            )
+        for name in ("tied_modules.a.weight", "tied_modules.a.bias"):
+            assert torch.equal(read.get_parameter(name), written.get_parameter(name))
 
     def test_the_data_ranks_of_a_stage_share_its_layers(self, class_tmpdir: str) -> None:
         class Writes:
@@ -371,31 +304,24 @@ class TestStages(DistributedTest):
             def save(self, state_dict: dict[str, Any], path: str) -> None:
                 self.paths.append(os.path.basename(path)[6:8])
 
-        module = PipelineModule(layers=layers(), num_stages=1)
-        shared: list[Any] = [None] * 4
-        alone: list[Any] = [None] * 4
-        for gathered, parallel in ((shared, True), (alone, False)):
+        module = one_stage(layers())
+        written = []
+        for parallel in (True, False):
             module.checkpoint_parallel_write_pipeline = parallel
             engine = Writes()
             module.save_state_dict(class_tmpdir, checkpoint_engine=engine)
-            dist.all_gather_object(gathered, engine.paths)
+            written.append(from_all_ranks(engine.paths))
+        shared, alone = written
         # Kills: each file written by every replica.
         assert shared == [["00", "01"], ["02"], ["04"], ["05"]]
         assert alone == [["00", "01", "02", "04", "05"], [], [], []]
 
     def test_tensor_parallel_ranks_have_files_of_their_own(self, class_tmpdir: str) -> None:
-        module = PipelineModule(
-            layers=layers(), topology=PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
-        )
-        slice_rank = module.grid.get_slice_parallel_rank()
-        assert (
-            os.path.basename(module.ckpt_layer_path("", 0))[8:]
-            == f"-model_0{slice_rank}-model_states.pt"
-        )
-        folder = Path(class_tmpdir) / "slices"
-        if dist.get_rank() == 0:
-            folder.mkdir()
-        dist.barrier()
+        two_by_two = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
+        module = PipelineModule(layers=layers(), topology=two_by_two)
+        own = os.path.basename(module.ckpt_layer_path("", 0))[8:]
+        assert own == f"-model_0{module.grid.get_slice_parallel_rank()}-model_states.pt"
+        folder = made_by_rank_0(class_tmpdir, "slices")
         module.save_state_dict(str(folder))
         dist.barrier()
         names = [os.path.basename(path) for path in module.ckpt_layer_path_list(str(folder), 0)]
@@ -410,14 +336,9 @@ class TestOneStage(DistributedTest):
         def plus_one(module: nn.Linear, value: torch.Tensor) -> torch.Tensor:
             return module(value) + 1
 
-        module = PipelineModule(
-            layers=[
-                TiedLayerSpec("a", nn.Linear, 4, 4),
-                nn.ReLU(),
-                TiedLayerSpec("a", nn.Linear, 4, 4, forward_fn=plus_one),
-            ],
-            num_stages=1,
-        )
+        first = TiedLayerSpec("a", nn.Linear, 4, 4)
+        last = TiedLayerSpec("a", nn.Linear, 4, 4, forward_fn=plus_one)
+        module = one_stage([first, nn.ReLU(), last])
         assert list(module.state_dict()) == ["tied_modules.a.weight", "tied_modules.a.bias"]
         assert module.get_tied_weights_and_groups() == []
         inputs = torch.randn(2, 4)
@@ -428,22 +349,15 @@ class TestOneStage(DistributedTest):
     def test_a_tuple_stays_one_argument(self) -> None:
         # Kills: unpacking, which breaks models written for upstream.
         seen: list[Any] = []
-        module = PipelineModule(
-            layers=[lambda pair: seen.append(pair) or pair, lambda pair: pair[0]], num_stages=1
-        )
+        module = one_stage([lambda pair: seen.append(pair) or pair, lambda pair: pair[0]])
         pair = (torch.ones(1), None)
         assert torch.equal(module(pair), pair[0])
         assert seen == [pair]
 
     def test_seeded_dropout_does_not_depend_on_the_cut(self) -> None:
         def outputs(chunks: int) -> list[torch.Tensor]:
-            module = PipelineModule(
-                layers=[nn.Dropout(0.5)] * 4,
-                num_stages=1,
-                seed_layers=True,
-                num_model_chunks=chunks,
-                partition_method="uniform",
-            )
+            how: dict[str, Any] = {"num_model_chunks": chunks, "partition_method": "uniform"}
+            module = one_stage([nn.Dropout(0.5)] * 4, seed_layers=True, **how)
             return [module(torch.ones(64)) for _ in range(2)]
 
         whole, cut = outputs(1), outputs(2)
@@ -459,12 +373,11 @@ class TestOneStage(DistributedTest):
             calls.append(len(args))
             if kind == "default":
                 return checkpointing.checkpoint(function, *args)
-            return torch.utils.checkpoint.checkpoint(
-                function, *args, use_reentrant=kind == "reentrant"
-            )
+            reentrant = kind == "reentrant"
+            return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=reentrant)
 
         def gradients(**options: Any) -> list[torch.Tensor]:
-            module = PipelineModule(
+            module = one_stage(
                 layers=[
                     LayerSpec(nn.Embedding, 11, 8),
                     LayerSpec(nn.Linear, 8, 8),
@@ -476,7 +389,6 @@ class TestOneStage(DistributedTest):
                     lambda single: single[0],
                     LayerSpec(nn.Linear, 8, 3),
                 ],
-                num_stages=1,
                 seed_layers=True,
                 **options,
             )
@@ -487,35 +399,29 @@ class TestOneStage(DistributedTest):
             return [param.grad for param in module.parameters() if param.grad is not None]
 
         plain = gradients()
-        for options, segments in (
-            ({"activation_checkpoint_interval": 1}, 4),
-            ({"activation_checkpoint_interval": 4}, 2),
-            ({"activation_checkpoint_interval": 1, "checkpointable_layers": ["Linear"]}, 2),
-            (
-                {
-                    "activation_checkpoint_interval": 2,
-                    "checkpointable_layers": ["Linear", "Embedding"],
-                },
-                1,
-            ),
+        for interval, kinds, segments in (
+            (1, None, 4),
+            (4, None, 2),
+            (1, ["Linear"], 2),
+            (2, ["Linear", "Embedding"], 1),
         ):
             calls.clear()
-            recomputed = gradients(activation_checkpoint_func=checkpoint, **options)
+            recomputed = gradients(
+                activation_checkpoint_func=checkpoint,
+                activation_checkpoint_interval=interval,
+                checkpointable_layers=kinds,
+            )
             # Kills: an embedding that gets no gradient; the last forward's dropout masks in a
             # recomputation (exact).
-            assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True)), options
-            assert len(calls) == 2 * segments, options
+            assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True)), kinds
+            assert len(calls) == 2 * segments, (interval, kinds)
 
     def test_nothing_is_recomputed_in_evaluation(self) -> None:
         def refuse(*args: Any) -> Any:
             raise AssertionError("checkpointed")
 
-        module = PipelineModule(
-            layers=layers(),
-            num_stages=1,
-            activation_checkpoint_interval=2,
-            activation_checkpoint_func=refuse,
-        )
+        how: dict[str, Any] = {"activation_checkpoint_func": refuse}
+        module = one_stage(layers(), activation_checkpoint_interval=2, **how)
         inputs = torch.randn(2, WIDTH)
         with torch.no_grad():
             module(inputs)
@@ -533,13 +439,8 @@ class TestOneStage(DistributedTest):
             seeds.append(seed)
             set_random_seed(seed)
 
-        module = PipelineModule(
-            layers=[nn.ReLU(), nn.ReLU()],
-            num_stages=1,
-            seed_layers=True,
-            seed_fn=remember,
-            base_seed=10,
-        )
+        how: dict[str, Any] = {"seed_layers": True, "seed_fn": remember, "base_seed": 10}
+        module = one_stage([nn.ReLU(), nn.ReLU()], **how)
         assert seeds == [10, 11]
         module(torch.ones(1))
         module(torch.ones(1))
@@ -547,9 +448,7 @@ class TestOneStage(DistributedTest):
 
     def test_files_that_do_not_fit_change_nothing(self, tmpdir: str) -> None:
         def small() -> PipelineModule:
-            return PipelineModule(
-                layers=[LayerSpec(nn.Linear, 2, 2), LayerSpec(nn.Linear, 2, 3)], num_stages=1
-            )
+            return one_stage([LayerSpec(nn.Linear, 2, 2), LayerSpec(nn.Linear, 2, 3)])
 
         folder, module = str(tmpdir), small()
         with pytest.raises(CheckpointError, match=r"layer_00-model_states.pt does not exist"):
@@ -557,14 +456,10 @@ class TestOneStage(DistributedTest):
         module.save_state_dict(folder)
         other = small()
         before = [param.detach().clone() for param in other.parameters()]
-        torch.save(
-            OrderedDict(weight=torch.zeros(3, 3), scale=torch.zeros(1)),
-            os.path.join(folder, "layer_01-model_states.pt"),
-        )
-        with pytest.raises(
-            CheckpointError,
-            match=r"weight \(3, 3\) instead of \(3, 2\); bias is missing; scale is not",
-        ):
+        wrong = OrderedDict(weight=torch.zeros(3, 3), scale=torch.zeros(1))
+        torch.save(wrong, os.path.join(folder, "layer_01-model_states.pt"))
+        told = r"weight \(3, 3\) instead of \(3, 2\); bias is missing; scale is not"
+        with pytest.raises(CheckpointError, match=told):
             other.load_state_dir(folder)
         # Kills: a model of two checkpoints, half old and half new.
         assert all(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
@@ -575,7 +470,7 @@ class TestOneStage(DistributedTest):
         assert torch.equal(loaded[2][1], before[2])
 
     def test_frozen_parameters_can_be_left_out(self, tmpdir: str) -> None:
-        module = PipelineModule(layers=[nn.Linear(2, 2)], num_stages=1)
+        module = one_stage([nn.Linear(2, 2)])
         module.get_parameter("0.bias").requires_grad_(False)
         module.save_state_dict(str(tmpdir), exclude_frozen_params=True)
         assert list(torch.load(module.ckpt_layer_path(str(tmpdir), 0))) == ["weight"]
@@ -584,22 +479,18 @@ class TestOneStage(DistributedTest):
         """With a forward_fn everywhere its weights are written once, at the first place."""
 
         def made() -> PipelineModule:
-            spec = TiedLayerSpec(
-                "a", nn.Linear, 2, 2, forward_fn=lambda module, value: module(value)
-            )
-            return PipelineModule(layers=[nn.ReLU(), spec, spec], num_stages=1)
+            spec = TiedLayerSpec("a", nn.Linear, 2, 2, forward_fn=lambda m, value: m(value))
+            return one_stage([nn.ReLU(), spec, spec])
 
         first, second = made(), made()
         first.save_state_dict(str(tmpdir))
-        assert sorted(os.listdir(str(tmpdir))) == [
-            "layer_00-model_states.pt",
-            "layer_01-model_states.pt",
-        ]
+        names = ["layer_00-model_states.pt", "layer_01-model_states.pt"]
+        assert sorted(os.listdir(str(tmpdir))) == names
         second.load_state_dir(str(tmpdir))
         assert torch.equal(first.tied_modules["a"].weight, second.tied_modules["a"].weight)
 
     def test_compile(self) -> None:
-        module = PipelineModule(layers=[nn.Linear(2, 2), double], num_stages=1)
+        module = one_stage([nn.Linear(2, 2), double])
         inputs = torch.randn(3, 2)
         expected = module(inputs)
         module.compile(backend="eager")
