@@ -46,28 +46,19 @@ class TestWhatArrives(DistributedTest):
         dtype = DTYPES[precision]
         torch.manual_seed(5)
         arrives = Arrives()
-        module = PipelineModule(
-            layers=[nn.Linear(WIDTH, WIDTH), arrives],
-            num_stages=2,
-            loss_fn=loss_of,
-            partition_method="uniform",
-            dynamic_shape=True,
-        )
+        how: dict[str, Any] = {"partition_method": "uniform", "dynamic_shape": True}
+        layers = [nn.Linear(WIDTH, WIDTH), arrives]
+        module = PipelineModule(layers=layers, num_stages=2, loss_fn=loss_of, **how)
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": MICRO_BATCHES,
             "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            **({} if precision == "fp32" else {precision: {"enabled": True}}),
         }
-        if precision != "fp32":
-            config[precision] = {"enabled": True}
-        engine, *_ = deepspeed.initialize(
-            model=module, config=config, model_parameters=list(module.parameters())
-        )
+        params = list(module.parameters())
+        engine, *_ = deepspeed.initialize(model=module, config=config, model_parameters=params)
         lengths = [3, 5, 4]
-        batch = [
-            (torch.randn(2, length, WIDTH).to(dtype), torch.randn(2, length, WIDTH).to(dtype))
-            for length in lengths
-        ]
+        batch = [torch.randn(2, 2, length, WIDTH).to(dtype).unbind() for length in lengths]
         engine.train_batch(iter(batch))
         if engine.is_last_stage():
             assert arrives.seen == [(dtype, (2, length, WIDTH)) for length in lengths]

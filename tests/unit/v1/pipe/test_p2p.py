@@ -8,6 +8,7 @@ import math
 import random
 import time
 from decimal import Decimal
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from deepspeed.runtime.pipe.messages.channel import Channel, PipelineShapeError
 from deepspeed.runtime.pipe.p2p import make_channel_groups
 from deepspeed.verify.streams import check_streams
 from unit.common import DistributedTest
+from unit.v1.looping import each
 
 HOST = torch.device("cpu")
 
@@ -53,14 +55,12 @@ def payloads() -> list[Any]:
     """One value of each kind that stages exchange."""
     generator = torch.Generator().manual_seed(3)
     big = torch.randn(130, 257, generator=generator)
-    kinds = [
-        torch.randn(3, 5, generator=generator).to(dtype)
-        for dtype in (torch.float64, torch.bfloat16, torch.float16)
-    ]
-    kinds += [
-        torch.arange(7, dtype=dtype)
-        for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
-    ]
+    halves = (torch.float64, torch.bfloat16, torch.float16)
+    kinds = [torch.randn(3, 5, generator=generator).to(dtype) for dtype in halves]
+    integers = (torch.int64, torch.int32, torch.int16, torch.uint8)
+    kinds += [torch.arange(7, dtype=dtype) for dtype in integers]
+    apart = (torch.ones(()), [None, torch.ones(1)])
+    flags = (torch.ones(2, requires_grad=True), torch.zeros(2, 2, dtype=torch.int64), None, apart)
     return [
         big,
         big.clone().requires_grad_(),
@@ -74,12 +74,7 @@ def payloads() -> list[Any]:
         torch.complex(big[:2, :2], big[2:4, :2]).conj(),
         tuple(kinds),
         [big, torch.tensor([1, 2]), big.bool(), big.double()],
-        (
-            torch.ones(2, requires_grad=True),
-            torch.zeros(2, 2, dtype=torch.int64),
-            None,
-            (torch.ones(()), [None, torch.ones(1)]),
-        ),
+        flags,
         None,
         (),
         ([], ((),)),
@@ -118,12 +113,8 @@ class TestValues(DistributedTest):
         count = 20
 
         def value(number: int) -> Any:
-            return (
-                torch.full((4, 3), float(number), requires_grad=True),
-                torch.tensor([number]),
-                None,
-                [torch.ones(70, 200)],
-            )
+            flagged = torch.full((4, 3), float(number), requires_grad=True)
+            return (flagged, torch.tensor([number]), None, [torch.ones(70, 200)])
 
         for batch in range(2):
             if dist.get_rank() == 0:
@@ -135,10 +126,9 @@ class TestValues(DistributedTest):
                     first, second, nothing, (third,) = received = channel.recv()
                     assert same(received, value(number + batch))
                     assert first.is_leaf and first.grad_fn is None and first._base is None
-                    storages = {
-                        tensor.untyped_storage().data_ptr() for tensor in (first, second, third)
-                    }
-                    assert len(storages) == 3 and nothing is None
+                    storages = [one.untyped_storage() for one in (first, second, third)]
+                    assert len({storage.data_ptr() for storage in storages}) == 3
+                    assert nothing is None
             channel.finish()
         assert channel.messages == 2 * count
         assert channel.metadata_messages == 1
@@ -206,10 +196,7 @@ class TestValues(DistributedTest):
                 [torch.full(shape, float(index)) for shape in group]
                 for index, group in enumerate(shapes)
             ]
-            likes = [
-                [torch.empty_like(tensor, device="meta") for tensor in message]
-                for message in messages
-            ]
+            likes = [[torch.empty_like(one, device="meta") for one in some] for some in messages]
             if dist.get_rank() == 0:
                 for message in messages:
                     channel.send_like(message)
@@ -226,14 +213,15 @@ class TestValues(DistributedTest):
         # change.
         (channel,) = channels(False, (0, 1))
         first = (torch.ones(2, 3), torch.tensor([1]), 5)
+        ones, one = first[:2]
         others = [
-            (torch.ones(3, 2), torch.tensor([1]), 5),
-            (torch.ones(2, 3).half(), torch.tensor([1]), 5),
-            (torch.ones(2, 3, requires_grad=True), torch.tensor([1]), 5),
-            (torch.ones(2, 3), torch.tensor([1]), 6),
-            (torch.ones(2, 3), torch.tensor([1]), True),
-            (torch.ones(2, 3), torch.tensor([1])),
-            [torch.ones(2, 3), torch.tensor([1]), 5],
+            (torch.ones(3, 2), one, 5),
+            (ones.half(), one, 5),
+            (torch.ones(2, 3, requires_grad=True), one, 5),
+            (ones, one, 6),
+            (ones, one, True),
+            (ones, one),
+            [ones, one, 5],
         ]
         if dist.get_rank() == 1:
             channel.expect(2)
@@ -243,12 +231,8 @@ class TestValues(DistributedTest):
         for other in others:
             with pytest.raises(PipelineShapeError) as caught:
                 channel.send(other)
-            for part in (
-                "channel 0",
-                "float32[2, 3]",
-                "dynamic_shape=True",
-                "reset_activation_shape",
-            ):
+            remedies = ("dynamic_shape=True", "reset_activation_shape")
+            for part in ("channel 0", "float32[2, 3]", *remedies):
                 assert part in str(caught.value)
         channel.send(first)
         channel.finish()
@@ -293,10 +277,8 @@ def exchange(dynamic: bool) -> None:
     device = torch.device(get_accelerator().current_device_name())
     for batch in range(2):
         count, rows = 5, 3 + batch * dynamic
-        sent = [
-            torch.full((rows, 70, 60), float(number), device=device, requires_grad=True) * 2
-            for number in range(count)
-        ]
+        shape, how = (rows, 70, 60), {"device": device, "requires_grad": True}
+        sent = [torch.full(shape, float(number), **how) * 2 for number in range(count)]
         if dist.get_rank() == 0:
             for tensor in sent:
                 activations.send((tensor, torch.ones(3, dtype=torch.bool, device=device), None))
@@ -308,9 +290,8 @@ def exchange(dynamic: bool) -> None:
             activations.expect(count)
             for number in range(count):
                 received, mask, nothing = activations.recv()
-                assert (
-                    nothing is None and bool(mask.all()) and bool((received == 2.0 * number).all())
-                )
+                assert nothing is None and bool(mask.all())
+                assert bool((received == 2.0 * number).all())
                 (received * 3 + received.detach() * 0).sum().backward()
                 gradients.send_like([received.grad + number])
         activations.finish()
@@ -320,14 +301,13 @@ def exchange(dynamic: bool) -> None:
 class TestWatched(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("dynamic", [False, True])
-    @pytest.mark.parametrize("schedule", [0, 1, 2])
+    @each(dynamic=[False, True], schedule=[0, 1, 2])
     def test_streams_are_ordered(self, dynamic: bool, schedule: int) -> None:
         # Kills: memory read before it has arrived, or reused while it is on its way, on a device.
         with simulate(schedule=schedule), check_streams():
             exchange(dynamic)
 
-    @pytest.mark.parametrize("dynamic", [False, True])
+    @each(dynamic=[False, True])
     def test_both_sides_agree_on_every_transfer(self, dynamic: bool) -> None:
         # Kills: a transfer that only one side makes, or of another size; a check that takes
         # receives ahead of need for a circle.
@@ -340,16 +320,8 @@ class TestUpstreamFunctions(DistributedTest):
     world_size = 2
 
     def test_tensors_and_objects(self) -> None:
-        class Grid:
-            pipe_parallel_size = 2
-
-            def get_stage_id(self) -> int:
-                return dist.get_rank()
-
-            def stage_to_global(self, stage_id: int) -> int:
-                return stage_id
-
-        p2p.init_process_groups(Grid())
+        places = {"get_stage_id": dist.get_rank, "stage_to_global": lambda stage: stage}
+        p2p.init_process_groups(SimpleNamespace(pipe_parallel_size=2, **places))
         assert p2p.can_send_recv()
         plain = {"a": [1, 2.5, None, "x"], "b": (torch.arange(3), True)}
         for asynchronous in (False, True):
@@ -369,11 +341,8 @@ class TestUpstreamFunctions(DistributedTest):
                 p2p.send(torch.ones(1), 0)
         else:
             received = p2p.recv_obj(0)
-            assert (
-                received["a"] == plain["a"]
-                and received["b"][0].tolist() == [0, 1, 2]
-                and received["b"][1] is True
-            )
+            assert received["a"] == plain["a"] and received["b"][1] is True
+            assert received["b"][0].tolist() == [0, 1, 2]
 
 
 class TestOneRank(DistributedTest):
@@ -397,13 +366,8 @@ class TestOneRank(DistributedTest):
 
     def test_what_cannot_be_sent_is_refused_by_name(self) -> None:
         (channel,) = channels(False, (0, 0))
-        for value, name in [
-            ({"a": torch.ones(1)}, "dict"),
-            (torch.Size([1]), "Size"),
-            (1j, "complex"),
-            (b"", "bytes"),
-        ]:
-            with pytest.raises(TypeError, match=name):
+        for value in ({"a": torch.ones(1)}, torch.Size([1]), 1j, b""):
+            with pytest.raises(TypeError, match=type(value).__name__):
                 channel.send((torch.ones(1), value))
         with pytest.raises(TypeError, match="sparse"):
             channel.send(torch.ones(2, 2).to_sparse())

@@ -24,8 +24,11 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedgerError
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.verify import ledger
+from deepspeed.verify.ledgers import LedgerBook
 from unit.common import DistributedTest
+from unit.models import config_of, sgd
 from unit.v1.contract.matrix import of_world
+from unit.v1.gathering import from_all_ranks
 from unit.v1.looping import each
 from unit.v1.moe.runner import Case as ExpertCase
 from unit.v1.moe.runner import CaseRun as ExpertRun
@@ -99,47 +102,37 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.moe = MoE(
-            WIDTH,
-            nn.Linear(WIDTH, WIDTH),
-            num_experts=2,
-            ep_size=2,
-            k=1,
-            min_capacity=1,
-            use_rts=False,
-        )
+        how = {"num_experts": 2, "ep_size": 2, "k": 1, "min_capacity": 1, "use_rts": False}
+        self.moe = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), **how)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.moe(x)[0]
 
 
-def square(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return (outputs.float() - labels.float()).square().mean()
-
-
-def start(layers: list[Any], stage: int, num_stages: int = 2, **keys: Any) -> PipelineEngine:
+def start(layers: list[Any], stage: int, **keys: Any) -> PipelineEngine:
     torch.manual_seed(3)
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage},
-        "verify": LEDGER | INTENT,
-        **keys,
-    }
-    module = PipelineModule(
-        layers, num_stages=num_stages, loss_fn=square, partition_method="uniform"
-    )
+    keys |= {"optimizer": sgd(0.1), "verify": LEDGER | INTENT}
+    config = config_of(stage, ROWS, MICRO_BATCHES, **keys)
+    how: dict[str, Any] = {"loss_fn": nn.MSELoss(), "partition_method": "uniform"}
+    module = PipelineModule(layers, num_stages=2, **how)
     engine: PipelineEngine = deepspeed.initialize(model=module, config=config)[0]
     return engine
 
 
 def data(engine: PipelineEngine) -> Iterator[Any]:
-    generator = torch.Generator().manual_seed(
-        10 * engine.global_steps + engine.grid.data_parallel_id
-    )
+    seed = 10 * engine.global_steps + engine.grid.data_parallel_id
+    generator = torch.Generator().manual_seed(seed)
     while True:
         yield torch.randn(2, ROWS, WIDTH, generator=generator).unbind(0)
+
+
+def two_steps(engine: PipelineEngine) -> LedgerBook:
+    """What the ledger has seen of them."""
+    with ledger(engine) as book:
+        for _ in range(2):
+            engine.train_batch(data(engine))
+    assert book.steps == 2 and not book.findings
+    return book
 
 
 def linear(frozen: bool = False) -> nn.Module:
@@ -161,19 +154,11 @@ class TestStages(DistributedTest):
     ) -> None:
         # Kills: a ledger that asks the first piece for its device; ranks that settle without those
         # that own nothing.
-        idle: list[Any] = (
-            [torch.tanh, torch.sin]
-            if bare == "functions"
-            else [linear(frozen=True), linear(frozen=True)]
-        )
-        layers = (
-            [linear(), linear(), *idle] if bare == "frozen last" else [*idle, linear(), linear()]
-        )
+        trained: list[Any] = [linear(), linear()]
+        idle = [torch.tanh, torch.sin] if bare == "functions" else [linear(True), linear(True)]
+        layers = [*trained, *idle] if bare == "frozen last" else [*idle, *trained]
         engine = start(layers, stage, pipeline={"schedule": schedule})
-        with ledger(engine) as book:
-            for _ in range(2):
-                engine.train_batch(data(engine))
-        assert book.steps == 2 and not book.findings and not book.zero_gradients
+        assert not two_steps(engine).zero_gradients
         engine.destroy()
 
     def test_every_rank_raises_what_one_stage_found(self) -> None:
@@ -182,17 +167,18 @@ class TestStages(DistributedTest):
         if dist.get_rank() == 1:
             original = engine._sequence.local_gradient
             last = engine.module.get_submodule("1").weight
-            engine._exec_reduce_grads = lambda: None
             reduce = PipelineEngine._exec_reduce_grads
+
+            def thrice(engine: PipelineEngine) -> None:
+                original(last).mul_(3)
+                reduce(engine)
+
+            instructions = PipelineEngine._INSTRUCTION_MAP.items()
             engine._INSTRUCTION_MAP = {
-                kind: (lambda self: (original(last).mul_(3), reduce(self)))
-                if run is reduce
-                else run
-                for kind, run in PipelineEngine._INSTRUCTION_MAP.items()
+                kind: thrice if run is reduce else run for kind, run in instructions
             }
-        with pytest.raises(
-            GradientLedgerError, match=r"rank\(s\) \[1\]:\n.*arrives times 3.*1\.weight"
-        ):
+        told = r"rank\(s\) \[1\]:\n.*arrives times 3.*1\.weight"
+        with pytest.raises(GradientLedgerError, match=told):
             engine.train_batch(data(engine))
 
 
@@ -205,33 +191,20 @@ class TestFourRanks(DistributedTest):
         tied = TiedLayerSpec("tied", nn.Linear, WIDTH, WIDTH, tied_weight_attr=["weight", "bias"])
         engine = start([tied, linear(), torch.tanh, tied], 1)
         weight = engine.module.tied_modules["tied"].weight
-        found: list[Any] = [None] * dist.get_world_size()
-        mine = [
-            [(p.start, p.numel) for p in pieces if p.param is weight]
-            for pieces in self._pieces(engine)
-        ]
-        dist.all_gather_object(found, mine)
-        assert len({str(own) for own, _ in found}) == 2, (
-            "the stages cut the weight alike: nothing is tested"
-        )
-        assert len({str(common) for _, common in found}) == 1
+        pieces = engine._sequence.gradient_pieces(), engine._sequence.observer._pieces
+        mine = [str([(p.start, p.numel) for p in some if p.param is weight]) for some in pieces]
+        cut, common = map(set, zip(*from_all_ranks(mine), strict=True))
+        assert len(cut) == 2, "the stages cut the weight alike: nothing is tested"
+        assert len(common) == 1
         engine.train_batch(data(engine))
-
-    @staticmethod
-    def _pieces(engine: PipelineEngine) -> Any:
-        return engine._sequence.gradient_pieces(), engine._sequence.observer._pieces
 
     @each(stage=[0, 1])
     def test_experts_within_a_stage(self, stage: int) -> None:
         # Kills: groups of experts that reach over stages; their contributions summed over the data
         # ranks.
         engine = start([linear(), Experts(), linear(), Experts()], stage)
-        with ledger(engine) as book:
-            for _ in range(2):
-                engine.train_batch(data(engine))
-        assert book.steps == 2 and not book.findings
-        names = {
-            name for name, param in engine.module.named_parameters() if hasattr(param, "group_name")
-        }
+        two_steps(engine)
+        named = engine.module.named_parameters()
+        names = {name for name, param in named if hasattr(param, "group_name")}
         assert len(names) == 2
         engine.destroy()

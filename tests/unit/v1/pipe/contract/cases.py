@@ -1,7 +1,7 @@
 """The pipeline's contract suite: pairs of values, and the whole product, as `contract.matrix`."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,13 @@ class PipeCase(Case):
         parts: Boundaries of the stages' layers; empty for parts of equally many.
     """
 
+    accumulation: int = 4
+    clip: bool = False
+    overlap: bool = False
+    reduce_scatter: bool = True
+    offload: bool = False
+    bucket: str = "huge"
+    world: int = 1
     pipe: int = 1
     schedule: str = "1f1b"
     checkpoint: int = 0
@@ -90,15 +97,16 @@ def case_of(row: dict[str, Any], bucket: str) -> PipeCase:
         adaptive=bool(adaptive),
         precision=precision,
         bucket=bucket,
-        reduce_scatter=True,
     )
+
+
+def _cases(rows: Iterable[dict[str, Any]]) -> list[PipeCase]:
+    return [case_of(row, ("tiny", "huge")[index % 2]) for index, row in enumerate(rows)]
 
 
 def pair_cases() -> list[PipeCase]:
     """All pairs of values."""
-    return [
-        case_of(row, ("tiny", "huge")[index % 2]) for index, row in enumerate(pairwise(FACTORS))
-    ]
+    return _cases(pairwise(FACTORS))
 
 
 def _rows() -> Iterator[dict[str, Any]]:
@@ -107,17 +115,12 @@ def _rows() -> Iterator[dict[str, Any]]:
     )
     for values in itertools.product(*(FACTORS[name] for name in _PRODUCT)):
         for schedule in ("1f1b", "interleaved", "zero_bubble"):
-            overlap, offload, accumulation, recomputed = next(turns)
-            plan = (schedule, 0 if schedule == "zero_bubble" else recomputed[1])
-            yield dict(
-                zip(_PRODUCT, values, strict=True),
-                plan=plan,
-                overlap=overlap,
-                offload=offload,
-                accumulation=accumulation,
-            )
+            *turn, recomputed = next(turns)
+            row = dict(zip(_PRODUCT, values, strict=True))
+            row["plan"] = (schedule, 0 if schedule == "zero_bubble" else recomputed[1])
+            yield row | dict(zip(("overlap", "offload", "accumulation"), turn, strict=True))
 
 
 def product_cases() -> list[PipeCase]:
     """The whole product of grids, schedules, precisions, ZeRO stages, shapes, ties and clipping."""
-    return [case_of(row, ("tiny", "huge")[index % 2]) for index, row in enumerate(_rows())]
+    return _cases(_rows())

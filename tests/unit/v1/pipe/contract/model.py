@@ -32,7 +32,6 @@ class Embed(nn.Module):
         self.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH))
 
     def forward(self, inputs: Carried) -> Carried:
-        """Look up."""
         tokens, branch = inputs
         return F.embedding(tokens, self.weight), branch
 
@@ -46,7 +45,6 @@ class Head(Embed):
     """The last layer, where it has a weight of its own."""
 
     def forward(self, inputs: Carried) -> torch.Tensor:  # type: ignore[override]  # the end of the pipeline
-        """Logits."""
         return project(self, inputs)
 
 
@@ -58,7 +56,6 @@ class Block(nn.Module):
         self.linear = nn.Linear(width, out).requires_grad_(not frozen)
 
     def forward(self, inputs: Carried) -> Carried:
-        """One step."""
         hidden, branch = inputs
         return self.linear(hidden).tanh(), branch
 
@@ -71,7 +68,6 @@ class Sometimes(nn.Module):
         self.linear = nn.Linear(9, 9, bias=False)
 
     def forward(self, inputs: Carried) -> Carried:
-        """Add the branch, if there is one."""
         hidden, branch = inputs
         if branch.any():
             hidden = hidden + branch[:, None].to(hidden.dtype) * self.linear(hidden)
@@ -89,7 +85,6 @@ class Odds(nn.Module):
         self.empty = nn.Parameter(torch.empty(0))
 
     def forward(self, inputs: Carried) -> Carried:
-        """One step."""
         hidden, branch = inputs
         return self.linear(hidden) * self.temperature + self.empty.sum(), branch
 

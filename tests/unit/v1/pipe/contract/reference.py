@@ -11,8 +11,7 @@ see `is_exact`. Half precision: see `contract.reference`.
 """
 
 import functools
-from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +22,7 @@ from unit.v1.contract.runner import sums_dtype
 from unit.v1.pipe.contract.cases import PipeCase
 from unit.v1.pipe.contract.model import Micro, loss_of, make_layers, micro_batch, parameter_groups
 
+T = TypeVar("T", torch.Tensor, float)
 FIRST, LAST, SHARED = "0.weight", "9.weight", "tied_modules.embed.weight"
 
 
@@ -61,20 +61,12 @@ class Chain(nn.Module):
         return loss.item()
 
 
-def merged(named: Tensors, tied: bool) -> Tensors:
-    """Gradients of the pipeline's parameters from the chain's."""
+def merged(named: dict[str, T], tied: bool) -> dict[str, T]:
+    """Gradients of the pipeline's parameters, or their sizes, from the chain's."""
     if not tied:
         return named
     rest = {name: value for name, value in named.items() if name not in (FIRST, LAST)}
     return {SHARED: named[FIRST] + named[LAST], **rest}
-
-
-def merged_sizes(sizes: dict[str, float], tied: bool) -> dict[str, float]:
-    """Of both parts of a shared weight's gradient, which may cancel."""
-    if not tied:
-        return sizes
-    rest = {name: value for name, value in sizes.items() if name not in (FIRST, LAST)}
-    return {SHARED: sizes[FIRST] + sizes[LAST], **rest}
 
 
 def is_exact(case: PipeCase) -> bool:
@@ -83,12 +75,8 @@ def is_exact(case: PipeCase) -> bool:
     Clipping has a square root of sums in another order; a stage with both uses of a shared weight
     adds them in autograd's; ZeRO's buffer is not aligned, which matrix kernels may mind.
     """
-    return (
-        case.precision == "fp32"
-        and case.stage == 0
-        and not case.clip
-        and not (case.tied and case.pipe == 1)
-    )
+    is_plain = case.precision == "fp32" and case.stage == 0 and not case.clip
+    return is_plain and not (case.tied and case.pipe == 1)
 
 
 def batch(case: PipeCase, step: int, replica: int) -> list[Micro]:
@@ -99,14 +87,15 @@ def batch(case: PipeCase, step: int, replica: int) -> list[Micro]:
     ]
 
 
+def global_batch(case: PipeCase, step: int) -> list[Micro]:
+    """The micro-batches of all data-parallel ranks."""
+    return [micro for replica in range(case.replicas) for micro in batch(case, step, replica)]
+
+
 def mean_loss(chain: Chain, case: PipeCase, step: int) -> float:
     """Of a batch, without gradients."""
     with torch.no_grad():
-        losses = [
-            chain(micro).item()
-            for replica in range(case.replicas)
-            for micro in batch(case, step, replica)
-        ]
+        losses = [chain(micro).item() for micro in global_batch(case, step)]
     return sum(losses) / len(losses)
 
 
@@ -117,59 +106,32 @@ def _values(params: dict[str, nn.Parameter]) -> Tensors:
     }
 
 
-def _sum(parts: Iterable[Tensors]) -> Tensors:
-    total: Tensors = {}
-    for part in parts:
-        total = {name: total[name] + value if total else value for name, value in part.items()}
-    return total
-
-
 def _sizes(chain: Chain, case: PipeCase, step: int) -> dict[str, float]:
     """M of `contract.reference`'s `[Note: bound]`."""
     params = chain.trainable()
     sizes = dict.fromkeys(params, 0.0)
-    for replica in range(case.replicas):
-        for micro in batch(case, step, replica):
-            chain.zero_grad()
-            chain.backward(micro, case.accumulation * case.replicas, 1.0)
-            for name, value in _values(params).items():
-                sizes[name] += value.norm().item()
-    return merged_sizes(sizes, case.tied)
+    for micro in global_batch(case, step):
+        chain.zero_grad()
+        chain.backward(micro, case.accumulation * case.replicas, 1.0)
+        for name, value in _values(params).items():
+            sizes[name] += value.norm().item()
+    return merged(sizes, case.tied)
 
 
 def fp32_run(case: PipeCase, steps: int) -> list[tuple[Expected, float]]:
     """One process of torch alone, from the first step to the last; with each mean loss."""
-    return _fp32_run(
-        case.replicas, case.accumulation, case.clip, case.dynamic, case.tied, is_exact(case), steps
-    )
+    keys = {"world": case.replicas, "dynamic": case.dynamic, "tied": case.tied}
+    alone = PipeCase(0, "fp32", case.accumulation, case.clip, **keys)
+    return _fp32_run(alone, is_exact(case), steps)
 
 
 @functools.cache
-def _fp32_run(
-    replicas: int, accumulation: int, clip: bool, dynamic: bool, tied: bool, exact: bool, steps: int
-) -> list[tuple[Expected, float]]:
-    case = PipeCase(
-        0,
-        "fp32",
-        accumulation,
-        clip,
-        False,
-        True,
-        False,
-        "huge",
-        replicas,
-        dynamic=dynamic,
-        tied=tied,
-    )
-    chain = Chain(tied)
-    masters = merged(
-        {name: param.detach().clone() for name, param in chain.trainable().items()}, False
-    )
-    if tied:
-        masters = {
-            SHARED: masters.pop(FIRST),
-            **{name: value for name, value in masters.items() if name != LAST},
-        }
+def _fp32_run(case: PipeCase, exact: bool, steps: int) -> list[tuple[Expected, float]]:
+    chain = Chain(case.tied)
+    values = {name: param.detach().clone() for name, param in chain.trainable().items()}
+    masters = merged(values, case.tied)
+    if case.tied:
+        masters[SHARED] = values[FIRST]
     params = {name: nn.Parameter(value) for name, value in masters.items()}
     optimizer = torch.optim.SGD(parameter_groups(params), lr=contract.LEARNING_RATE)
     run = []
@@ -177,30 +139,25 @@ def _fp32_run(
         chain.load(masters)
         sizes, loss = _sizes(chain, case, step), mean_loss(chain, case, step)
         by_rank = []
-        for replica in range(replicas):
+        for replica in range(case.replicas):
             chain.zero_grad()
             for micro in batch(case, step, replica):
-                chain.backward(micro, accumulation, 1.0)
-            by_rank.append(merged(_values(chain.trainable()), tied))
-        grads = {name: value / replicas for name, value in _sum(by_rank).items()}
+                chain.backward(micro, case.accumulation, 1.0)
+            by_rank.append(merged(_values(chain.trainable()), case.tied))
+        grads = {name: sum(own[name] for own in by_rank) / case.replicas for name in masters}
         for name, param in params.items():
             param.grad = grads[name].clone()
         norm = contract.global_norm(grads)
-        if clip:
+        if case.clip:
             torch.nn.utils.clip_grad_norm_(params.values(), contract.CLIP)
         optimizer.step()
         tolerance = 0.0 if exact else contract.FP32_TOLERANCE
         masters = {name: param.detach().clone() for name, param in params.items()}
         grad_bounds = {name: tolerance * size for name, size in sizes.items()}
         param_bounds = {name: tolerance * value.norm().item() for name, value in masters.items()}
-        run.append(
-            (
-                Expected(
-                    grads, norm, masters, grad_bounds, contract.FP32_TOLERANCE * norm, param_bounds
-                ),
-                loss,
-            )
-        )
+        norm_bound = contract.FP32_TOLERANCE * norm
+        expected = Expected(grads, norm, masters, grad_bounds, norm_bound, param_bounds)
+        run.append((expected, loss))
     return run
 
 
@@ -226,15 +183,14 @@ def half_step(
     scale = contract.LOSS_SCALE if precision == "fp16" else 1.0
     total = {name: torch.zeros_like(param, dtype=torch.float64) for name, param in params.items()}
     sizes, losses = dict.fromkeys(params, 0.0), []
-    for replica in range(case.replicas):
-        for micro in batch(case, step, replica):
-            chain.zero_grad()
-            losses.append(chain.backward(micro, case.accumulation, scale))
-            for name, value in _values(params).items():
-                part = value.double() / (scale * case.replicas)
-                total[name] += part
-                sizes[name] += part.norm().item()
-    grads, sizes = merged(total, case.tied), merged_sizes(sizes, case.tied)
+    for micro in global_batch(case, step):
+        chain.zero_grad()
+        losses.append(chain.backward(micro, case.accumulation, scale))
+        for name, value in _values(params).items():
+            part = value.double() / (scale * case.replicas)
+            total[name] += part
+            sizes[name] += part.norm().item()
+    grads, sizes = merged(total, case.tied), merged(sizes, case.tied)
     # As in `contract.reference`, and one addition more for the two uses of a shared weight.
     roundings = case.accumulation + case.replicas + 1 + case.tied
     # One stage that has both uses of a weight leaves that addition to autograd.

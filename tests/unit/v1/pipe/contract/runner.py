@@ -23,16 +23,11 @@ EVALUATED = 50  # the step whose data is evaluated
 def pipe_config(case: PipeCase) -> dict[str, Any]:
     """The case as a configuration."""
     config = config_of(case)
-    config["pipeline"] = {
-        "schedule": case.schedule,
-        "activation_checkpoint_interval": case.checkpoint,
-    }
+    plan = {"schedule": case.schedule, "activation_checkpoint_interval": case.checkpoint}
+    config["pipeline"] = plan
     if case.adaptive:
-        config["fp16"] = {
-            "enabled": True,
-            "loss_scale": 0,
-            "initial_scale_power": int(math.log2(contract.LOSS_SCALE)),
-        }
+        power = int(math.log2(contract.LOSS_SCALE))
+        config["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": power}
     return config
 
 
@@ -67,9 +62,8 @@ class PipeRun(Checks):
         self.pipe_case = case
         self.replica = module.grid.data_parallel_id
         optimizer = torch.optim.SGD(self.parameter_groups(), lr=contract.LEARNING_RATE)
-        self.engine, _, _, _ = deepspeed.initialize(
-            model=module, optimizer=optimizer, config=pipe_config(case)
-        )
+        config = pipe_config(case)
+        self.engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
         self.found: Tensors = {}
         self._observe_gradients()
 
@@ -79,9 +73,8 @@ class PipeRun(Checks):
 
     def train(self, step: int) -> torch.Tensor:
         """One step; returns the loss."""
-        loss: torch.Tensor = self.engine.train_batch(
-            iter(reference.batch(self.pipe_case, step, self.replica))
-        )
+        batch = reference.batch(self.pipe_case, step, self.replica)
+        loss: torch.Tensor = self.engine.train_batch(iter(batch))
         return loss
 
     def _observe_gradients(self) -> None:
@@ -115,9 +108,8 @@ class PipeRun(Checks):
                 with on_host():
                     self._compare_loss(step, float(found), loss)
                     self.compare_gradients(step, self.found, self._own(expected))
-                    self.compare_tensors(
-                        step, "parameter", masters, expected.params, expected.param_bounds
-                    )
+                    bounds = expected.param_bounds
+                    self.compare_tensors(step, "parameter", masters, expected.params, bounds)
                 self._check_model(step, masters)
             self._evaluate(masters)
         finally:
@@ -148,10 +140,13 @@ class PipeRun(Checks):
             if not torch.equal(self.model.get_parameter(name), before):
                 self.fail(step, f"frozen {name} changed")
         if self.engine.skipped_steps or self.engine.global_steps != step + 1:
-            self.fail(
-                step,
-                f"{self.engine.skipped_steps} of {self.engine.global_steps} steps were skipped",
-            )
+            counts = f"{self.engine.skipped_steps} of {self.engine.global_steps}"
+            self.fail(step, f"{counts} steps were skipped")
+
+    def check_unchanged(self, step: int, before: Tensors) -> None:
+        """No parameter is another one than `before`."""
+        after, bounds = self.everywhere(self.masters()), dict.fromkeys(before, 0.0)
+        self.compare_tensors(step, "parameter", after, before, bounds)
 
     def _evaluate(self, masters: Tensors) -> None:
         """`eval_batch` says the mean loss on all ranks and changes nothing."""
@@ -160,13 +155,7 @@ class PipeRun(Checks):
             wanted = reference.mean_loss(reference.half_chain(case, masters), case, EVALUATED)
         found = self.engine.eval_batch(iter(reference.batch(case, EVALUATED, self.replica)))
         self._compare_loss(EVALUATED, float(found), wanted)
-        self.compare_tensors(
-            EVALUATED,
-            "parameter",
-            self.everywhere(self.masters()),
-            masters,
-            dict.fromkeys(masters, 0.0),
-        )
+        self.check_unchanged(EVALUATED, masters)
 
 
 def leave_together() -> None:

@@ -14,9 +14,11 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_grad
 from unit.common import DistributedTest
+from unit.models import config_of
 from unit.v1.contract.matrix import all_pairs, of_world, pairs_of, pairwise
 from unit.v1.contract.reference import LEARNING_RATE, LOSS_SCALE, Tensors
 from unit.v1.contract.runner import run_cases
+from unit.v1.gathering import from_all_ranks
 from unit.v1.looping import each
 from unit.v1.pipe.contract import reference, runner
 from unit.v1.pipe.contract.cases import FACTORS, SHARES, PipeCase, pair_cases, product_cases
@@ -28,23 +30,15 @@ from unit.v1.pipe.contract.runner import PipeRun
 class TestPairs(DistributedTest):
     """All pairs of values; one launched world runs all of its configurations."""
 
+    world_size = [1, 2, 4]
     exec_timeout = 240
 
-    @pytest.mark.world_size(1)
-    def test_world_1(self) -> None:
+    def test(self) -> None:
         # Kills: what assumes a neighbour (a message to itself, chunks of one stage, a last stage
-        # that is not the first).
-        run_cases(of_world(pair_cases(), 1), PipeRun)
-
-    @pytest.mark.world_size(2)
-    def test_world_2(self) -> None:
-        # Kills: data ranks and stages mixed up, a loss divided twice or never, ties not summed.
-        run_cases(of_world(pair_cases(), 2), PipeRun)
-
-    @pytest.mark.world_size(4)
-    def test_world_4(self) -> None:
-        # Kills: what is right for a first and a last stage only; norms over one axis of the grid.
-        run_cases(of_world(pair_cases(), 4), PipeRun)
+        # that is not the first); data ranks and stages mixed up, a loss divided twice or never,
+        # ties not summed; what is right for a first and a last stage only; norms over one axis of
+        # the grid.
+        run_cases(of_world(pair_cases(), dist.get_world_size()), PipeRun)
 
 
 @pytest.mark.contract
@@ -57,8 +51,6 @@ class TestProduct(DistributedTest):
 
     def test(self, share: int) -> None:
         # Kills: what only three or more settings together bring out.
-        from deepspeed import comm as dist
-
         run_cases(of_world(product_cases(), dist.get_world_size())[share::SHARES], PipeRun)
 
 
@@ -70,55 +62,35 @@ def test_pairs_are_covered() -> None:
     assert {(case.pipe, case.replicas) for case in cases} == set(FACTORS["grid"])
     assert {(case.schedule, case.checkpoint) for case in cases} == set(FACTORS["plan"])
     assert {case.precision for case in cases} == {"fp32", "bf16", "bf16+fp32", "fp16"}
-    assert any(case.adaptive for case in cases) and any(
-        not case.adaptive and case.precision == "fp16" for case in cases
-    )
+    assert {case.adaptive for case in cases if case.precision == "fp16"} == {False, True}
     assert len({case.name for case in cases}) == len(cases) < 50
 
 
 def test_product_is_whole() -> None:
     # Kills: a product that drops a schedule, or turns that never bring a value to some schedule.
     cases = product_cases()
-    wanted = (
-        "pipe",
-        "world",
-        "schedule",
-        "precision",
-        "adaptive",
-        "stage",
-        "dynamic",
-        "tied",
-        "clip",
-    )
-    assert (
-        len({tuple(getattr(case, name) for name in wanted) for case in cases})
-        == len(cases)
-        == 5 * 3 * 5 * 2**4
-    )
+    wanted = "pipe world schedule precision adaptive stage dynamic tied clip".split()
+    combinations = {tuple(getattr(case, name) for name in wanted) for case in cases}
+    assert len(combinations) == len(cases) == 5 * 3 * 5 * 2**4
     turns = {(case.schedule, case.overlap, case.offload, case.accumulation) for case in cases}
-    assert turns == set(
-        itertools.product(
-            ("1f1b", "interleaved", "zero_bubble"), (True, False), (True, False), (1, 4, 7)
-        )
-    )
+    schedules = ("1f1b", "interleaved", "zero_bubble")
+    switches = (True, False)
+    assert turns == set(itertools.product(schedules, switches, switches, (1, 4, 7)))
 
 
 def test_two_uses_are_one_weight() -> None:
     # Kills: a reference that is wrong about ties. In double precision, against a weight that the
     # layers really share.
-    case = PipeCase(0, "fp32", 3, False, False, True, False, "huge", 1, tied=True)
+    case = PipeCase(0, "fp32", 3, tied=True)
     apart, shared = (reference.Chain(tied=True).double() for _ in range(2))
     shared.layers[-1].weight = shared.layers[0].weight  # type: ignore[union-attr]  # both are modules
     for chain in (apart, shared):
         for micro in reference.batch(case, 0, 0):
             chain.backward(micro, 3, 1.0)
-    total = reference.merged(
-        {name: param.grad for name, param in apart.trainable().items() if param.grad is not None},
-        True,
-    )
-    torch.testing.assert_close(
-        total[reference.SHARED], shared.layers[0].weight.grad, rtol=1e-12, atol=1e-15
-    )
+    named = apart.trainable().items()
+    grads = {name: param.grad for name, param in named if param.grad is not None}
+    total = reference.merged(grads, True)[reference.SHARED]
+    torch.testing.assert_close(total, shared.layers[0].weight.grad, rtol=1e-12, atol=1e-15)  # type: ignore[union-attr]  # as above
 
 
 STEPS = 2
@@ -128,22 +100,17 @@ TOLERANCE = 1e-6
 
 def whole_batch(step: int, accumulation: int) -> list[Micro]:
     """Micro-batches of an even number of rows: two of `micro_batch`, one after the other."""
-    pairs = [
-        [micro_batch(step, half, micro, 2, False) for half in range(2)]
-        for micro in range(accumulation)
-    ]
-    return [
-        Micro(
-            tuple(torch.cat(parts) for parts in zip(a.inputs, b.inputs, strict=True)),  # type: ignore[arg-type]
-            torch.cat((a.labels, b.labels)),
-        )
-        for a, b in pairs
-    ]
+    batch = []
+    for micro in range(accumulation):
+        one, other = (micro_batch(step, half, micro, 2, False) for half in range(2))
+        inputs = tuple(map(torch.cat, zip(one.inputs, other.inputs, strict=True)))
+        batch.append(Micro(inputs, torch.cat((one.labels, other.labels))))  # type: ignore[arg-type]
+    return batch
 
 
 def own_half(micro: Micro) -> Micro:
     """What this of two data-parallel ranks sees of it."""
-    half = slice(None, None, 2) if dist.get_rank() == 0 else slice(1, None, 2)
+    half = slice(dist.get_rank(), None, 2)
     return Micro((micro.inputs[0][half], micro.inputs[1][half]), micro.labels[half])
 
 
@@ -151,13 +118,9 @@ def plain_run(accumulation: int) -> list[tuple[float, Tensors, float, Tensors]]:
     """Loss, gradients, norm and parameters of each step of a data-parallel engine."""
     chain = Chain(tied=False)
     named = chain.trainable()
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 0.0,
-    }
+    config = config_of(0, 1, accumulation)
     optimizer = torch.optim.SGD(parameter_groups(named), lr=LEARNING_RATE)
-    engine, _, _, _ = deepspeed.initialize(model=chain, optimizer=optimizer, config=config)
+    engine = deepspeed.initialize(model=chain, optimizer=optimizer, config=config)[0]
     run = []
     for step in range(STEPS):
         total = torch.zeros(())
@@ -185,33 +148,18 @@ class TestTwoRanks(DistributedTest):
         # of a ragged last round.
         wanted = plain_run(accumulation)
         for schedule in ("1f1b", "interleaved", "zero_bubble"):
-            case = PipeCase(
-                0,
-                "fp32",
-                accumulation,
-                False,
-                False,
-                True,
-                False,
-                "huge",
-                2,
-                pipe=2,
-                schedule=schedule,
-            )
-            run = PipeRun(case)
+            keys = {"world": 2, "pipe": 2, "schedule": schedule}
+            run = PipeRun(PipeCase(0, "fp32", accumulation, **keys))
             for step, (loss, grads, norm, params) in enumerate(wanted):
                 found = run.engine.train_batch(iter(whole_batch(step, accumulation)))
                 assert abs(found.item() - loss) <= TOLERANCE * loss
                 assert abs(float(run.engine.get_global_grad_norm()) - norm) <= TOLERANCE * norm
-                bounds = {
-                    name: TOLERANCE * max(norm, value.norm().item())
-                    for name, value in params.items()
-                }
+                sizes = {name: max(norm, value.norm().item()) for name, value in params.items()}
+                bounds = {name: TOLERANCE * size for name, size in sizes.items()}
                 own = {name: value for name, value in grads.items() if name in run.params}
                 run.compare_tensors(step, "gradient", run.found, own, bounds)
-                run.compare_tensors(
-                    step, "parameter", run.everywhere(run.masters()), params, bounds
-                )
+                masters = run.everywhere(run.masters())
+                run.compare_tensors(step, "parameter", masters, params, bounds)
             run.engine.destroy()
             assert run.failures == []
 
@@ -239,12 +187,8 @@ class OverflowRun(PipeRun):
     def state(self) -> tuple[Any, ...]:
         """What all ranks must agree on."""
         engine = self.engine
-        return (
-            engine.skipped_steps,
-            engine.global_steps,
-            engine.was_step_applied(),
-            engine.optimizer.cur_scale,
-        )
+        steps = (engine.skipped_steps, engine.global_steps)
+        return (*steps, engine.was_step_applied(), engine.optimizer.cur_scale)
 
     def overflow(self, step: int, wanted: tuple[Any, ...]) -> None:
         """A step that changes the scale, and nothing else, on all ranks."""
@@ -252,13 +196,9 @@ class OverflowRun(PipeRun):
         self.is_infinite = True
         self.train(step)
         self.is_infinite = False
-        self.compare_tensors(
-            step, "parameter", self.everywhere(self.masters()), before, dict.fromkeys(before, 0.0)
-        )
-        if self.state() != wanted:
-            self.fail(
-                step, f"skipped steps, steps, applied and scale are {self.state()}, not {wanted}"
-            )
+        self.check_unchanged(step, before)
+        if (state := self.state()) != wanted:
+            self.fail(step, f"skipped steps, steps, applied and scale are {state}, not {wanted}")
 
     def check(self) -> None:
         """Overflow twice, then train; an AssertionError tells what any rank found."""
@@ -268,13 +208,11 @@ class OverflowRun(PipeRun):
         before = self.everywhere(self.masters())
         self.train(2)
         after = self.everywhere(self.masters())
-        if self.state() != (2, 3, True, scales[-1]) or all(
-            torch.equal(before[name], after[name]) for name in before
-        ):
+        trained = not all(torch.equal(before[name], after[name]) for name in before)
+        if self.state() != (2, 3, True, scales[-1]) or not trained:
             self.fail(2, f"the step after the skipped ones is not applied: {self.state()}")
         self.engine.destroy()
-        failures: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, self.failures)
+        failures = from_all_ranks(self.failures)
         assert not any(failures), failures
 
 
@@ -289,11 +227,8 @@ class TestFourRanks(DistributedTest):
         # on that stage only.
         monkeypatch.setattr(runner, "pipe_config", config_without_patience)
         pipe, zero, adaptive = settings
-        for stage, schedule in zip(
-            (0, pipe - 1, 1), ("1f1b", "interleaved", "zero_bubble"), strict=True
-        ):
-            case = PipeCase(
-                zero, "fp16", 3, True, False, True, False, "huge", 4,
-                pipe=pipe, schedule=schedule, tied=True, adaptive=adaptive,
-            )  # fmt: skip
+        schedules = ("1f1b", "interleaved", "zero_bubble")
+        for stage, schedule in zip((0, pipe - 1, 1), schedules, strict=True):
+            keys = {"world": 4, "pipe": pipe, "schedule": schedule, "adaptive": adaptive}
+            case = PipeCase(zero, "fp16", 3, True, tied=True, **keys)
             OverflowRun(case, stage).check()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from deepspeed.comm.parallel_map import ParallelMap
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.buffers import BatchOutputs, MicroBatches, PipeBuffer
@@ -31,15 +31,8 @@ from unit.v1.pipe.contract.runner import PipeRun, leave_together
 
 def case(stage: int, precision: str, clip: bool, schedule: str = "1f1b", **more: Any) -> PipeCase:
     """Two stages by two data-parallel ranks."""
-    values = {
-        "overlap": False,
-        "reduce_scatter": True,
-        "offload": False,
-        "bucket": "huge",
-        "accumulation": 4,
-        **more,
-    }
-    return PipeCase(stage, precision, clip=clip, world=4, pipe=2, schedule=schedule, **values)
+    values = {"accumulation": 4, "clip": clip, "world": 4, "pipe": 2, **more}
+    return PipeCase(stage, precision, schedule=schedule, **values)
 
 
 PLAIN = case(0, "fp32", False)
@@ -50,78 +43,82 @@ ACCUMULATOR = case(0, "bf16+fp32", True)
 ZERO_BUBBLE = case(0, "fp32", False, "zero_bubble")
 INTERLEAVED = case(0, "fp32", False, "interleaved", accumulation=7)
 
-
-def instead(
-    patch: pytest.MonkeyPatch, kind: type[schedule.PipeInstruction], execute: Callable[..., None]
-) -> None:
-    """Execute an instruction otherwise; `execute` gets what is executed now."""
-    original = PipelineEngine._INSTRUCTION_MAP[kind]
-
-    def replaced(self: PipelineEngine, **kwargs: Any) -> None:
-        execute(original, self, **kwargs)
-
-    patch.setitem(PipelineEngine._INSTRUCTION_MAP, kind, replaced)
+Execute = Callable[..., Any]
 
 
-def sum_over_micro_batches(patch: pytest.MonkeyPatch) -> None:
+def around(owner: type, name: str) -> Callable[[Execute], Mutation]:
+    """A mutation of a method: the decorated function gets the original, then its arguments."""
+
+    def decorate(execute: Execute) -> Mutation:
+        @functools.wraps(execute)
+        def mutate(patch: pytest.MonkeyPatch) -> None:
+            original = getattr(owner, name)
+            patch.setattr(owner, name, lambda *args: execute(original, *args))
+
+        return mutate
+
+    return decorate
+
+
+def instead(kind: type[schedule.PipeInstruction]) -> Callable[[Execute], Mutation]:
+    """A mutation of an instruction: the decorated function gets what is executed now, the engine
+    and the instruction's arguments.
+    """
+
+    def decorate(execute: Execute) -> Mutation:
+        @functools.wraps(execute)
+        def mutate(patch: pytest.MonkeyPatch) -> None:
+            run = PipelineEngine._INSTRUCTION_MAP[kind]
+
+            def changed(self: PipelineEngine, **how: Any) -> None:
+                execute(run, self, **how)
+
+            patch.setitem(PipelineEngine._INSTRUCTION_MAP, kind, changed)
+
+        return mutate
+
+    return decorate
+
+
+@around(PipelineEngine, "_backward_roots")
+def sum_over_micro_batches(original: Execute, self: PipelineEngine, *where: Any) -> list[Any]:
     """The loss is divided by nothing."""
-    original = PipelineEngine._backward_roots
-
-    def roots(
-        self: PipelineEngine, buffer: PipeBuffer, micro_batch: int, chunk: int
-    ) -> list[torch.Tensor | None]:
-        grads = original(self, buffer, micro_batch, chunk)
-        return [grad * self.micro_batches for grad in grads] if self._is_last_part(chunk) else grads  # type: ignore[operator]
-
-    patch.setattr(PipelineEngine, "_backward_roots", roots)
+    grads, chunk = original(self, *where), where[-1]
+    return [grad * self.micro_batches for grad in grads] if self._is_last_part(chunk) else grads
 
 
-def divide_on_every_stage(patch: pytest.MonkeyPatch) -> None:
+@around(PipeBuffer, "input_grads")
+def divide_on_every_stage(original: Execute, self: PipeBuffer) -> tuple[torch.Tensor, ...]:
     """Each stage divides what it hands back by the micro-batches."""
-    original = PipeBuffer.input_grads
-    patch.setattr(
-        PipeBuffer, "input_grads", lambda self: tuple(grad / 4 for grad in original(self))
-    )
+    return tuple(grad / 4 for grad in original(self))
 
 
-def leave_ties_apart(patch: pytest.MonkeyPatch) -> None:
+@instead(schedule.ReduceTiedGrads)
+def leave_ties_apart(original: Execute, self: PipelineEngine) -> None:
     """The gradient of a shared weight stays what each stage has of it."""
-    instead(patch, schedule.ReduceTiedGrads, lambda original, self: None)
 
 
-def reduce_ties_twice(patch: pytest.MonkeyPatch) -> None:
-    """And again."""
-
-    def twice(original: Callable[..., None], self: PipelineEngine) -> None:
-        original(self)
-        original(self)
-
-    instead(patch, schedule.ReduceTiedGrads, twice)
+@instead(schedule.ReduceTiedGrads)
+def reduce_ties_twice(original: Execute, self: PipelineEngine) -> None:
+    original(self)
+    original(self)
 
 
 def reduce_ties_late(patch: pytest.MonkeyPatch) -> None:
     """After the reduction over data-parallel ranks has taken what it needs."""
-    instead(patch, schedule.ReduceTiedGrads, lambda original, self: None)
-    tied = PipelineEngine._exec_reduce_tied_grads
-
-    def reduce_then_tie(original: Callable[..., None], self: PipelineEngine) -> None:
-        original(self)
-        tied(self)
-
-    instead(patch, schedule.ReduceGrads, reduce_then_tie)
+    instructions = PipelineEngine._INSTRUCTION_MAP
+    tie, reduce = instructions[schedule.ReduceTiedGrads], instructions[schedule.ReduceGrads]
+    patch.setitem(instructions, schedule.ReduceTiedGrads, lambda self: None)
+    patch.setitem(instructions, schedule.ReduceGrads, lambda self: (reduce(self), tie(self)))
 
 
-def count_every_copy(patch: pytest.MonkeyPatch) -> None:
+@around(PipelineModule, "_make_equal")
+def count_every_copy(original: Execute, self: Any, key: str, comm: Any, owner: int) -> None:
     """Each stage's copy of a shared weight counts in the norm."""
-    original = PipelineModule._make_equal
-
-    def make_equal(self: PipelineModule, key: str, comm: dict[str, Any], owner: int) -> None:
-        original(self, key, comm, owner)
-        for param in comm["module"].parameters():
-            if hasattr(param, PIPE_REPLICATED):
-                delattr(param, PIPE_REPLICATED)
-
-    patch.setattr(PipelineModule, "_make_equal", make_equal)
+    original(self, key, comm, owner)
+    for param in comm["module"].parameters():
+        if hasattr(param, PIPE_REPLICATED):
+            delattr(param, PIPE_REPLICATED)
 
 
 def norm_over_data_ranks(patch: pytest.MonkeyPatch) -> None:
@@ -129,79 +126,53 @@ def norm_over_data_ranks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ModelRanks, "norm_group", property(lambda self: self.replicas))
 
 
-def average_over_the_world(patch: pytest.MonkeyPatch) -> None:
+@around(ModelRanks, "of")
+def average_over_the_world(original: Execute, *of: Any) -> ModelRanks:
     """Gradients are divided by all ranks, stages included."""
-    original = ModelRanks.of.__func__  # type: ignore[attr-defined]  # a class method's function
-
-    def of(cls: type[ModelRanks], model: torch.nn.Module, parallel_map: ParallelMap) -> ModelRanks:
-        ranks: ModelRanks = original(cls, model, parallel_map)
-        return dataclasses.replace(ranks, num_replicas=4)
-
-    patch.setattr(ModelRanks, "of", classmethod(of))
+    return dataclasses.replace(original(*of), num_replicas=4)
 
 
-def skip_the_last_micro_batch(patch: pytest.MonkeyPatch) -> None:
+@around(PipelineEngine, "_backward_roots")
+def skip_the_last_micro_batch(
+    original: Execute, self: PipelineEngine, buffer: PipeBuffer, micro_batch: int, chunk: int
+) -> list[torch.Tensor | None]:
     """The loss of the last one is left out of backward."""
-    original = PipelineEngine._backward_roots
-
-    def roots(
-        self: PipelineEngine, buffer: PipeBuffer, micro_batch: int, chunk: int
-    ) -> list[torch.Tensor | None]:
-        grads = original(self, buffer, micro_batch, chunk)
-        is_last = micro_batch == self.micro_batches - 1 and self._is_last_part(chunk)
-        return [torch.zeros_like(grad) for grad in grads if grad is not None] if is_last else grads
-
-    patch.setattr(PipelineEngine, "_backward_roots", roots)
+    grads = original(self, buffer, micro_batch, chunk)
+    is_last = micro_batch == self.micro_batches - 1 and self._is_last_part(chunk)
+    return [torch.zeros_like(grad) for grad in grads if grad is not None] if is_last else grads
 
 
-def skip_the_last_weights(patch: pytest.MonkeyPatch) -> None:
+@instead(schedule.BackwardWeightPass)
+def skip_the_last_weights(original: Execute, self: PipelineEngine, **kwargs: Any) -> None:
     """Zero bubble: the last weight pass is forgotten."""
-
-    def all_but_the_last(
-        original: Callable[..., None], self: PipelineEngine, **kwargs: Any
-    ) -> None:
-        if kwargs["micro_batch"] == self.micro_batches - 1:
-            self.pipe_buffers[kwargs["buffer_id"]].split = None
-        original(self, **kwargs)
-
-    instead(patch, schedule.BackwardWeightPass, all_but_the_last)
+    if kwargs["micro_batch"] == self.micro_batches - 1:
+        self.pipe_buffers[kwargs["buffer_id"]].split = None
+    original(self, **kwargs)
 
 
-def receive_in_half(patch: pytest.MonkeyPatch) -> None:
+@around(Channel, "recv")
+def receive_in_half(original: Execute, self: Channel) -> Any:
     """A buffer of bf16 for activations of fp32 (upstream's other way round)."""
-    original = Channel.recv
 
-    def recv(self: Channel) -> Any:
-        def rounded(tensor: torch.Tensor) -> torch.Tensor:
-            half = (
-                tensor.detach().bfloat16().to(tensor.dtype)
-                if tensor.is_floating_point()
-                else tensor
-            )
-            return half.requires_grad_(tensor.requires_grad)
+    def rounded(tensor: torch.Tensor) -> torch.Tensor:
+        half = tensor.detach()
+        half = half.bfloat16().to(tensor.dtype) if tensor.is_floating_point() else half
+        return half.requires_grad_(tensor.requires_grad)
 
-        return torch.utils._pytree.tree_map_only(torch.Tensor, rounded, original(self))
-
-    patch.setattr(Channel, "recv", recv)
+    return torch.utils._pytree.tree_map_only(torch.Tensor, rounded, original(self))
 
 
-def sum_of_data_ranks_losses(patch: pytest.MonkeyPatch) -> None:
+@around(BatchOutputs, "mean_loss")
+def sum_of_data_ranks_losses(original: Execute, self: BatchOutputs, count: int) -> Any:
     """The mean loss is over micro-batches only."""
-    original = BatchOutputs.mean_loss
-    patch.setattr(
-        BatchOutputs, "mean_loss", lambda self, micro_batches: original(self, micro_batches) * 2
-    )
+    return original(self, count) * 2
 
 
-def labels_of_the_one_before(patch: pytest.MonkeyPatch) -> None:
+@around(MicroBatches, "next")
+def labels_of_the_one_before(original: Execute, self: MicroBatches) -> tuple[Any, Any]:
     """First and last stage read in another order."""
-    original = MicroBatches.next
-
-    def next_batch(self: MicroBatches) -> tuple[Any, Any]:
-        inputs, labels = original(self)
-        return inputs, labels.roll(1)
-
-    patch.setattr(MicroBatches, "next", next_batch)
+    inputs, labels = original(self)
+    return inputs, labels.roll(1)
 
 
 MUTATIONS: list[tuple[Mutation, Sequence[PipeCase]]] = [
@@ -227,25 +198,17 @@ MUTATIONS: list[tuple[Mutation, Sequence[PipeCase]]] = [
 ]
 
 
-def let_go_when_sent(patch: pytest.MonkeyPatch) -> None:
+@instead(schedule.SendActivation)
+def let_go_when_sent(original: Execute, self: PipelineEngine, **kwargs: Any) -> None:
     """A buffer is released as soon as its activations have been sent."""
-
-    def send_and_release(
-        original: Callable[..., None], self: PipelineEngine, **kwargs: Any
-    ) -> None:
-        original(self, **kwargs)
-        self.pipe_buffers[kwargs["buffer_id"]].release()
-
-    instead(patch, schedule.SendActivation, send_and_release)
+    original(self, **kwargs)
+    self.pipe_buffers[kwargs["buffer_id"]].release()
 
 
-def one_buffer_for_all(patch: pytest.MonkeyPatch) -> None:
+@around(PipelineEngine, "_reserve_pipe_buffers")
+def one_buffer_for_all(original: Execute, self: PipelineEngine, num_buffers: int) -> None:
     """The next micro-batch takes the buffer of one whose backward is to come."""
-
-    def reserve(self: PipelineEngine, num_buffers: int) -> None:
-        self.pipe_buffers = [PipeBuffer()] * num_buffers
-
-    patch.setattr(PipelineEngine, "_reserve_pipe_buffers", reserve)
+    self.pipe_buffers = [PipeBuffer()] * num_buffers
 
 
 class TestContractBites(DistributedTest):

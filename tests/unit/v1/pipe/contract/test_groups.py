@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.comm.watch import intent, observation
+from deepspeed.comm.watch import intent
 from deepspeed.comm.watch.observation import CollectiveCall, group_size
 from deepspeed.runtime.optimizers.master_weights import MasterWeights
 from deepspeed.runtime.optimizers.replicated_optimizer import ModelParameters
@@ -17,6 +16,7 @@ from deepspeed.runtime.pipe.messages.failure import PipelinePeerError
 from deepspeed.runtime.zero.stage_1_and_2 import ZeroMasters
 from unit.common import DistributedTest
 from unit.v1.contract.runner import run_cases
+from unit.v1.gathering import noted
 from unit.v1.pipe.contract.cases import PipeCase
 from unit.v1.pipe.contract.runner import PipeRun, leave_together
 
@@ -31,19 +31,13 @@ SPLITS: dict[tuple[int, ...], tuple[int, ...]] = {
 SMALL = 4
 
 
-class SmallReductions:
-    """Observes the shapes of all small reductions, and of all reductions over the whole world."""
-
-    def __init__(self) -> None:
-        self.shapes: list[tuple[int, ...]] = []
-
-    def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
-        """See `CollectiveObserver`."""
-        if call.name in ("all_reduce", "reduce"):
-            tensor = call.argument("tensor")
-            if tensor.numel() <= SMALL or group_size(call.group) == dist.get_world_size():
-                self.shapes.append(tuple(tensor.shape))
-        return proceed()
+def small_reductions(call: CollectiveCall) -> list[tuple[int, ...]]:
+    """Shapes of all small reductions, and of all reductions over the whole world."""
+    if call.name not in ("all_reduce", "reduce"):
+        return []
+    tensor = call.argument("tensor")
+    counts = tensor.numel() <= SMALL or group_size(call.group) == dist.get_world_size()
+    return [tuple(tensor.shape)] if counts else []
 
 
 class GroupsRun(PipeRun):
@@ -51,48 +45,32 @@ class GroupsRun(PipeRun):
 
     steps = 3
 
-    def __init__(self, case: PipeCase) -> None:
-        self.reductions = SmallReductions()
-        super().__init__(case)
-
     def parameter_groups(self) -> list[dict[str, Any]]:
         """See `SPLITS`."""
         counts = SPLITS[self.pipe_case.parts]
         stage = self.model.stage_id
         matrices = [param for param in self.params.values() if param.dim() >= 2]
         vectors = [param for param in self.params.values() if param.dim() < 2]
-        empty = (
-            {"params": []}
-            if self.case.stage
-            else {"params": [p for p in self.model.parameters() if not p.requires_grad]}
-        )
+        frozen = [param for param in self.model.parameters() if not param.requires_grad]
+        empty = {"params": [] if self.case.stage else frozen}
         decayed = {"params": matrices, "weight_decay": 0.1}
         rest = {"params": vectors, "weight_decay": 0.0}
         if counts[stage] == 1:
             return [decayed if matrices else empty]
         first, others = {**decayed, "params": matrices[:1]}, {**decayed, "params": matrices[1:]}
-        return {
-            2: [decayed, rest],
-            3: [first, others, rest],
-            4: [first, others, {"params": []}, rest],
-        }[counts[stage]]
+        last = {4: [{"params": []}, rest], 3: [rest]}
+        return [decayed, rest] if counts[stage] == 2 else [first, others, *last[counts[stage]]]
 
     def train(self, step: int) -> torch.Tensor:
         """One step; norm and mean loss are all that ranks tell each other in few numbers."""
-        observation.add_observer(self.reductions)
-        self.reductions.shapes.clear()
-        try:
+        with noted(small_reductions) as shapes:
             loss = super().train(step)
-        finally:
-            observation.remove_observer(self.reductions)
-        wanted = [(max(SPLITS[self.pipe_case.parts]),), ()]
-        if self.reductions.shapes != wanted:
-            self.fail(step, f"reductions of {self.reductions.shapes} elements, not of {wanted}")
+        count = max(SPLITS[self.pipe_case.parts])
+        if shapes != [(count,), ()]:
+            self.fail(step, f"reductions of {shapes} elements, not of {[(count,), ()]}")
         norms, norm = self.engine.get_group_grad_norms(), float(self.engine.get_global_grad_norm())
-        if (
-            len(norms) != wanted[0][0]
-            or not abs(sum(n * n for n in norms) - norm * norm) <= 1e-5 * norm * norm
-        ):
+        squares = sum(norm * norm for norm in norms)
+        if len(norms) != count or not abs(squares - norm * norm) <= 1e-5 * norm * norm:
             self.fail(step, f"norms {norms} of the groups do not make up the norm {norm}")
         return loss
 
@@ -101,10 +79,8 @@ def case(
     parts: tuple[int, ...], world: int, stage: int, precision: str, clip: bool, **more: Any
 ) -> PipeCase:
     """Two micro-batches on the stages of `SPLITS`."""
-    values = {"overlap": False, "offload": False, "bucket": "huge", "reduce_scatter": True, **more}
-    return PipeCase(
-        stage, precision, 2, clip, world=world, pipe=len(parts) - 1, parts=parts, **values
-    )
+    keys = {"world": world, "pipe": len(parts) - 1, "parts": parts, **more}
+    return PipeCase(stage, precision, 2, clip, **keys)
 
 
 CASES = {
@@ -144,10 +120,8 @@ class TestTwoStages(DistributedTest):
         monkeypatch.setattr(ZeroMasters, "scaled_global_norm", reduce_per_group)
         run = GroupsRun(case((0, 9, 10), 2, stage, "fp32", False))
         intent.enable(timeout_s=5.0)
-        with pytest.raises(
-            (intent.CollectiveMismatchError, PipelinePeerError),
-            match=r"(?s)all_reduce.*reduce_per_group",
-        ):
+        refused = (intent.CollectiveMismatchError, PipelinePeerError)
+        with pytest.raises(refused, match=r"(?s)all_reduce.*reduce_per_group"):
             run.train(0)
         intent.disable()
         leave_together()

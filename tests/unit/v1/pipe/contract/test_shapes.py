@@ -13,6 +13,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.messages.channel import Channel
 from deepspeed.runtime.pipe.messages.failure import PipelinePeerError
 from unit.common import DistributedTest
+from unit.models import config_of, sgd
+from unit.one_process import OneProcess
 from unit.v1.looping import each
 from unit.v1.pipe.contract.runner import leave_together
 
@@ -48,7 +50,6 @@ class Mix(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """One step."""
         hidden, mask, positions, bias, nothing, factor = inputs
         mixed = self.linear(hidden).tanh() * mask[..., None] + 0.01 * positions.float()[:, None]
         if bias is not None:
@@ -63,12 +64,10 @@ class Grow(Mix):
     grown = False
 
     def forward(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """One step."""
         hidden, mask, positions, bias, nothing, factor = super().forward(inputs)
         if self.grown:
-            hidden, mask, bias = (
-                torch.cat((tensor, tensor[:1])) for tensor in (hidden, mask, bias)
-            )
+            grown = [torch.cat((tensor, tensor[:1])) for tensor in (hidden, mask, bias)]
+            hidden, mask, bias = grown
         return hidden, mask, positions, bias, nothing, factor
 
 
@@ -88,21 +87,17 @@ def micro_batch(seed: int, rows: int, columns: int, varied: bool) -> Micro:
     """Random values; with `varied`, random dtypes, None and empty shapes too."""
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
-    integers = (
-        draw.choice((torch.int64, torch.int32, torch.int16, torch.uint8)) if varied else torch.int64
-    )
-    floats = (
-        draw.choice((torch.float32, torch.float64, torch.bfloat16, torch.float16, None))
-        if varied
-        else torch.float32
-    )
-    empty = torch.empty(draw.choice(((0,), (0, 3), (4, 0, 2))) if varied else (0,), dtype=integers)
+    integers, floats, empty = torch.int64, torch.float32, (0,)
+    if varied:
+        integers = draw.choice((torch.int64, torch.int32, torch.int16, torch.uint8))
+        kinds = (torch.float32, torch.float64, torch.bfloat16, torch.float16, None)
+        floats, empty = draw.choice(kinds), draw.choice(((0,), (0, 3), (4, 0, 2)))
     carried = Carried(
         torch.randn(rows, columns, WIDTH, generator=generator),
         torch.rand(rows, columns, generator=generator) < 0.7,
         torch.arange(columns, dtype=integers),
         None if floats is None else torch.randn(rows, generator=generator).to(floats),
-        empty,
+        torch.empty(empty, dtype=integers),
         draw.choice((0.5, 2)) if varied else 1,
     )
     return tuple(carried), torch.randn(rows, WIDTH, generator=generator)
@@ -122,27 +117,22 @@ def fixed_batch(step: int, rows: int) -> list[Micro]:
     return [micro_batch(1_000 * step + m, rows, 4, False) for m in range(MICRO_BATCHES)]
 
 
-class SerialModel:
-    """The same training in plain torch, on one process."""
+def loss_of_micro(model: nn.Module, micro: Micro) -> torch.Tensor:
+    """In one process."""
+    inputs, labels = micro
+    return loss_of(model(inputs), labels)
+
+
+class Serial(OneProcess):
+    """The same training on one process."""
 
     def __init__(self) -> None:
-        self.layers = nn.Sequential(*make_layers())
-        self.optimizer = torch.optim.SGD(self.layers.parameters(), lr=LEARNING_RATE)
-
-    def train(self, batch: list[Micro]) -> float:
-        """One step; returns the mean loss."""
-        self.optimizer.zero_grad()
-        losses = [loss_of(self.layers(inputs), labels) / len(batch) for inputs, labels in batch]
-        torch.stack(losses).sum().backward()
-        self.optimizer.step()
-        return sum(loss.item() for loss in losses)
+        super().__init__(nn.Sequential(*make_layers()), LEARNING_RATE, loss_of_micro)
 
     @torch.no_grad()
     def evaluate(self, batch: list[Micro]) -> float:
         """The mean loss."""
-        return sum(loss_of(self.layers(inputs), labels).item() for inputs, labels in batch) / len(
-            batch
-        )
+        return sum(self.loss(self.model, micro).item() for micro in batch) / len(batch)
 
 
 def make_engine(stages: int, schedule: str, dynamic: bool) -> PipelineEngine:
@@ -155,13 +145,8 @@ def make_engine(stages: int, schedule: str, dynamic: bool) -> PipelineEngine:
         dynamic_shape=dynamic,
         num_model_chunks=2 if schedule == "interleaved" else 1,
     )
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "gradient_clipping": 0.0,
-        "pipeline": {"schedule": schedule},
-        "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}},
-    }
+    keys = {"pipeline": {"schedule": schedule}, "optimizer": sgd(LEARNING_RATE)}
+    config = config_of(0, 1, MICRO_BATCHES, **keys)
     engine: PipelineEngine = deepspeed.initialize(model=module, config=config)[0]
     return engine
 
@@ -172,33 +157,18 @@ def check_loss(found: torch.Tensor, wanted: float, what: str) -> None:
         raise AssertionError(f"{what}: loss {found.item()!r} is not {wanted!r}")
 
 
-def check_parameters(engine: PipelineEngine, serial: SerialModel) -> None:
+def check_parameters(engine: PipelineEngine, serial: Serial) -> None:
     """Errors of rounding do not grow here: the layers contract."""
-    wanted = dict(serial.layers.named_parameters())
+    wanted = serial.params()
     for name, param in engine.module.named_parameters():
         torch.testing.assert_close(param, wanted[name], rtol=1e-5, atol=1e-6)
 
 
-def descriptions(engine: PipelineEngine) -> list[tuple[int, int]]:
-    """Messages and descriptions among them, of this rank's ends of activations."""
-    ends = [
-        channel
-        for chunk in engine.channels.chunks
-        for channel in (chunk.activations_in, chunk.activations_out)
-    ]
-    return [
-        (channel.messages, channel.metadata_messages) for channel in ends if channel is not None
-    ]
-
-
-def gradient_channels(engine: PipelineEngine) -> list[Channel]:
-    """This rank's ends of gradients."""
-    ends = [
-        channel
-        for chunk in engine.channels.chunks
-        for channel in (chunk.gradients_in, chunk.gradients_out)
-    ]
-    return [channel for channel in ends if channel is not None]
+def descriptions(engine: PipelineEngine, kind: str = "activations") -> set[tuple[int, int]]:
+    """Messages and descriptions among them, of this rank's ends of activations or gradients."""
+    ways = [f"{kind}_in", f"{kind}_out"]
+    ends = [getattr(chunk, way) for chunk in engine.channels.chunks for way in ways]
+    return {(end.messages, end.metadata_messages) for end in ends if end is not None}
 
 
 class Shapes(DistributedTest):
@@ -210,52 +180,44 @@ class Shapes(DistributedTest):
     def test_every_micro_batch_looks_different(self, schedule: str) -> None:
         # Kills: a shape, dtype, None or flag of another micro-batch; a wait for what is not sent; a
         # description too few or many.
-        engine, serial = make_engine(self.world_size, schedule, dynamic=True), SerialModel()  # type: ignore[arg-type]  # one number
+        engine, serial = make_engine(self.world_size, schedule, dynamic=True), Serial()  # type: ignore[arg-type]  # one number
         for step in range(STEPS):
             batch = random_batch(step)
-            wanted = serial.train(batch)
+            wanted = serial.step(batch)
             check_loss(engine.train_batch(iter(batch)), wanted, f"step {step}")
             if step % EVALUATED_EVERY == EVALUATED_EVERY - 1:
-                check_loss(
-                    engine.eval_batch(iter(random_batch(1_000 + step))),
-                    serial.evaluate(random_batch(1_000 + step)),
-                    "eval",
-                )
+                evaluated = random_batch(1_000 + step)
+                found = engine.eval_batch(iter(evaluated))
+                check_loss(found, serial.evaluate(evaluated), "eval")
         check_parameters(engine, serial)
         count = (STEPS + STEPS // EVALUATED_EVERY) * MICRO_BATCHES
-        assert set(descriptions(engine)) == {(count, count)}
-        assert {(end.messages, end.metadata_messages) for end in gradient_channels(engine)} == {
-            (STEPS * MICRO_BATCHES, 0)
-        }
+        assert descriptions(engine) == {(count, count)}
+        assert descriptions(engine, "gradients") == {(STEPS * MICRO_BATCHES, 0)}
         engine.destroy()
 
     @each(schedule=SCHEDULES)
     def test_one_shape_is_described_once(self, schedule: str) -> None:
         # Kills: a description per message or batch; shapes of one batch that outlive
         # `reset_activation_shape` or an evaluation.
-        engine, serial = make_engine(self.world_size, schedule, dynamic=False), SerialModel()  # type: ignore[arg-type]  # one number
+        engine, serial = make_engine(self.world_size, schedule, dynamic=False), Serial()  # type: ignore[arg-type]  # one number
         wanted_descriptions = 0
-        for step, (rows, resets) in enumerate(
-            ((3, False), (3, False), (5, True), (5, False), (2, True))
-        ):
+        rows_and_resets = ((3, False), (3, False), (5, True), (5, False), (2, True))
+        for step, (rows, resets) in enumerate(rows_and_resets):
             if resets:
                 engine.reset_activation_shape()
             wanted_descriptions += resets or step == 0
             batch = fixed_batch(step, rows)
-            wanted = serial.train(batch)
+            wanted = serial.step(batch)
             check_loss(engine.train_batch(iter(batch)), wanted, f"step {step}")
-        assert set(descriptions(engine)) == {(5 * MICRO_BATCHES, wanted_descriptions)}
+        assert descriptions(engine) == {(5 * MICRO_BATCHES, wanted_descriptions)}
         evaluated = fixed_batch(90, 7)
-        check_loss(
-            engine.eval_batch(iter(evaluated)),
-            serial.evaluate(evaluated),
-            "evaluation of another shape",
-        )
+        found = engine.eval_batch(iter(evaluated))
+        check_loss(found, serial.evaluate(evaluated), "evaluation of another shape")
         batch = fixed_batch(6, 2)
-        wanted = serial.train(batch)
+        wanted = serial.step(batch)
         check_loss(engine.train_batch(iter(batch)), wanted, "after evaluation")
         check_parameters(engine, serial)
-        assert set(descriptions(engine)) == {(7 * MICRO_BATCHES, wanted_descriptions + 2)}
+        assert descriptions(engine) == {(7 * MICRO_BATCHES, wanted_descriptions + 2)}
         engine.destroy()
 
 
