@@ -33,33 +33,20 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma": {**_GROUPED, "head_dim": 8, "tie_word_embeddings": True},
     "gpt2": {
         **_OWN_NAMES,
-        "n_embd": 16,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 16,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "resid_pdrop": 0.0,
+        **{"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16},
+        **{"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
     },
     "gpt_neox": {**_COMMON, "hidden_dropout": 0.0, "attention_dropout": 0.0},
     "bloom": {**_OWN_NAMES, "hidden_size": 16, "n_layer": 2, "n_head": 4},
     "opt": {**_COMMON, "ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0},
     "falcon": {
-        **_COMMON,
-        "num_kv_heads": 2,
-        "new_decoder_architecture": True,
-        "attention_dropout": 0.0,
+        **{**_COMMON, "num_kv_heads": 2},
+        **{"new_decoder_architecture": True, "attention_dropout": 0.0},
     },
     "t5": {
         **_OWN_NAMES,
-        "d_model": 16,
-        "d_kv": 4,
-        "d_ff": 24,
-        "num_layers": 2,
-        "num_heads": 4,
-        "dropout_rate": 0.0,
-        "feed_forward_proj": "gated-gelu",
-        "decoder_start_token_id": 0,
+        **{"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4},
+        **{"dropout_rate": 0.0, "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0},
     },
 }
 """`model_type` -> configuration."""
@@ -74,30 +61,23 @@ PLANNED: dict[str, dict[str, Any]] = {
 """The same of types that only their own `tp_plan` knows."""
 
 
-def config_of(name: str, **more: Any) -> Any:
-    transformers = __import__("transformers")
-    return transformers.AutoConfig.for_model(name, **{**(ARCHITECTURES | PLANNED)[name], **more})
-
-
 def model_of(name: str, **more: Any) -> Any:
     """A model in training mode, of random weights of a size that makes gradients visible."""
     transformers = __import__("transformers")
-    config = config_of(name, **more)
+    keys = {**(ARCHITECTURES | PLANNED)[name], **more}
+    config = transformers.AutoConfig.for_model(name, **keys)
     kind = "AutoModelForSeq2SeqLM" if name == "t5" else "AutoModelForCausalLM"
     model = getattr(transformers, kind).from_config(config, attn_implementation="eager")
     for param in model.parameters():
-        if param.dim() > 1:
-            torch.nn.init.normal_(param, std=0.2)
-        else:
-            torch.nn.init.normal_(param, mean=float(param.detach().mean().round()), std=0.1)
+        mean, std = (0.0, 0.2) if param.dim() > 1 else (float(param.detach().mean().round()), 0.1)
+        torch.nn.init.normal_(param, mean, std)
     return model.train()
 
 
-def batch_of(name: str, samples: int, seed: int) -> dict[str, torch.Tensor]:
+def batch_of(samples: int, seed: int) -> dict[str, torch.Tensor]:
     """Arguments of a model; no token is padding."""
     generator = torch.Generator().manual_seed(100 + seed)
-    ids = torch.randint(3, VOCABULARY, (samples, LENGTH), generator=generator)
-    labels = torch.randint(3, VOCABULARY, (samples, LENGTH), generator=generator)
+    ids, labels = torch.randint(3, VOCABULARY, (2, samples, LENGTH), generator=generator)
     return {"input_ids": ids, "labels": labels}
 
 
@@ -117,14 +97,18 @@ class Attention(nn.Module):
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         count, length = value.shape[:2]
-        query = self.q_proj(value).view(count, length, self.num_heads, -1).transpose(1, 2)
-        key = self.k_proj(value).view(count, length, self.num_kv_heads, -1).transpose(1, 2)
-        given = self.v_proj(value).view(count, length, self.num_kv_heads, -1).transpose(1, 2)
+        query, key, given = (
+            project(value).view(count, length, number, -1).transpose(1, 2)
+            for project, number in (
+                (self.q_proj, self.num_heads),
+                (self.k_proj, self.num_kv_heads),
+                (self.v_proj, self.num_kv_heads),
+            )
+        )
         groups = self.num_heads // self.num_kv_heads
         key, given = key.repeat_interleave(groups, 1), given.repeat_interleave(groups, 1)
         seen = F.scaled_dot_product_attention(query, key, given, is_causal=True)
-        result: torch.Tensor = self.o_proj(seen.transpose(1, 2).reshape(count, length, -1))
-        return result
+        return self.o_proj(seen.transpose(1, 2).reshape(count, length, -1))
 
 
 class Mlp(nn.Module):
@@ -134,8 +118,7 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(width, WIDTH)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.fc2(torch.tanh(self.fc1(value)))
-        return result
+        return self.fc2(torch.tanh(self.fc1(value)))
 
 
 class Block(nn.Module):
@@ -147,8 +130,7 @@ class Block(nn.Module):
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         value = value + self.attention(self.norm(value))
-        result: torch.Tensor = value + self.mlp(value)
-        return result
+        return value + self.mlp(value)
 
 
 class PlainDecoder(nn.Module):

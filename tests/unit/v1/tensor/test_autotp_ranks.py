@@ -15,13 +15,24 @@ from deepspeed.module_inject import LinearAllreduce, LinearLayer
 from deepspeed.module_inject.layers import GatherReplacedLayerParams
 from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.runtime.sharding.model_ranks import is_model_parallel_parameter
+from deepspeed.utils import safe_get_full_grad
 from deepspeed.utils.exceptions import MisuseError
 from deepspeed.verify import check_budgets, check_streams
 from unit.common import DistributedTest
+from unit.models import drawn, seeded
+from unit.one_process import train
 from unit.v1.looping import each
 from unit.v1.tensor.architectures import PlainDecoder, batch_of, model_of
 from unit.v1.tensor.megatron import Mpu
-from unit.v1.tensor.test_autotp import assert_close, check_training, config, start, whole
+from unit.v1.tensor.test_autotp import (
+    alike,
+    assert_close,
+    called,
+    check_training,
+    config,
+    start,
+    whole,
+)
 
 pytest.importorskip("transformers")
 
@@ -56,12 +67,6 @@ class Own(nn.Module):
         return x.square().mean()
 
 
-def model_with(values: dict[str, nn.Parameter], name: str) -> nn.Module:
-    model = model_of(name)
-    model.load_state_dict(values, strict=False)
-    return model
-
-
 REFUSED: list[dict[str, Any]] = [
     {"tp_size": 3},
     {"tp_size": 2, "tp_group": 1},
@@ -94,13 +99,12 @@ class TestTwoRanks(DistributedTest):
 
     def check_other_data_or_random_numbers_raise(self) -> None:
         # Kills: training on, with wrong gradients.
-        engine = start("llama", 2, 1)
-        own = batch_of("llama", 2, dist.get_rank())
+        engine = start(model_of("llama"), 2, 1)
         with pytest.raises(MisuseError, match=r"ranks \[0, 1\] .* different batches"):
-            engine(**own)
-        data = batch_of("llama", 2, 0)
+            engine(**batch_of(2, dist.get_rank()))
+        data = batch_of(2, 0)
         with pytest.raises(ValueError, match="that is not cut while ranks share the layers"):
-            start("llama", 0, 1)
+            start(model_of("llama"), 0, 1)
         longer = {key: value[:, : 5 + dist.get_rank()] for key, value in data.items()}
         with pytest.raises(MisuseError, match="different batches"):
             engine(**longer)
@@ -116,12 +120,9 @@ class TestTwoRanks(DistributedTest):
     @each(kwargs=[{"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}], stage=[0, 2])
     def check_replicas_stay_equal_with_dropout(self, kwargs: dict[str, Any], stage: int) -> None:
         # Kills: ranks that seed themselves differently drop out different residuals.
-        torch.manual_seed(dist.get_rank())
-        engine = start("gpt2", 2, stage, model_of("gpt2", **kwargs))
-        data = batch_of("gpt2", 2, 0)
-        for _ in range(2):
-            engine.backward(engine(**data).loss)
-            engine.step()
+        model = seeded(model_of, "gpt2", seed=dist.get_rank(), **kwargs)
+        engine = start(model, 2, stage)
+        train(engine, [batch_of(2, 0)] * 2, called)
         for name, param in engine.module.named_parameters():
             if not getattr(param, "tensor_model_parallel", False):
                 parts = [torch.empty_like(param) for _ in range(2)]
@@ -133,28 +134,22 @@ class TestTwoRanks(DistributedTest):
     def check_overlapped_recomputed_and_checked(self, name: str) -> None:
         # Kills: an input's gradient that is read before it has come; the ledger or the intent check
         # taking layers' collectives for gradients'.
-        torch.manual_seed(0)
-        model = model_of(name)
+        model, first = alike(model_of, name)
         if name == "qwen3":
             model.gradient_checkpointing_enable()
-        first = copy.deepcopy(model)
-        block = {"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}}
-        engine = start(name, 2, 2, model, **block, **CHECKED)
-        check_training(engine, first, name, 0.0)
-        engine.destroy()
+        block = {"autotp_size": 2, "tp_overlap_comm": True}
+        check_training(start(model, 2, 2, tensor_parallel=block, **CHECKED), first)
 
     def check_on_streams(self) -> None:
         # Kills: an input's gradient that is read before it has come; a host that waits for batches
         # to be compared.
         for overlaps in (False, True):
             with simulate(schedule=1, backward_streams=2), check_streams(), check_budgets():
-                torch.manual_seed(0)
-                model = model_of("qwen3", num_hidden_layers=1)
-                first = copy.deepcopy(model)
-                block = {"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": overlaps}}
-                engine = start("qwen3", 2, 2, model, **block)
-                check_training(engine, first, "qwen3", 0.0)
-                data = batch_of("qwen3", 2, 0)
+                model, first = alike(model_of, "qwen3", num_hidden_layers=1)
+                block = {"autotp_size": 2, "tp_overlap_comm": overlaps}
+                engine = start(model, 2, 2, tensor_parallel=block)
+                check_training(engine, first, ends=False)
+                data = batch_of(2, 0)
                 for _ in range(2):  # with those before, the first four are checked
                     engine(**data)
                 with get_accelerator().count_host_waits() as waits:
@@ -166,9 +161,7 @@ class TestTwoRanks(DistributedTest):
     def check_layers_by_patterns(self, own_ranks: bool) -> None:
         # Kills: patterns that are read and not used; a shape that is not; ranks of the engine's
         # where the client says which share layers.
-        torch.manual_seed(0)
-        model = Own()
-        first = copy.deepcopy(model)
+        model, first = alike(Own)
         block = {"autotp_size": 2, "partition_config": {"layer_specs": SPECS}}
         mpu = Mpu(2) if own_ranks else None
         keys = config(2, 1, tensor_parallel=block)
@@ -176,34 +169,28 @@ class TestTwoRanks(DistributedTest):
         assert mpu is None or engine.mpu is mpu
         assert isinstance(engine.module.blocks[0].both, LinearLayer)
         assert isinstance(engine.module.blocks[1].back, LinearAllreduce)
-        x = torch.randn(4, 8)
+        x = drawn(0, 4, 8)
         first(x).backward()
         engine.backward(engine(x))
-        found = {
-            name: deepspeed.utils.safe_get_full_grad(param)
-            for name, param in engine.module.named_parameters()
-        }
+        named = engine.module.named_parameters()
+        found = {name: safe_get_full_grad(param) for name, param in named}
         for name, grad in whole(engine, found).items():
             assert_close(name, grad, first.get_parameter(name).grad, 1.0)
         engine.destroy()
 
     def check_heads_that_do_not_say_their_width(self) -> None:
         # Kills: half a head on each rank; a number of heads that stays whole.
-        torch.manual_seed(0)
-        model: Any = PlainDecoder()
-        first = copy.deepcopy(model)
-        engine = start("plain", 2, 1, model)
+        model, first = alike(PlainDecoder)
+        engine = start(model, 2, 1)
         attention = model.blocks[0].attention
         assert (attention.num_heads, attention.num_kv_heads) == (2, 1)
-        check_training(engine, first, "plain", 0.0)
-        engine.destroy()
+        check_training(engine, first)
 
     @each(says=[True, False])
     def check_cut_before_the_engine(self, says: bool) -> None:
         # Kills: an engine that averages over ranks with other slices, or cuts again; parameters
         # that an optimizer made before no longer holds.
-        torch.manual_seed(0)
-        model = model_of("mistral")
+        model = seeded(model_of, "mistral")
         first = copy.deepcopy(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         same = deepspeed.tp_model_init(model, tp_size=2, dtype=torch.float32)
@@ -214,8 +201,7 @@ class TestTwoRanks(DistributedTest):
             del keys["tensor_parallel"]
         engine = deepspeed.initialize(model=model, optimizer=optimizer, config=keys)[0]
         assert engine.dp_world_size == 1 and engine.get_tensor_parallel_rank() == dist.get_rank()
-        check_training(engine, first, "mistral", 0.0)
-        engine.destroy()
+        check_training(engine, first)
         with pytest.raises(DeepSpeedConfigError, match="autotp_size"):
             deepspeed.tp_model_init(model, tp_size=4, dtype=torch.float32)
 
@@ -224,17 +210,14 @@ class TestTwoRanks(DistributedTest):
         """As OpenRLHF and dlrover push weights, one parameter after the other."""
         # Kills: this rank's slice, slices of stacked ones side by side, a slice that does not come
         # back, training that goes on with another one, a change that is lost.
-        torch.manual_seed(0)
-        model = model_of(name)
-        first = dict(copy.deepcopy(model).named_parameters())
-        engine = start(name, 2, 2, model)
+        model, whole_model = alike(model_of, name)
+        first = dict(whole_model.named_parameters())
+        engine = start(model, 2, 2)
         for key, param in engine.module.named_parameters():
             own = param.detach().clone()
-            with deepspeed.module_inject.layers.GatherReplacedLayerParams(
-                [param], engine.module, enabled=False
-            ):
+            with GatherReplacedLayerParams([param], engine.module, enabled=False):
                 assert torch.equal(param, own)
-            with deepspeed.module_inject.layers.GatherReplacedLayerParams(param, engine.module):
+            with GatherReplacedLayerParams(param, engine.module):
                 assert torch.equal(param, first[key]), key
             assert torch.equal(param, own), key
         cut = [param for param in engine.module.parameters() if is_model_parallel_parameter(param)]
@@ -250,8 +233,7 @@ class TestTwoRanks(DistributedTest):
             GatherReplacedLayerParams(cut, nn.Sequential(engine.module))
         with GatherReplacedLayerParams(list(model.parameters()), engine.module):
             pass
-        check_training(engine, model_with(first, name), name, 0.0)
-        engine.destroy()
+        check_training(engine, whole_model)
 
     @each(kwargs=REFUSED)
     def check_what_cannot_be_is_refused_before_anything_changes(
@@ -266,13 +248,10 @@ class TestTwoRanks(DistributedTest):
     @each(enabled=["bf16", "fp16", "torch_autocast"])
     def check_half_precision(self, enabled: str) -> None:
         # Kills: layers that cast otherwise than those they were.
-        torch.manual_seed(0)
-        model = model_of("llama")
-        first = copy.deepcopy(model)
+        model, first = alike(model_of, "llama")
         block = {"autotp_size": 2, "tp_overlap_comm": enabled == "torch_autocast"}
-        more = {"tensor_parallel": block, enabled: {"enabled": True}}
-        engine = start("llama", 2, 2, model, **more)
-        data = batch_of("llama", 2, 0)
+        engine = start(model, 2, 2, tensor_parallel=block, **{enabled: {"enabled": True}})
+        data = batch_of(2, 0)
         loss = engine(**data).loss
         assert loss.item() == pytest.approx(first(**data).loss.item(), rel=0.03)
         engine.backward(loss)

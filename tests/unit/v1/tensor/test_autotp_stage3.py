@@ -1,8 +1,6 @@
 """AutoTP at stage 3: layers are cut over tensor-parallel ranks, then each slice is sharded."""
 
 import copy
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.checkpoint.ds_to_universal import main, parse_arguments
 from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.module_inject.layers import GatherReplacedLayerParams
 from deepspeed.runtime.config import DeepSpeedConfigError
@@ -21,7 +18,17 @@ from deepspeed.verify import check_budgets, check_streams
 from unit.common import DistributedTest
 from unit.v1.looping import each
 from unit.v1.tensor.architectures import batch_of, model_of
-from unit.v1.tensor.test_autotp import check_training, config, start
+from unit.v1.tensor.test_autotp import (
+    Runs,
+    alike,
+    called,
+    check_training,
+    config,
+    goes_on,
+    own_part,
+    start,
+    zero,
+)
 
 pytest.importorskip("transformers")
 
@@ -35,102 +42,10 @@ MORE: list[dict[str, Any]] = [
 REFUSED: list[dict[str, Any]] = [{"zero_hpz_partition_size": 2}]
 
 
-def zero(stage: int, **more: Any) -> dict[str, Any]:
-    """Some parameters stay whole, and some do not."""
-    block: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 2000, **more}
-    if stage == 3:
-        block.setdefault("stage3_param_persistence_threshold", 50)
-        block["stage3_gather_16bit_weights_on_model_save"] = True
-    return block
-
-
-def alike(name: str, **more: Any) -> tuple[Any, Any]:
-    """A model of other weights on each rank, and the first rank's."""
-    torch.manual_seed(dist.get_rank())
-    model = model_of(name, **more)
-    first = copy.deepcopy(model)
-    for param in first.parameters():
-        dist.broadcast(param.data, src=0)
-    return model, first
-
-
 def freeze(model: Any) -> None:
     """A layer that is cut, and one that is not."""
     model.model.layers[0].mlp.down_proj.requires_grad_(False)
     model.model.embed_tokens.requires_grad_(False)
-
-
-def with_momentum(size: int, stage: int, load_universal: bool) -> dict[str, Any]:
-    """A configuration for `train` that gives the optimizer state."""
-    keys = config(size, stage, train_micro_batch_size_per_gpu=size)
-    keys["zero_optimization"] = zero(stage)
-    keys["checkpoint"] = {"load_universal": load_universal}
-    keys["optimizer"]["params"]["momentum"] = 0.9
-    return keys
-
-
-def train(engine: Any, seed: int) -> None:
-    """A step of phi3 on this rank's part of four samples."""
-    count = 4 // engine.dp_world_size
-    at = count * engine.get_data_parallel_rank()
-    data = batch_of("phi3", 4, seed).items()
-    engine.backward(engine(**{key: value[at : at + count] for key, value in data}).loss)
-    engine.step()
-
-
-# Ranks that share layers and stage of the engine that saves, and of the one that loads, which may
-# read a universal checkpoint.
-Runs = tuple[tuple[int, int], tuple[int, int], bool]
-
-
-def goes_on(
-    tmpdir: str,
-    make: Callable[[], Any],
-    saved_by: tuple[int, int],
-    loaded_by: tuple[int, int],
-    universal: bool,
-) -> None:
-    """Save, load and go on: whole weights are the saved ones, and the step after as without."""
-    folder = f"{tmpdir}/{saved_by}"
-
-    def engine_of(size: int, stage: int, seed: int) -> Any:
-        torch.manual_seed(seed)
-        keys = with_momentum(size, stage, universal and seed == 2)
-        return deepspeed.initialize(model=make(), config=keys)[0]
-
-    def weights_around_a_step(engine: Any) -> list[Any]:
-        before = engine._zero3_consolidated_16bit_state_dict()
-        train(engine, 1)
-        after = engine._zero3_consolidated_16bit_state_dict()
-        engine.destroy()
-        assert (before is None) == (dist.get_rank() > 0)
-        return [before, after]
-
-    if not Path(folder).exists():
-        engine = engine_of(*saved_by, seed=1)
-        train(engine, 0)
-        engine.save_checkpoint(folder, tag="t")
-        assert engine.save_16bit_model(folder)
-        held = weights_around_a_step(engine)
-        if dist.get_rank() == 0:
-            torch.save(held, f"{folder}/held")
-        dist.barrier()
-    if universal and dist.get_rank() == 0:
-        main(parse_arguments(["--input_folder", f"{folder}/t", "--output_folder", f"{folder}/u"]))
-    dist.barrier()
-    engine = engine_of(*loaded_by, seed=2)
-    engine.load_checkpoint(folder, tag="u" if universal else "t")
-    found = weights_around_a_step(engine)
-    if dist.get_rank() > 0:
-        return
-    exported = torch.load(f"{folder}/pytorch_model.bin")
-    make().load_state_dict(exported)  # its names and shapes
-    saved, went_on = torch.load(f"{folder}/held")
-    for key, value in saved.items():
-        assert torch.equal(exported[key], value) and torch.equal(found[0][key], value), key
-        moved = (went_on[key] - value).norm().item()
-        off = (found[1][key] - went_on[key]).norm().item()
-        assert off <= (0 if saved_by == loaded_by else 1e-4 * moved + 1e-6), f"{key}: {off}"
 
 
 class TestFourRanks(DistributedTest):
@@ -150,8 +65,8 @@ class TestFourRanks(DistributedTest):
     def check_trains_like_one_process(self, name: str = "gpt2") -> None:
         # Kills: parameters cut over ranks with other slices; a norm without other slices, or with
         # replicas counted twice; norms of heads that leave with a part of their gradient.
-        model, first = alike(name)
-        engine = start(name, 2, 3, model, gradient_clipping=0.1, zero_optimization=zero(3))
+        model, first = alike(model_of, name)
+        engine = start(model, 2, 3, gradient_clipping=0.1)
         for key, param in model.named_parameters():  # whole for scripts: first shards, then slices
             if is_model_parallel_parameter(param):
                 with GatherReplacedLayerParams([param], model):
@@ -159,38 +74,35 @@ class TestFourRanks(DistributedTest):
             whole = deepspeed.zero.GatheredParameters([param])
             with whole, GatherReplacedLayerParams([param], model):
                 assert torch.equal(param, first.get_parameter(key)), key
-        check_training(engine, first, name, 0.1)
-        engine.destroy()
+        check_training(engine, first, 0.1)
 
     @each(more=MORE)
     def check_with_other_features(self, more: dict[str, Any]) -> None:
         # Kills: instances of ranks with several slices; shards on the host of other ranks' slices;
         # the ledger or the intent check taking tensor-parallel ranks for those that share a shard.
-        model, first = alike("qwen3", num_hidden_layers=1)
+        model, first = alike(model_of, "qwen3", num_hidden_layers=1)
         more = copy.deepcopy(more)
         if more.pop("checkpointed", False):
             model.gradient_checkpointing_enable()
         freeze(model)
         freeze(first)
         more["zero_optimization"] = zero(3, **more.get("zero_optimization", {}))
-        engine = start("qwen3", 2, 3, model, gradient_accumulation_steps=2, **CHECKED, **more)
-        check_training(engine, first, "qwen3", 0.0, steps=1, micros=2)
-        engine.destroy()
+        engine = start(model, 2, 3, gradient_accumulation_steps=2, **CHECKED, **more)
+        check_training(engine, first, steps=1, micros=2)
 
     @each(before=[True, False])
     def check_sharded_before_it_is_cut(self, before: bool) -> None:
         # Kills: slices of one rank's shard; whole parameters left beside slices; weights of ranks
         # that were initialized otherwise.
-        name = "phi3" if before else "t5"
-        model, first = alike(name)
-        keys = config(2, 3, zero_optimization=zero(3))
+        model, first = alike(model_of, "phi3" if before else "t5")
+        keys = config(2, 3)
         deepspeed.zero.Init(model, config_dict_or_path=keys)
         if before:
             deepspeed.tp_model_init(model, 2, None)
             groups = [param.ds_process_group for param in model.parameters()]
             assert {dist.get_world_size(group=group) for group in groups} == {2}
         engine = deepspeed.initialize(model=model, config=keys)[0]
-        check_training(engine, first, name, 0.0, steps=1)
+        check_training(engine, first, steps=1, ends=False)
         del model._ds_model_slices
         with pytest.raises(DeepSpeedConfigError, match="an engine at zero_optimization.stage"):
             deepspeed.tp_model_init(model, 2, None)
@@ -198,14 +110,12 @@ class TestFourRanks(DistributedTest):
 
     def check_half_precision(self) -> None:
         # Kills: shards in another precision than their slices' ranks.
-        model, first = alike("llama", num_hidden_layers=1)
-        more = {"bf16": {"enabled": True}, "zero_optimization": zero(3)}
-        engine = start("llama", 2, 3, model, **more)
-        data, at = batch_of("llama", 4, 0), 2 * engine.get_data_parallel_rank()
-        loss = engine(**{key: value[at : at + 2] for key, value in data.items()}).loss
+        model, first = alike(model_of, "llama", num_hidden_layers=1)
+        engine = start(model, 2, 3, bf16={"enabled": True})
+        loss = called(engine, own_part(engine, 4, 0))
         losses = [torch.zeros(()) for _ in range(4)]
         dist.all_gather(losses, loss.detach().float())
-        right = first(**data).loss
+        right = called(first, batch_of(4, 0))
         right.backward()
         assert torch.stack(losses).mean().item() == pytest.approx(right.item(), rel=0.03)
         engine.backward(loss)
@@ -218,11 +128,9 @@ class TestFourRanks(DistributedTest):
         # Kills: a gather that reads a slice before its update; a sum over tensor-parallel ranks
         # beside a reduction of the same gradient.
         with simulate(schedule=1, backward_streams=2), check_streams(), check_budgets():
-            model, first = alike("qwen3", num_hidden_layers=1)
+            model, first = alike(model_of, "qwen3", num_hidden_layers=1)
             keys = {"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}}
-            engine = start("qwen3", 2, 3, model, zero_optimization=zero(3), **keys)
-            check_training(engine, first, "qwen3", 0.0, steps=2)
-            engine.destroy()
+            check_training(start(model, 2, 3, **keys), first)
 
     @each(runs=[((2, 3), (2, 3), False), ((2, 3), (2, 2), True), ((4, 1), (2, 3), False)])
     def check_goes_on(self, runs: Runs, class_tmpdir: str) -> None:
@@ -243,9 +151,9 @@ class TestFourRanks(DistributedTest):
             get_fp32_state_dict_from_zero_checkpoint(f"{class_tmpdir}/{(2, 3)}", "t")
         for block in REFUSED:
             with pytest.raises(DeepSpeedConfigError, match=next(iter(block))):
-                start("qwen2", 2, 3, zero_optimization=zero(3, **block))
+                start(model_of("qwen2"), 2, 3, zero_optimization=zero(3, **block))
         model = model_of("qwen2")
-        engine = start("qwen2", 2, 3, model, zero_optimization=zero(3))
+        engine = start(model, 2, 3)
         head = model.model.layers[0].mlp.up_proj.weight
         own = dist.get_rank() % 2  # the first rank that has this slice
         if own:
@@ -268,4 +176,4 @@ class TestFourRanks(DistributedTest):
         if dist.get_rank() == 3:
             model.lm_head.requires_grad_(False)
         with pytest.raises(RuntimeError, match=r"different models: lm_head.weight .* on rank 3"):
-            start("qwen2", 2, 3, model, zero_optimization=zero(3))
+            start(model, 2, 3)

@@ -1,6 +1,5 @@
 """What AutoTP finds in a model or reads in its plan, and what it refuses by name."""
 
-import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed import comm as dist
 from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.module_inject import LinearLayer
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
@@ -19,8 +17,7 @@ from deepspeed.verify import check_budgets, check_streams
 from unit.common import DistributedTest
 from unit.v1.looping import each
 from unit.v1.tensor.architectures import ARCHITECTURES, PLANNED, PlainDecoder, model_of
-from unit.v1.tensor.test_autotp import check_training, start
-from unit.v1.tensor.test_autotp_stage3 import alike, zero
+from unit.v1.tensor.test_autotp import alike, check_training, start
 
 pytest.importorskip("transformers")
 
@@ -150,8 +147,6 @@ def test_a_layer_is_not_made_by_hand() -> None:
         LinearLayer(nn.Linear(2, 2))
 
 
-pytest.importorskip("transformers")
-
 OWN = {
     "blocks.*.attention.q_proj": "colwise",
     "blocks.*.attention.k_proj": "colwise",
@@ -236,36 +231,26 @@ class TestFourRanks(DistributedTest):
     def check_trains_like_one_process(self, name: str) -> None:
         # Kills: outputs in another order than they lie; an input's gradient of one rank's part; a
         # norm of heads with its own rank's gradient.
-        model, first = alike(name)
-        engine = start(name, 2, 1, model, gradient_clipping=0.1)
-        check_training(engine, first, name, 0.1, steps=1)
-        engine.destroy()
+        model, first = alike(model_of, name)
+        engine = start(model, 2, 1, gradient_clipping=0.1)
+        check_training(engine, first, 0.1, steps=1)
 
     @each(how=[(0, True), (2, False), (3, True)])
     def check_layers_that_stand_alone(self, how: tuple[int, bool]) -> None:
         # Kills: slices of equal sizes where they are not; whole weights put together otherwise.
         stage, overlaps = how
-        torch.manual_seed(dist.get_rank())
-        model = planned(OWN, heads=6, pairs=3, width=25)
-        torch.manual_seed(0)
-        first = planned(OWN, heads=6, pairs=3, width=25)
+        model, first = alike(planned, OWN, heads=6, pairs=3, width=25)
         block = {"autotp_size": 2, "tp_overlap_comm": overlaps}
-        more = {"zero_optimization": zero(stage), "tensor_parallel": block}
-        engine = start("plain", 2, stage, model, **more)
+        engine = start(model, 2, stage, tensor_parallel=block)
         width = deepspeed.utils.safe_get_full_fp32_param(model.blocks[0].mlp.fc2.weight).shape[1]
         assert width == 13 - engine.get_tensor_parallel_rank()
-        check_training(engine, first, "plain", 0.0)
         exported = engine._consolidated_16bit_state_dict()
         assert exported is None or exported["blocks.1.mlp.fc1.weight"].shape == (25, 16)
-        engine.destroy()
+        check_training(engine, first)
 
     @each(stage=[2, 3])
     def check_on_streams(self, stage: int) -> None:
         # Kills: outputs that are read before they are gathered.
         with simulate(schedule=1, backward_streams=2), check_streams(), check_budgets():
-            torch.manual_seed(0)
-            model = planned(OWN)
-            first = copy.deepcopy(model)
-            engine = start("plain", 2, stage, model, zero_optimization=zero(stage))
-            check_training(engine, first, "plain", 0.0, steps=1)
-            engine.destroy()
+            model, first = alike(planned, OWN)
+            check_training(start(model, 2, stage), first, steps=1)

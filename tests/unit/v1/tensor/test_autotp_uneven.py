@@ -1,6 +1,5 @@
 """AutoTP with heads and widths that ranks do not divide: the first have one more."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from deepspeed.module_inject.layers import GatherReplacedLayerParams
 from unit.common import DistributedTest
 from unit.v1.looping import each
 from unit.v1.tensor.architectures import PlainDecoder, model_of
-from unit.v1.tensor.test_autotp import check_training, config, start
-from unit.v1.tensor.test_autotp_stage3 import CHECKED, Runs, alike, goes_on, zero
+from unit.v1.tensor.test_autotp import Runs, alike, check_training, config, goes_on, start, zero
+from unit.v1.tensor.test_autotp_stage3 import CHECKED
 
 pytest.importorskip("transformers")
 
@@ -66,36 +65,32 @@ class TestFourRanks(DistributedTest):
 
     def check_sizes_on_four_ranks(self) -> None:
         # Kills: heads of queries that are not those of the rank's keys.
-        torch.manual_seed(0)
-        model: Any = PlainDecoder(12, 6, 10)
-        first = copy.deepcopy(model)
-        engine = start("plain", 4, 1, model, gradient_clipping=0.1)
+        model, first = alike(PlainDecoder, 12, 6, 10)
+        engine = start(model, 4, 1, gradient_clipping=0.1)
         attention, mlp, rank = model.blocks[1].attention, model.blocks[1].mlp, dist.get_rank()
         assert attention.q_proj.out_features == (16, 16, 8, 8)[rank]
         assert attention.k_proj.weight.shape[0] == (8, 8, 4, 4)[rank]
         assert (attention.num_heads, attention.num_kv_heads) == ((4, 2), (2, 1))[rank > 1]
         assert mlp.fc1.bias.numel() == mlp.fc2.in_features == (3, 3, 2, 2)[rank]
-        check_training(engine, first, "plain", 0.1)
-        engine.destroy()
+        check_training(engine, first, 0.1)
 
     @each(name=list(UNEVEN))
     def check_trains_like_one_process(self, name: str) -> None:
         # Kills: alibi, position bias or fused layers of other heads; a norm without a rank's slice.
-        model, first = alike(name, **UNEVEN[name], num_hidden_layers=1)
-        engine = start(name, 2, 1, model, gradient_clipping=0.1)
-        check_training(engine, first, name, 0.1, steps=1)
-        engine.destroy()
+        model, first = alike(model_of, name, **UNEVEN[name], num_hidden_layers=1)
+        engine = start(model, 2, 1, gradient_clipping=0.1)
+        check_training(engine, first, 0.1, steps=1)
 
     @each(stage=[0, 2, 3])
     def check_every_stage(self, stage: int) -> None:
         # Kills: buckets or shards of one rank's sizes on others; checks that take ranks with slices
         # of other sizes for ranks that do something else; whole weights put together in the order
         # of units, which are others where slices are smaller than the threshold.
-        model, first = alike("qwen3", **UNEVEN["qwen3"])
+        model, first = alike(model_of, "qwen3", **UNEVEN["qwen3"])
         # A slice of 13 x 24 elements travels, one of 12 x 24 stays.
         block = zero(stage, stage3_param_persistence_threshold=300) if stage == 3 else zero(stage)
         more = {"tensor_parallel": {"tp_overlap_comm": True, "autotp_size": 2}, **CHECKED}
-        engine = start("qwen3", 2, stage, model, zero_optimization=block, **more)
+        engine = start(model, 2, stage, zero_optimization=block, **more)
         for name, param in model.named_parameters():
             whole = deepspeed.zero.GatheredParameters([param])
             with whole, GatherReplacedLayerParams([param], model):
@@ -103,17 +98,13 @@ class TestFourRanks(DistributedTest):
         exported = engine._consolidated_16bit_state_dict()
         for name, value in (exported or {}).items():
             assert torch.equal(value, first.state_dict()[name]), name
-        check_training(engine, first, "qwen3", 0.0, steps=1)
-        engine.destroy()
+        check_training(engine, first, steps=1)
 
     def check_sharded_before_it_is_cut(self) -> None:
         # Kills: slices of equal size of what zero.Init has sharded.
-        model, first = alike("phi3", **UNEVEN["phi3"])
-        keys = config(2, 3, zero_optimization=zero(3))
-        deepspeed.zero.Init(model, config_dict_or_path=keys)
-        engine = deepspeed.initialize(model=model, config=keys)[0]
-        check_training(engine, first, "phi3", 0.0, steps=1)
-        engine.destroy()
+        model, first = alike(model_of, "phi3", **UNEVEN["phi3"])
+        deepspeed.zero.Init(model, config_dict_or_path=config(2, 3))
+        check_training(start(model, 2, 3), first, steps=1)
 
     @each(
         runs=[

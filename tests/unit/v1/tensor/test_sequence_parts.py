@@ -10,11 +10,12 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.comm.watch.observation import CollectiveCall, add_observer, remove_observer
+from deepspeed.comm.watch.observation import CollectiveCall
 from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedgerError
 from deepspeed.runtime.gradients.sequence_parts import SequenceParts
 from deepspeed.verify import check_budgets, check_streams, ledger
 from unit.common import DistributedTest
+from unit.v1.gathering import noted
 from unit.v1.looping import each, each_pair
 from unit.v1.tensor.megatron import Mpu, Parallel, batch
 from unit.v1.tensor.test_tensor_parallel import STEPS, TOLERANCE, check_training, master, start
@@ -23,33 +24,24 @@ ACCUMULATION = 2
 NUM_MARKED = 3
 
 
-class Messages:
-    """Sizes of the sums over a group outside of forward and backward, in order."""
+def train(engine: Any, mpu: Mpu) -> list[int]:
+    """Some steps; returns the sizes of the sums over tensor-parallel ranks in their backwards."""
+    group, numels = mpu.get_tensor_model_parallel_group(), []
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self.numels: list[int] = []
-        self.counts = False
+    def sums(call: CollectiveCall) -> list[int]:
+        is_sum = call.name == "all_reduce" and call.group is group
+        return [call.reads[0].numel()] if is_sum else []
 
-    def run(self, call: CollectiveCall, proceed: Any) -> Any:
-        """Called for every operation."""
-        if self.counts and call.name == "all_reduce" and call.group is self._group:
-            self.numels.append(call.reads[0].numel())
-        return proceed()
-
-
-def train(engine: Any, mpu: Mpu, messages: Messages) -> None:
-    """Some steps of which the backwards are counted."""
     for step in range(STEPS):
         x, labels = batch(step, mpu.data_size, ACCUMULATION)
         for micro in range(ACCUMULATION):
-            loss = engine(
-                x[mpu.data_rank, micro].to(engine.model_dtype), labels[mpu.data_rank, micro]
-            )
-            messages.counts = True
-            engine.backward(loss)
-            messages.counts = False
+            own = x[mpu.data_rank, micro].to(engine.model_dtype), labels[mpu.data_rank, micro]
+            loss = engine(*own)
+            with noted(sums) as found:
+                engine.backward(loss)
+            numels += found
             engine.step()
+    return numels
 
 
 class TestAlone(DistributedTest):
@@ -61,21 +53,15 @@ class TestAlone(DistributedTest):
     def test_one_message_per_reduction(self, stage: int) -> None:
         # Kills: a message per parameter, or in micro-batches that reduce nothing.
         mpu = Mpu(2)
-        engine = start(
-            mpu, stage, "fp32", sequence_parallel=True, gradient_accumulation_steps=ACCUMULATION
-        )
-        messages = Messages(mpu.get_tensor_model_parallel_group())
-        add_observer(messages)
-        try:
-            train(engine, mpu, messages)
-        finally:
-            remove_observer(messages)
+        more = {"sequence_parallel": True, "gradient_accumulation_steps": ACCUMULATION}
+        engine = start(mpu, stage, "fp32", **more)
+        numels = train(engine, mpu)
         marked = sum(param.numel() for param in engine._sequence_parts.params)
         assert len(engine._sequence_parts.params) == NUM_MARKED
         # The model's own backward sums activations, which are larger.
-        own = [numel for numel in messages.numels if numel == marked]
+        own = [numel for numel in numels if numel == marked]
         assert len(own) == STEPS * (ACCUMULATION if stage >= 2 else 1)
-        assert len(messages.numels) - len(own) == STEPS * ACCUMULATION
+        assert len(numels) - len(own) == STEPS * ACCUMULATION
         engine.destroy()
 
     @each(stage=[1, 2, 3])
@@ -130,7 +116,7 @@ class TestAlone(DistributedTest):
         model.unused = torch.nn.Parameter(torch.ones(7))
         model.unused.sequence_parallel = True  # type: ignore[attr-defined]  # a mark
         engine = start(mpu, stage, "fp32", model=model)
-        train(engine, mpu, Messages(None))
+        train(engine, mpu)
         assert torch.equal(master(model.unused), torch.ones(7))
         engine.destroy()
 
@@ -142,7 +128,7 @@ class TestAlone(DistributedTest):
             mpu = Mpu(2)
             more = {"sequence_parallel": True, "gradient_accumulation_steps": ACCUMULATION}
             engine = start(mpu, stage, precision, **more)
-            check_training(engine, mpu, 0.0, TOLERANCE[precision], ACCUMULATION)
+            check_training(engine, mpu, 0.0, TOLERANCE[precision], ACCUMULATION, ends=False)
             with get_accelerator().count_host_waits() as waits:
                 x, labels = batch(0, 1, ACCUMULATION)
                 for micro in range(ACCUMULATION):
@@ -167,10 +153,9 @@ class TestWithDataParallelism(DistributedTest):
             engine = start(mpu, stage, "fp32", **more)
             check_training(engine, mpu, 0.0, TOLERANCE["fp32"], ACCUMULATION)
             assert book.steps == STEPS and not book.findings
-            engine.destroy()
         with monkeypatch.context() as planted, ledger():
             planted.setattr(SequenceParts, "complete", lambda self, sequence: None)
             engine = start(mpu, stage, "fp32", **more)
             with pytest.raises(GradientLedgerError, match=r"norm\.weight|norm\.bias|row\.bias"):
-                train(engine, mpu, Messages(None))
+                train(engine, mpu)
             engine.destroy()

@@ -7,6 +7,7 @@ sequence-parallel parameters.
 
 import math
 import os
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_grad
 from deepspeed.utils.tensor_fragment import logical_shape
 from unit.common import DistributedTest
+from unit.models import config_of
+from unit.one_process import OneProcess
+from unit.v1.contract.reference import global_norm
 from unit.v1.looping import each
 from unit.v1.tensor.megatron import Mpu, Parallel, Serial, batch, slice_of
 
@@ -44,23 +48,15 @@ def start(
     **more: Any,
 ) -> Any:
     model = Parallel(mpu, sequence_parallel) if model is None else model
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": clip,
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": 20,
-            "overlap_comm": stage >= 2,
-            **({"stage3_param_persistence_threshold": 6} if stage == 3 else {}),
-        },
-        **PRECISIONS[precision],
-        **more,
-    }
+    zero = {"reduce_bucket_size": 20, "overlap_comm": stage >= 2}
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = 6
+    keys = {"gradient_clipping": clip, **PRECISIONS[precision], **more}
+    config = config_of(stage, 4, zero_optimization=zero, **keys)
     matrices = [param for param in model.parameters() if len(logical_shape(param)) > 1]
     vectors = [param for param in model.parameters() if len(logical_shape(param)) == 1]
     optimizer = torch.optim.SGD([{"params": matrices}, {"params": vectors}], lr=LR)
-    engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
-    return engine
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)[0]
 
 
 def master(param: torch.nn.Parameter) -> torch.Tensor:
@@ -68,75 +64,61 @@ def master(param: torch.nn.Parameter) -> torch.Tensor:
     return param.detach().float() if value is None else value
 
 
-class Reference:
-    """One process, plain torch."""
+class Reference(OneProcess):
+    """One process; masters start from the rounded weights."""
 
     def __init__(self, clip: float, dtype: torch.dtype = torch.float32) -> None:
-        self.model = Serial().to(dtype).float()  # the masters start from the rounded weights
-        self.travelled: dict[str, float] = {}  # sum over steps of the updates' sizes
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
-        self.clip = clip
-        self.grads: dict[str, torch.Tensor] = {}
+        super().__init__(Serial().to(dtype).float(), LR, clip=clip)
+        self.travelled = Counter[str]()  # sum over steps of the updates' sizes
+        self.found: dict[str, torch.Tensor] = {}
         self.norms: list[float] = []  # of matrices, of vectors
 
-    def step(self, x: torch.Tensor, labels: torch.Tensor) -> float:
+    def step_on(self, x: torch.Tensor, labels: torch.Tensor) -> float:
         """Train on all samples; returns the norm."""
-        self.optimizer.zero_grad()
-        self.model(x.flatten(0, 2), labels.flatten()).backward()
-        named = dict(self.model.named_parameters())
-        self.grads = {name: param.grad.clone() for name, param in named.items()}
-        for matrices in (True, False):
-            parts = [
-                grad.double().square().sum().item()
-                for grad in self.grads.values()
-                if (grad.dim() > 1) is matrices
-            ]
-            self.norms = [*self.norms[-1:], math.sqrt(sum(parts))]
-        norm = math.hypot(*self.norms)
-        if self.clip:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        for name, param in named.items():
-            self.travelled[name] = self.travelled.get(name, 0.0) + LR * param.grad.norm().item()
-        self.optimizer.step()
-        return norm
+        self.backward([(x.flatten(0, 2), labels.flatten())])
+        self.found = self.grads()
+        kinds = ([g for g in self.found.values() if (g.dim() > 1) is two] for two in (True, False))
+        self.norms = [global_norm(dict(enumerate(kind))) for kind in kinds]
+        self.update()
+        self.travelled.update({name: LR * g.norm().item() for name, g in self.grads().items()})
+        return math.hypot(*self.norms)
 
 
 def check_training(
-    engine: Any, mpu: Mpu, clip: float, tolerance: float, accumulation: int = 1
+    engine: Any,
+    mpu: Mpu,
+    clip: float,
+    tolerance: float,
+    accumulation: int = 1,
+    ends: bool = True,
 ) -> None:
     """Train a few steps and compare everything with the reference after each."""
     reference = Reference(clip, engine.model_dtype)
     for step in range(STEPS):
         x, labels = batch(step, mpu.data_size, accumulation)
-        norm = reference.step(x, labels)
+        norm = reference.step_on(x, labels)
         for micro in range(accumulation):
+            if micro:
+                engine.step()
             own = x[mpu.data_rank, micro].to(engine.model_dtype), labels[mpu.data_rank, micro]
             engine.backward(engine(*own))
-            if micro + 1 < accumulation:
-                engine.step()
         for name, param in engine.module.named_parameters():
-            right = slice_of(name, reference.grads[name], mpu)
+            right, own = slice_of(name, reference.found[name], mpu), safe_get_full_grad(param)
             # Relative to the parameter's whole gradient: a slice's may nearly cancel.
-            size = reference.grads[name].norm().item()
-            assert_close(
-                f"step {step}, gradient of {name}",
-                safe_get_full_grad(param),
-                right,
-                tolerance * size,
-            )
+            size = reference.found[name].norm().item()
+            assert_close(f"step {step}, gradient of {name}", own, right, tolerance * size)
         engine.step()
-        assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=tolerance), (
-            f"step {step}"
-        )
-        assert engine.get_group_grad_norms() == pytest.approx(reference.norms, rel=2 * tolerance), (
-            f"step {step}"
-        )
+        norms, told = engine.get_group_grad_norms(), f"step {step}"
+        assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=tolerance), told
+        assert norms == pytest.approx(reference.norms, rel=2 * tolerance), told
         for name, param in reference.model.named_parameters():
             right = slice_of(name, param.detach(), mpu)
-            own_param = master(dict(engine.module.named_parameters())[name])
+            own = master(engine.module.get_parameter(name))
             # Twice: clipping by a norm that is off by the tolerance adds as much again.
             bound = 2 * tolerance * reference.travelled[name] + 1e-6 * right.norm().item()
-            assert_close(f"step {step}, {name}", own_param, right, bound)
+            assert_close(f"step {step}, {name}", own, right, bound)
+    if ends:
+        engine.destroy()
 
 
 def assert_close(what: str, value: torch.Tensor, right: torch.Tensor, bound: float) -> None:
@@ -158,7 +140,6 @@ class TestAlone(DistributedTest):
         mpu = Mpu(2)
         engine = start(mpu, stage, precision, clip)
         check_training(engine, mpu, clip, TOLERANCE[precision])
-        engine.destroy()
 
     @each(stage=[0, 1, 2, 3], accumulation=[1, 3])
     def test_sequence_parallel_parameters_have_the_whole_gradient(
@@ -167,11 +148,9 @@ class TestAlone(DistributedTest):
         # Kills: leaving layer norms with the gradient of their rank's rows (they would drift
         # apart), summing them twice, or summing a running sum again with every micro-batch.
         mpu = Mpu(2)
-        engine = start(
-            mpu, stage, "fp32", sequence_parallel=True, gradient_accumulation_steps=accumulation
-        )
+        more = {"sequence_parallel": True, "gradient_accumulation_steps": accumulation}
+        engine = start(mpu, stage, "fp32", **more)
         check_training(engine, mpu, 0.0, TOLERANCE["fp32"], accumulation)
-        engine.destroy()
 
     @each(stage=[0, 1, 2, 3], replicated=[False, True], on_rank=[0, 1])
     def test_overflow_on_one_rank_skips_on_both(
@@ -184,9 +163,8 @@ class TestAlone(DistributedTest):
         x, labels = batch(0, 1, 1)
         before = {name: master(param).clone() for name, param in engine.module.named_parameters()}
         target = engine.module.head.weight if replicated else engine.module.column.weight
-        poison = target.register_hook(
-            lambda grad: grad * float("inf") if mpu.rank == on_rank else grad
-        )
+        factor = float("inf") if mpu.rank == on_rank else 1.0
+        poison = target.register_hook(lambda grad: grad * factor)
         engine.backward(engine(x[0, 0], labels[0, 0]))
         engine.step()
         assert not engine.was_step_applied() and engine.skipped_steps == 1
@@ -227,11 +205,10 @@ class TestAlone(DistributedTest):
         groups.initialize(mpu=mpu)
         model, reference = Parallel(mpu), Reference(0.0)
         x, labels = batch(0, 1, 1)
-        norm = reference.step(x, labels)
+        norm = reference.step_on(x, labels)
         model(x[0, 0], labels[0, 0]).backward()
-        assert clip_grad_norm_(model.parameters(), CLIP, mpu=mpu).item() == pytest.approx(
-            norm, rel=1e-5
-        )
+        found = clip_grad_norm_(model.parameters(), CLIP, mpu=mpu).item()
+        assert found == pytest.approx(norm, rel=1e-5)
 
 
 class TestWithDataParallelism(DistributedTest):
@@ -248,7 +225,6 @@ class TestWithDataParallelism(DistributedTest):
         mpu = Mpu(2)
         engine = start(mpu, stage, precision, clip)
         check_training(engine, mpu, clip, TOLERANCE[precision])
-        engine.destroy()
 
     def test_shards_of_slices_by_zero_init(self) -> None:
         # Kills: shards over ranks with several slices; parameters that are not marked any more.
@@ -257,7 +233,6 @@ class TestWithDataParallelism(DistributedTest):
         deepspeed.zero.Init(model, mpu=mpu)
         engine = start(mpu, 3, "fp32", CLIP, model=model)
         check_training(engine, mpu, CLIP, TOLERANCE["fp32"])
-        engine.destroy()
 
     @each(stage=[0, 1, 2, 3])
     def test_sequence_parallel_parameters(self, stage: int) -> None:
@@ -265,4 +240,3 @@ class TestWithDataParallelism(DistributedTest):
         mpu = Mpu(2)
         engine = start(mpu, stage, "fp32", sequence_parallel=True, gradient_accumulation_steps=2)
         check_training(engine, mpu, 0.0, TOLERANCE["fp32"], 2)
-        engine.destroy()
