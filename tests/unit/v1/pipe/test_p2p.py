@@ -320,7 +320,7 @@ class TestUpstreamFunctions(DistributedTest):
     world_size = 2
 
     def test_tensors_and_objects(self) -> None:
-        places = {"get_stage_id": dist.get_rank, "stage_to_global": lambda stage: stage}
+        places = {"get_stage_id": dist.get_rank, "stage_to_global": lambda stage_id: stage_id}
         p2p.init_process_groups(SimpleNamespace(pipe_parallel_size=2, **places))
         assert p2p.can_send_recv()
         plain = {"a": [1, 2.5, None, "x"], "b": (torch.arange(3), True)}
