@@ -13,9 +13,10 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 def own_loss(model: Any, batch: Any) -> torch.Tensor:
-    """What a model gives that is its loss."""
-    loss: torch.Tensor = model(*batch) if isinstance(batch, tuple) else model(batch)
-    return loss
+    """What a model gives that is its loss, or that of a model of transformers."""
+    if isinstance(batch, dict):
+        return model(**batch).loss
+    return model(*batch) if isinstance(batch, tuple) else model(batch)
 
 
 def mean_square(model: Any, batch: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ the gradient of one rank is far more.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import safe_get_full_fp32_params, safe_get_full_grads
+from unit.models import config_of, sgd
 from unit.v1.gathering import from_all_ranks
 from unit.v1.moe.slow_gate import Gate, Tensors, expert_forward, moe_forward
 
@@ -74,24 +75,20 @@ class Expert(nn.Module):
         return torch.tanh(nn.functional.linear(tokens, self.weight, self.bias))
 
 
+def mixture(ep_size: int, k: int, drop: bool, **more: Any) -> MoE:
+    """A layer of experts that routes as the reference does."""
+    drawn = {"use_rts": False, "top2_2nd_expert_sampling": False}
+    how = {"k": k, "min_capacity": 1, "drop_tokens": drop, **drawn, **more}
+    return MoE(WIDTH, Expert(), NUM_EXPERTS, ep_size, **how)
+
+
 class Net(nn.Module):
     """A dense layer, a mixture of experts, a dense layer; square error plus balancing loss."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.moe = MoE(
-            WIDTH,
-            Expert(),
-            NUM_EXPERTS,
-            case.ep_size,
-            k=case.k,
-            min_capacity=1,
-            use_residual=case.residual,
-            drop_tokens=case.drop,
-            use_rts=False,
-            top2_2nd_expert_sampling=False,
-        )
+        self.moe = mixture(case.ep_size, case.k, case.drop, use_residual=case.residual)
         self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -102,23 +99,23 @@ class Net(nn.Module):
 
 def initial_parameters(case: Case) -> dict[str, torch.Tensor]:
     """All parameters of the whole model, every expert different, by the reference's names."""
-    generator = torch.Generator().manual_seed(5)
+    dense = ["first", *(f"experts.{e}" for e in range(NUM_EXPERTS)), "mlp", "coefficient", "last"]
     shapes = {"first.weight": (WIDTH, WIDTH), "first.bias": (WIDTH,), "wg": (NUM_EXPERTS, WIDTH)}
-    for expert in (*(f"experts.{e}" for e in range(NUM_EXPERTS)), "mlp"):
-        shapes |= {f"{expert}.weight": (WIDTH, WIDTH), f"{expert}.bias": (WIDTH,)}
-    shapes |= {"coefficient.weight": (2, WIDTH), "coefficient.bias": (2,)}
-    shapes |= {"last.weight": (WIDTH, WIDTH), "last.bias": (WIDTH,)}
-    # Exact in bf16, so that masters start with them.
-    values = {
-        name: (torch.randn(shape, generator=generator) * 0.6).bfloat16().float()
+    for name in dense[1:]:
+        width = 2 if name == "coefficient" else WIDTH
+        shapes |= {f"{name}.weight": (width, WIDTH), f"{name}.bias": (width,)}
+    unused = () if case.residual else ("mlp", "coefficient")
+    values = exact_in_bf16(shapes, 0.6)
+    return {n: value for n, value in values.items() if n.partition(".")[0] not in unused}
+
+
+def exact_in_bf16(shapes: Mapping[str, tuple[int, ...]], size: float) -> dict[str, torch.Tensor]:
+    """Random values that masters start with."""
+    generator = torch.Generator().manual_seed(5)
+    return {
+        name: (torch.randn(shape, generator=generator) * size).bfloat16().float()
         for name, shape in shapes.items()
     }
-    unused = () if case.residual else ("mlp", "coefficient")
-    return (
-        {name: value for name, value in values.items() if not name.startswith(unused)}
-        if unused
-        else values
-    )
 
 
 def micro_batch(
@@ -140,10 +137,8 @@ def reference_loss(
     hidden = nn.functional.linear(x, params["first.weight"], params["first.bias"])
     output, l_aux = moe_forward(hidden, params, case.gate, NUM_EXPERTS)
     if case.residual:
-        shares = torch.softmax(
-            nn.functional.linear(hidden, params["coefficient.weight"], params["coefficient.bias"]),
-            dim=-1,
-        )
+        weight, bias = params["coefficient.weight"], params["coefficient.bias"]
+        shares = torch.softmax(nn.functional.linear(hidden, weight, bias), dim=-1)
         output = output * shares[:, :1] + expert_forward(hidden, params, "mlp") * shares[:, 1:]
     result = nn.functional.linear(output, params["last.weight"], params["last.bias"])
     return (result.float() - target).square().mean() + AUX_WEIGHT * l_aux
@@ -172,9 +167,7 @@ def reference_step(
     for rank in range(ranks):
         losses.append([])
         for micro in range(case.accumulation):
-            params = {
-                name: value.to(case.dtype).requires_grad_() for name, value in masters.items()
-            }
+            params = {n: value.to(case.dtype).requires_grad_() for n, value in masters.items()}
             loss = loss_of(params, case, micro_batch(step, rank, micro, case.dtype))
             losses[-1].append(loss.item())
             grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
@@ -203,21 +196,20 @@ class CaseRun:
         replicas = self.world // case.ep_size
         ep_rank = self.rank // replicas if case.data_first else self.rank % case.ep_size
         num_local = NUM_EXPERTS // case.ep_size
-        self.params = {
-            self._global_name(name, ep_rank * num_local): p for name, p in model.named_parameters()
-        }
+        first = ep_rank * num_local
+        named = model.named_parameters()
+        self.params = {self._global_name(name, first): param for name, param in named}
         self.initial = initial_parameters(case)
         with torch.no_grad():
             for name, param in self.params.items():
                 group = getattr(param, "ds_process_group", None)
-                first = None if group is None else dist.get_global_rank(group, 0)
-                with deepspeed.zero.GatheredParameters(param, modifier_rank=first):
+                owner = None if group is None else dist.get_global_rank(group, 0)
+                with deepspeed.zero.GatheredParameters(param, modifier_rank=owner):
                     param.copy_(self.initial[name])
-        self.engine, _, _, _ = deepspeed.initialize(model=model, config=self._config())
-        if list(model.moe.global_expert_ids) != list(
-            range(ep_rank * num_local, (ep_rank + 1) * num_local)
-        ):
-            self.failures.append(f"global_expert_ids {model.moe.global_expert_ids}")
+        self.engine = deepspeed.initialize(model=model, config=self._config())[0]
+        ids = list(model.moe.global_expert_ids)
+        if ids != list(range(first, first + num_local)):
+            self.failures.append(f"global_expert_ids {ids}")
 
     @staticmethod
     def _global_name(name: str, first: int) -> str:
@@ -227,22 +219,22 @@ class CaseRun:
         return {"moe.deepspeed_moe.gate.wg.weight": "wg"}.get(name, name.removeprefix("moe."))
 
     def _config(self) -> dict[str, Any]:
-        # Biases persist; what is larger is gathered.
-        whole: dict[str, Any] = (
-            {"stage3_param_persistence_threshold": WIDTH} if self.case.stage == 3 else {}
+        case, zero = self.case, {"reduce_bucket_size": 50}
+        if case.stage == 3:
+            zero["stage3_param_persistence_threshold"] = WIDTH  # biases persist
+        if case.offload:
+            zero |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+        return config_of(
+            case.stage,
+            ROWS,
+            case.accumulation,
+            case.precision,
+            gradient_clipping=CLIP,
+            optimizer=sgd(LEARNING_RATE),
+            zero_optimization=zero,
+            use_data_before_expert_parallelism=case.data_first,
+            verify={"ledger": self.ledger},
         )
-        if self.case.offload:
-            whole |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
-        return {
-            "train_micro_batch_size_per_gpu": ROWS,
-            "gradient_accumulation_steps": self.case.accumulation,
-            "gradient_clipping": CLIP,
-            "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}},
-            "bf16": {"enabled": self.case.precision == "bf16"},
-            "zero_optimization": {"stage": self.case.stage, "reduce_bucket_size": 50, **whole},
-            "use_data_before_expert_parallelism": self.case.data_first,
-            "verify": {"ledger": self.ledger},
-        }
 
     def _whole(self, local: list[torch.Tensor], what: str) -> dict[str, torch.Tensor]:
         """The tensors of all ranks by name; those that several hold have the same bits."""
@@ -250,27 +242,26 @@ class CaseRun:
         whole: dict[str, torch.Tensor] = {}
         for rank, tensors in enumerate(from_all_ranks(own)):
             for name, value in tensors.items():
-                if name in whole and not torch.equal(whole[name], value):
-                    self.failures.append(
-                        f"{what} {name} of rank {rank} is not what other ranks have"
-                    )
-                whole.setdefault(name, value)
+                if not torch.equal(whole.setdefault(name, value), value):
+                    told = f"{what} {name} of rank {rank} is not what other ranks have"
+                    self.failures.append(told)
         return {name: whole[name] for name in self.initial}
 
     def _masters(self) -> dict[str, torch.Tensor]:
         params = list(self.params.values())
-        plain = self.case.stage == 0 and self.case.precision == "fp32"
-        return self._whole(
-            [p.data for p in params] if plain else safe_get_full_fp32_params(params), "parameter"
-        )
+        whole = [p.data for p in params] if self._is_plain else safe_get_full_fp32_params(params)
+        return self._whole(whole, "parameter")
 
     def _grads(self) -> dict[str, torch.Tensor]:
         params = list(self.params.values())
-        if self.case.stage == 0 and self.case.precision == "fp32":
-            return self._whole(
-                [torch.zeros_like(p) if p.grad is None else p.grad for p in params], "gradient"
-            )
+        if self._is_plain:
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+            return self._whole(grads, "gradient")
         return self._whole(safe_get_full_grads(params) or [], "gradient")
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.case.stage == 0 and self.case.precision == "fp32"
 
     def run(self) -> list[str]:
         """All steps; returns the failures."""
@@ -284,59 +275,47 @@ class CaseRun:
                 grads = self._grads()
                 self.engine.step()
                 masters = self._masters()
-                self._compare(step, "gradient", grads, expected.grads, self.case.tolerance)
-                # An update is at most LEARNING_RATE * CLIP long; what is compared is its error.
-                self._compare(
-                    step,
-                    "parameter",
-                    masters,
-                    expected.params,
-                    3 * self.case.tolerance * LEARNING_RATE * CLIP,
-                )
-                norm = float(self.engine.get_global_grad_norm())
-                if not math.isclose(norm, expected.norm, rel_tol=self.case.tolerance):
-                    self.failures.append(f"step {step}: norm {norm} instead of {expected.norm}")
+                self._compare_step(step, grads, masters, expected)
         finally:
             self.engine.destroy()
         return [f"{self.case}: {failure}" for failure in self.failures]
 
+    def _compare_step(
+        self, step: int, grads: Tensors, masters: Tensors, expected: Expected
+    ) -> None:
+        tolerance = self.case.tolerance
+        self._compare(step, "gradient", grads, expected.grads, tolerance)
+        # An update is at most LEARNING_RATE * CLIP long; what is compared is its error.
+        bound = 3 * tolerance * LEARNING_RATE * CLIP
+        self._compare(step, "parameter", masters, expected.params, bound)
+        norm = float(self.engine.get_global_grad_norm())
+        self._compare_number(step, "norm", norm, expected.norm)
+
+    def _compare_number(self, step: int, what: str, number: float, right: float) -> None:
+        if not math.isclose(number, right, rel_tol=self.case.tolerance):
+            self.failures.append(f"step {step}: {what} {number} instead of {right}")
+
     def _backwards(self, step: int, expected: Expected) -> None:
         for micro in range(self.case.accumulation):
-            loss = self.engine(*micro_batch(step, self.rank, micro, self.case.dtype))
-            if not math.isclose(
-                loss.item(), expected.losses[self.rank][micro], rel_tol=self.case.tolerance
-            ):
-                self.failures.append(
-                    f"step {step}: loss {loss.item()} instead of "
-                    f"{expected.losses[self.rank][micro]}"
-                )
-            self.engine.backward(loss)
-            if micro + 1 < self.case.accumulation:
+            if micro:
                 self.engine.step()
+            loss = self.engine(*micro_batch(step, self.rank, micro, self.case.dtype))
+            self._compare_number(step, "loss", loss.item(), expected.losses[self.rank][micro])
+            self.engine.backward(loss)
 
     def _compare(
-        self,
-        step: int,
-        what: str,
-        got: dict[str, torch.Tensor],
-        expected: dict[str, torch.Tensor],
-        tolerance: float,
+        self, step: int, what: str, got: Tensors, expected: Tensors, tolerance: float
     ) -> None:
-        size = (
-            max(math.sqrt(sum(value.square().sum().item() for value in expected.values())), 1e-3)
-            if what == "gradient"
-            else 1.0
-        )
+        is_gradient = what == "gradient"
+        whole = math.sqrt(sum(value.square().sum().item() for value in expected.values()))
+        size = max(whole, 1e-3) if is_gradient else 1.0
         for name, value in expected.items():
-            error = (got[name].float() - value).norm().item()
+            error, own = (got[name].float() - value).norm().item(), value.norm().item()
             # Half of its own size at most, too: a small parameter's gradient must not hide behind
             # the others'.
             bound = tolerance * size
-            if what == "gradient" and self.case.precision == "fp32":
-                bound = min(bound, max(0.5 * value.norm().item(), 1e-7))
-            if not error <= bound + (
-                2.0**-23 * value.norm().item() if what == "parameter" else 0.0
-            ):
-                self.failures.append(
-                    f"step {step}: {what} {name} is off by {error:.2e}, allowed {bound:.2e}"
-                )
+            if is_gradient and self.case.precision == "fp32":
+                bound = min(bound, max(0.5 * own, 1e-7))
+            if not error <= bound + (2.0**-23 * own if what == "parameter" else 0.0):
+                told = f"{what} {name} is off by {error:.2e}, allowed {bound:.2e}"
+                self.failures.append(f"step {step}: {told}")

@@ -1,7 +1,7 @@
 """Mixture of experts as the papers tell it: loops in plain torch, one process; see `route`."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -41,11 +41,8 @@ def route(logits: torch.Tensor, gate: Gate, used: list[int] | None = None) -> De
         (token, expert) for token in range(num_tokens) if used[token] for expert in choices[token]
     }
     counts = [sum((token, e) in wanted for token in range(num_tokens)) for e in range(num_experts)]
-    capacity = (
-        max(math.ceil(num_tokens / num_experts * gate.factor * gate.k), gate.minimum)
-        if gate.drop
-        else max(counts)
-    )
+    per_expert = math.ceil(num_tokens / num_experts * gate.factor * gate.k)
+    capacity = max(per_expert, gate.minimum) if gate.drop else max(counts)
 
     slots: dict[tuple[int, int], int] = {}
     for expert in range(num_experts):
@@ -55,21 +52,14 @@ def route(logits: torch.Tensor, gate: Gate, used: list[int] | None = None) -> De
     routes = []
     for token in range(num_tokens):
         kept = [expert for expert in choices[token] if (token, expert) in slots]
-        total = (
-            sum((probabilities[token, expert] for expert in kept), torch.zeros(()))
-            if gate.k > 1
-            else torch.ones(())
-        )
-        routes += [
-            (token, expert, slots[token, expert], probabilities[token, expert] / total)
-            for expert in kept
-        ]
+        weights = probabilities[token, kept]
+        weights = weights / weights.sum() if gate.k > 1 else weights
+        taken = [slots[token, expert] for expert in kept]
+        routes += zip([token] * len(kept), kept, taken, weights, strict=True)
 
     counted = choices if gate.k != 2 or gate.last else [choice[:1] for choice in choices]
-    fractions = [
-        sum(used[t] and e in counted[t] for t in range(num_tokens)) / num_tokens
-        for e in range(num_experts)
-    ]
+    seen = [[used[t] and e in counted[t] for t in range(num_tokens)] for e in range(num_experts)]
+    fractions = [sum(tokens) / num_tokens for tokens in seen]
     l_aux = sum(probabilities[:, e].mean() * fractions[e] for e in range(num_experts)) * num_experts
     return Decision(routes, l_aux / len(counted[0]), counts, capacity)
 
@@ -92,25 +82,27 @@ def _queue(
     return tokens[:capacity]
 
 
+def expert_forward(tokens: torch.Tensor, params: Tensors, name: str) -> torch.Tensor:
+    """One expert."""
+    weight, bias = params[f"{name}.weight"], params[f"{name}.bias"]
+    return torch.tanh(torch.nn.functional.linear(tokens, weight, bias))
+
+
 def moe_forward(
-    hidden: torch.Tensor, params: Tensors, gate: Gate, num_experts: int
+    hidden: torch.Tensor,
+    params: Tensors,
+    gate: Gate,
+    num_experts: int,
+    expert_forward: Callable[[torch.Tensor, Tensors, str], torch.Tensor] = expert_forward,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and balancing loss of tokens [S, M], of experts `experts.E` and tanh."""
+    """Output and balancing loss of tokens [S, M], of experts `experts.E`."""
     decision = route(hidden.float() @ params["wg"].float().t(), gate)
     outputs = [torch.zeros_like(hidden[0]) for _ in hidden]
     for expert in range(num_experts):
         mine = [r for r in decision.routes if r[1] == expert]
         if mine:
-            results = expert_forward(
-                hidden[[token for token, *_ in mine]], params, f"experts.{expert}"
-            )
+            tokens = hidden[[token for token, *_ in mine]]
+            results = expert_forward(tokens, params, f"experts.{expert}")
             for (token, _, _, weight), result in zip(mine, results, strict=True):
                 outputs[token] = outputs[token] + weight.to(hidden.dtype) * result
     return torch.stack(outputs), decision.l_aux
-
-
-def expert_forward(tokens: torch.Tensor, params: Tensors, name: str) -> torch.Tensor:
-    """One expert."""
-    return torch.tanh(
-        torch.nn.functional.linear(tokens, params[f"{name}.weight"], params[f"{name}.bias"])
-    )

@@ -15,6 +15,7 @@ from deepspeed.moe.sharded_moe import (
     top2gating,
     topkgating,
 )
+from unit.models import drawn
 from unit.v1.moe.slow_gate import Gate, route
 
 SHAPES = [(12, 4), (17, 3), (8, 8), (3, 4)]
@@ -51,9 +52,7 @@ def test_gates_equal_the_loops(gate: Gate, masked: bool) -> None:
     # counts after dropping, used_token ignored by k > 1, gradients that do not reach the logits
     # through weights or loss.
     for seed, (num_tokens, num_experts) in enumerate(SHAPES):
-        logits = (
-            torch.randn(num_tokens, num_experts, generator=torch.Generator().manual_seed(seed)) * 2
-        )
+        logits = drawn(seed, num_tokens, num_experts) * 2
         used = (torch.arange(num_tokens) % 3 > 0).float() if masked else None
         mine, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
         expected = route(theirs, gate, None if used is None else [int(u) for u in used])
@@ -68,19 +67,17 @@ def test_gates_equal_the_loops(gate: Gate, masked: bool) -> None:
         assert int(dense.dispatch_mask.sum()) == len(expected.routes)
         assert dense.exp_counts.tolist() == expected.counts
         torch.testing.assert_close(dense.l_aux, expected.l_aux)
-        factors = torch.randn(shape, generator=torch.Generator().manual_seed(seed + 99))
+        factors = drawn(seed + 99, *shape)
         (dense.l_aux + (dense.combine_weights * factors).sum()).backward()
-        theirs_loss = expected.l_aux + sum(
-            weight * factors[t, e, c] for t, e, c, weight in expected.routes
-        )
-        theirs_loss.backward()
+        weighed = sum(weight * factors[t, e, c] for t, e, c, weight in expected.routes)
+        (expected.l_aux + weighed).backward()
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("gate", GATES, ids=str)
 def test_moves_equal_the_masks(gate: Gate) -> None:
     """Index routing and multiplication by dense masks are the same function, both ways."""
-    logits = torch.randn(10, 4, generator=torch.Generator().manual_seed(3)) * 2
+    logits = drawn(3, 10, 4) * 2
     sparse, dense = run_gate(logits, gate, sparse=True), run_gate(logits, gate, sparse=False)
     tokens = torch.randn(10, 5, dtype=torch.float64, requires_grad=True)
     # One slot more than the capacity, as padding for tensor-parallel ranks makes it; it must stay
@@ -92,10 +89,8 @@ def test_moves_equal_the_masks(gate: Gate) -> None:
     expected = torch.einsum("sec,sm->ecm", dense.dispatch_mask.double(), tokens)
     assert torch.equal(content.view(4, slots, 5)[:, :-1], expected)
     assert not content.view(4, slots, 5)[:, -1].any()
-    torch.testing.assert_close(
-        combine(content, weights, moves),
-        torch.einsum("sec,ecm->sm", dense.combine_weights.double(), expected),
-    )
+    wanted = torch.einsum("sec,ecm->sm", dense.combine_weights.double(), expected)
+    torch.testing.assert_close(combine(content, weights, moves), wanted)
     # Kills: a gradient that misses a route, or goes to the token of a dropped one.
     assert torch.autograd.gradcheck(
         lambda t, w: combine(dispatch(t, moves).sin(), w, moves), (tokens, weights)
@@ -104,15 +99,9 @@ def test_moves_equal_the_masks(gate: Gate) -> None:
 
 def test_nothing_comes_from_empty_slots() -> None:
     # Kills: multiplying what an expert makes of nothing by 0: 0 * inf is NaN.
-    sparse = gating.SparseRoutes(
-        torch.zeros(()),
-        2,
-        2,
-        torch.tensor([[0, -1]]),
-        torch.zeros(1, 2, dtype=torch.int64),
-        torch.tensor([[0.5, 0.0]]),
-        torch.zeros(2),
-    )
+    indices, gates = torch.tensor([[0, -1]]), torch.tensor([[0.5, 0.0]])
+    locations = torch.zeros(1, 2, dtype=torch.int64)
+    sparse = gating.SparseRoutes(torch.zeros(()), 2, 2, indices, locations, gates, torch.zeros(2))
     moves = route_map(sparse, 2)
     slots = torch.full((4, 3), float("inf"))
     slots[0] = 1.0
@@ -121,10 +110,8 @@ def test_nothing_comes_from_empty_slots() -> None:
     output = combine(slots, weights, moves)
     assert output.tolist() == [[0.5] * 3, [0.0] * 3]
     output.sum().backward()
-    assert (
-        slots.grad is not None and slots.grad.isfinite().all() and slots.grad[1:].abs().sum() == 0
-    )
-    assert weights.grad is not None and weights.grad.tolist() == [[3.0, 0.0]]
+    assert slots.grad.isfinite().all() and slots.grad[1:].abs().sum() == 0
+    assert weights.grad.tolist() == [[3.0, 0.0]]
 
 
 def test_random_token_selection_keeps_capacity_tokens_of_each_expert() -> None:
@@ -154,9 +141,8 @@ def test_sampled_experts_follow_the_probabilities() -> None:
     # The weight is the chosen expert's probability, not the largest.
     assert isinstance(routes, gating.SparseRoutes)
     torch.testing.assert_close(routes.gates[0], torch.tensor([0.75, 0.25])[routes.indices[0]])
-    second = top2gating(
-        torch.tensor([[9.0, 3.0, 1.0]]).log().expand(4000, 3), 4.0, 1, sparse_routes=True
-    )
+    logits = torch.tensor([[9.0, 3.0, 1.0]]).log().expand(4000, 3)
+    second = top2gating(logits, 4.0, 1, sparse_routes=True)
     assert second.exp_counts[0] == 4000 and abs((second.exp_counts[1] / 4000).item() - 0.75) < 0.04
 
 

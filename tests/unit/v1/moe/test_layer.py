@@ -22,8 +22,10 @@ from deepspeed.moe.utils import (
 )
 from deepspeed.utils import groups
 from unit.common import DistributedTest
-from unit.v1.moe.slow_gate import Gate, route
-from unit.v1.tensor.megatron import Copy, Mpu, Reduce
+from unit.models import drawn
+from unit.v1.looping import each
+from unit.v1.moe.slow_gate import Gate, Tensors, moe_forward
+from unit.v1.tensor.megatron import Copy, Mpu, Reduce, summed
 
 EXPERTS = "deepspeed_moe.experts.deepspeed_experts"
 
@@ -32,15 +34,12 @@ def test_checkpoint_names_are_upstreams() -> None:
     layer = MoE(4, nn.Linear(4, 4), num_experts=2, use_residual=True)
     expected = ["deepspeed_moe.gate.wg.weight"]
     expected += [f"{EXPERTS}.{index}.{name}" for index in (0, 1) for name in ("weight", "bias")]
-    expected += [
-        f"{module}.{name}" for module in ("mlp", "coefficient") for name in ("weight", "bias")
-    ]
+    expected += ["mlp.weight", "mlp.bias", "coefficient.weight", "coefficient.bias"]
     assert list(layer.state_dict()) == expected
     for name, param in layer.named_parameters():
-        assert is_moe_param(param) == name.startswith(EXPERTS)
-        assert getattr(param, "group_name", None) == (
-            "ep_size_1" if name.startswith(EXPERTS) else None
-        )
+        is_of_expert = name.startswith(EXPERTS)
+        assert is_moe_param(param) == is_of_expert
+        assert getattr(param, "group_name", None) == ("ep_size_1" if is_of_expert else None)
 
 
 def test_wrong_layers_are_refused() -> None:
@@ -63,36 +62,25 @@ class TestOptimizerGroups:
         assert len(shared) == 5 and len(experts) == 6 and {*shared, *experts} == set(params)
         given = [{"params": params[:4], "name": "a", "lr": 0.1}, {"params": params[4:], "lr": 0.2}]
         made = split_params_into_different_moe_groups_for_optimizer(given)
-        assert [
-            (g.get("name"), g["lr"], is_moe_param_group(g), len(g["params"])) for g in made
-        ] == [
-            ("a", 0.1, False, 1),
-            (None, 0.2, False, 4),
-            ("ep_size_1", 0.1, True, 3),
-            ("ep_size_1", 0.2, True, 3),
-        ]
+        facts = [(g.get("name"), g["lr"], is_moe_param_group(g), len(g["params"])) for g in made]
+        dense = [("a", 0.1, False, 1), (None, 0.2, False, 4)]
+        assert facts == [*dense, ("ep_size_1", 0.1, True, 3), ("ep_size_1", 0.2, True, 3)]
         assert sorted(id(p) for g in made for p in g["params"]) == sorted(map(id, params))
         # Kills: taking apart again what was split already, which would leave empty groups behind.
         assert split_params_into_different_moe_groups_for_optimizer(made) == made
         assert len(given[0]["params"]) == 4
 
     def test_size_limit(self) -> None:
-        layer = self.layer()
-        made = split_params_into_different_moe_groups_for_optimizer(
-            {"params": list(layer.parameters())}, max_group_size=24
-        )
-        assert [
-            sum(p.numel() for p in group["params"]) for group in made if is_moe_param_group(group)
-        ] == [20, 20, 20]
+        given = {"params": list(self.layer().parameters())}
+        made = split_params_into_different_moe_groups_for_optimizer(given, max_group_size=24)
+        experts = [group["params"] for group in made if is_moe_param_group(group)]
+        assert [sum(p.numel() for p in params) for params in experts] == [20, 20, 20]
         # A parameter larger than the limit has a group of its own.
-        made = split_params_into_different_moe_groups_for_optimizer(
-            {"params": list(layer.parameters())}, max_group_size=1
-        )
+        made = split_params_into_different_moe_groups_for_optimizer(given, max_group_size=1)
         assert [len(group["params"]) for group in made] == [5, 1, 1, 1, 1, 1, 1]
 
     def test_configure(self) -> None:
-        layer = self.layer()
-        made = configure_moe_param_groups(layer.parameters())
+        made = configure_moe_param_groups(self.layer().parameters())
         assert [group["name"] for group in made] == ["dense-params", "ep_size_1"]
         assert configure_moe_param_groups(made) == made
 
@@ -151,20 +139,30 @@ class TestOneRank(DistributedTest):
         copy.deepcopy(layer)
 
 
-class ShardedExpert(nn.Module):
-    """A linear layer of split output columns and one of split input rows, with collectives."""
+class Expert(nn.Module):
+    """A linear layer of output columns and one of input rows, split over `size` ranks."""
 
     def __init__(self, width: int, rank: int, size: int) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(11)
-        first, second = torch.randn(2, width, width, generator=generator)
+        first, second = drawn(11, 2, width, width)
+        self.size = size
         self.first = nn.Parameter(first.chunk(size, dim=0)[rank].clone())
         self.second = nn.Parameter(second.chunk(size, dim=1)[rank].clone())
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.size == 1:
+            return two_layers(tokens, self.first, self.second)
         group = groups.get_tensor_model_parallel_group()
-        hidden = torch.tanh(Copy.apply(tokens, group) @ self.first.t())
-        return Reduce.apply(hidden @ self.second.t(), group)
+        part = two_layers(Copy.apply(tokens, group), self.first, self.second)
+        return Reduce.apply(part, group)
+
+
+def two_layers(tokens: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(tokens @ first.t()) @ second.t()
+
+
+def named_layers(tokens: torch.Tensor, params: Tensors, name: str) -> torch.Tensor:
+    return two_layers(tokens, params[f"{name}.first"], params[f"{name}.second"])
 
 
 class TestTensorParallel(DistributedTest):
@@ -179,22 +177,20 @@ class TestTensorParallel(DistributedTest):
         assert torch.equal(part, x[:, 3 * rank : 3 * rank + 3])
         whole = gather_tokens(part * (rank + 1), dim=1)
         assert torch.equal(whole, torch.cat([x[:, :3], 2 * x[:, 3:]], dim=1))
-        factors = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+        factors = drawn(0, 4, 6)
         (whole * factors).sum().backward()
         assert x.grad is not None
         assert torch.equal(x.grad, torch.cat([factors[:, :3], 2 * factors[:, 3:]], dim=1))
         with pytest.raises(ValueError, match="5 tokens along dim 0"):
             drop_tokens(torch.zeros(5, 2))
 
-    @pytest.mark.parametrize("drop", [True, False])
-    @pytest.mark.parametrize(
-        "sharded, ep_size", [(False, 2), (False, 4), (False, 1), (True, 2), (True, 1)]
-    )
-    def test_equals_one_process(self, sharded: bool, ep_size: int, drop: bool) -> None:
+    @each(drop=[True, False], spread=[(False, 2), (False, 4), (False, 1), (True, 2), (True, 1)])
+    def test_equals_one_process(self, spread: tuple[bool, int], drop: bool) -> None:
         # Kills: experts' gradients of one tensor rank's tokens only, gradients counted once per
         # tensor rank, capacities that tensor ranks in different expert groups do not share, tokens
         # sent twice.
-        mpu = Mpu(2)
+        groups.reset()
+        (sharded, ep_size), mpu = spread, Mpu(2)
         groups.initialize(mpu=mpu)
         data_rank = mpu.data_rank
         width, num_experts = self.width, 4
@@ -202,126 +198,71 @@ class TestTensorParallel(DistributedTest):
         gate_weight = torch.randn(num_experts, width)
         scales = torch.linspace(0.5, 2.0, num_experts)
         size = 2 if sharded else 1
-        pieces = ShardedExpert(width, dist.get_rank() % size, size)
-        expert = pieces if sharded else Plain(pieces.first.detach(), pieces.second.detach())
-        layer = MoE(
-            width,
-            expert,
-            num_experts,
-            ep_size,
-            k=2,
-            min_capacity=1,
-            drop_tokens=drop,
-            top2_2nd_expert_sampling=False,
-            enable_expert_tensor_parallelism=sharded,
-        )
+        expert = Expert(width, dist.get_rank() % size, size)
+        how = {"k": 2, "min_capacity": 1, "drop_tokens": drop, "top2_2nd_expert_sampling": False}
+        how |= {"enable_expert_tensor_parallelism": sharded}
+        layer = MoE(width, expert, num_experts, ep_size, **how)
         layer.set_deepspeed_parallelism()
+        experts = layer.deepspeed_moe.experts.deepspeed_experts
         with torch.no_grad():
             layer.deepspeed_moe.gate.wg.weight.copy_(gate_weight)
-            for index, local in zip(
-                layer.global_expert_ids, layer.deepspeed_moe.experts.deepspeed_experts, strict=True
-            ):
+            for index, local in zip(layer.global_expert_ids, experts, strict=True):
                 local.first.mul_(scales[index])
         # Data ranks' gates are differently one-sided, so that their own capacities would differ.
-        inputs = [
-            torch.randn(9, width, generator=torch.Generator().manual_seed(rank)) + rank
-            for rank in range(2)
-        ]
-        factors = [
-            torch.randn(9, width, generator=torch.Generator().manual_seed(50 + rank))
-            for rank in range(2)
-        ]
+        inputs = [drawn(rank, 9, width) + rank for rank in range(2)]
+        factors = [drawn(50 + rank, 9, width) for rank in range(2)]
         x = inputs[data_rank].clone().requires_grad_()
         output, l_aux, _ = layer(x)
         ((output * factors[data_rank]).sum() + l_aux).backward()
 
-        generator = torch.Generator().manual_seed(11)
-        first, second = torch.randn(2, width, width, generator=generator)
-        whole = {
-            "wg": gate_weight.clone().requires_grad_(),
-            **{f"first.{e}": (first * scales[e]).requires_grad_() for e in range(num_experts)},
-            **{f"second.{e}": second.clone().requires_grad_() for e in range(num_experts)},
-        }
+        first, second = drawn(11, 2, width, width)
+        whole = {"wg": gate_weight.clone().requires_grad_()}
+        for e in range(num_experts):
+            whole[f"experts.{e}.first"] = (first * scales[e]).requires_grad_()
+            whole[f"experts.{e}.second"] = second.clone().requires_grad_()
         own = inputs[data_rank].clone().requires_grad_()
         for rank in range(2):
-            tokens = own if rank == data_rank else inputs[rank]
-            expected, loss = dense_layer(tokens, whole, num_experts, drop)
+            tokens, gate = own if rank == data_rank else inputs[rank], Gate(2, 1.0, 1, drop)
+            expected, loss = moe_forward(tokens, whole, gate, num_experts, named_layers)
             ((expected * factors[rank]).sum() + loss).backward()
             if rank == data_rank:
                 torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
                 torch.testing.assert_close(l_aux, loss)
         torch.testing.assert_close(x.grad, own.grad, atol=1e-5, rtol=1e-5)
-        gate_grad = layer.deepspeed_moe.gate.wg.weight.grad.clone()
-        dist.all_reduce(gate_grad, group=groups._get_data_parallel_group())
+        gate_grad = layer.deepspeed_moe.gate.wg.weight.grad
+        gate_grad = summed(gate_grad, groups._get_data_parallel_group())
         torch.testing.assert_close(gate_grad, whole["wg"].grad, atol=1e-4, rtol=1e-5)
         replicas = groups._get_expert_data_parallel_group(layer.expert_group_name)
-        for index, local in zip(
-            layer.global_expert_ids, layer.deepspeed_moe.experts.deepspeed_experts, strict=True
-        ):
+        for index, local in zip(layer.global_expert_ids, experts, strict=True):
             for name, param in local.named_parameters():
-                grad = param.grad.clone()
-                dist.all_reduce(grad, group=replicas)
-                reference = whole[f"{name}.{index}"].grad
+                grad = summed(param.grad, replicas)
+                reference = whole[f"experts.{index}.{name}"].grad
                 if sharded:
-                    reference = reference.chunk(2, dim=0 if name == "first" else 1)[
-                        dist.get_rank() % 2
-                    ]
+                    reference = reference.chunk(2, dim=0 if name == "first" else 1)[mpu.rank]
                 torch.testing.assert_close(grad, reference, atol=1e-4, rtol=1e-5)
 
 
-class Plain(nn.Module):
-    """The same layers on one rank."""
+FOUR = [(0, 1, 2, 3)]
+TWO_BY_FOUR = [(0, 2, 4, 6), (1, 3, 5, 7)]  # two tensor ranks with four data ranks each
+NEIGHBOURS = [[0, 2], [4, 6], [1, 3], [5, 7]]
+APART = [[0, 4], [2, 6], [1, 5], [3, 7]]
 
-    def __init__(self, first: torch.Tensor, second: torch.Tensor) -> None:
-        super().__init__()
-        self.first, self.second = nn.Parameter(first.clone()), nn.Parameter(second.clone())
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(tokens @ self.first.t()) @ self.second.t()
-
-
-def dense_layer(
-    tokens: torch.Tensor, whole: dict[str, torch.Tensor], num_experts: int, drop: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The layer with all experts at hand."""
-    decision = route(tokens @ whole["wg"].t(), Gate(2, 1.0, 1, drop))
-    rows: list[list[torch.Tensor]] = [[] for _ in tokens]
-    for token, expert, _, weight in decision.routes:
-        hidden = torch.tanh(tokens[token] @ whole[f"first.{expert}"].t())
-        rows[token].append(weight * (hidden @ whole[f"second.{expert}"].t()))
-    return torch.stack([sum(row, torch.zeros_like(tokens[0])) for row in rows]), decision.l_aux
+Lists = list[list[int]]
 
 
 @pytest.mark.parametrize(
     "blocks, ep_size, data_first, expert, data",
     [
-        ([(0, 1, 2, 3)], 2, False, [[0, 1], [2, 3]], [[0, 2], [1, 3]]),
-        ([(0, 1, 2, 3)], 2, True, [[0, 2], [1, 3]], [[0, 1], [2, 3]]),
-        ([(0, 1, 2, 3)], 4, False, [[0, 1, 2, 3]], [[0], [1], [2], [3]]),
-        ([(0, 1, 2, 3)], 1, False, [[0], [1], [2], [3]], [[0, 1, 2, 3]]),
-        # Two tensor ranks with four data ranks each.
-        (
-            [(0, 2, 4, 6), (1, 3, 5, 7)],
-            2,
-            False,
-            [[0, 2], [4, 6], [1, 3], [5, 7]],
-            [[0, 4], [2, 6], [1, 5], [3, 7]],
-        ),
-        (
-            [(0, 2, 4, 6), (1, 3, 5, 7)],
-            2,
-            True,
-            [[0, 4], [2, 6], [1, 5], [3, 7]],
-            [[0, 2], [4, 6], [1, 3], [5, 7]],
-        ),
+        (FOUR, 2, False, [[0, 1], [2, 3]], [[0, 2], [1, 3]]),
+        (FOUR, 2, True, [[0, 2], [1, 3]], [[0, 1], [2, 3]]),
+        (FOUR, 4, False, [[0, 1, 2, 3]], [[0], [1], [2], [3]]),
+        (FOUR, 1, False, [[0], [1], [2], [3]], [[0, 1, 2, 3]]),
+        (TWO_BY_FOUR, 2, False, NEIGHBOURS, APART),
+        (TWO_BY_FOUR, 2, True, APART, NEIGHBOURS),
     ],
 )
 def test_rank_lists(
-    blocks: list[tuple[int, ...]],
-    ep_size: int,
-    data_first: bool,
-    expert: list[list[int]],
-    data: list[list[int]],
+    blocks: list[tuple[int, ...]], ep_size: int, data_first: bool, expert: Lists, data: Lists
 ) -> None:
     # Kills: swapped orders, strides over the world instead of over the block. The lists are
     # upstream's.
@@ -345,25 +286,21 @@ class TestExpertGroups(DistributedTest):
         groups.initialize(ep_size=ep_size)
         groups._create_expert_and_data_parallel(ep_size)
         rank = dist.get_rank()
-        assert groups._get_expert_parallel_group_ranks(name) == list(
-            range(rank // ep_size * ep_size, rank // ep_size * ep_size + ep_size)
-        )
-        assert groups._get_expert_data_parallel_group_ranks(name) == list(
-            range(rank % ep_size, 4, ep_size)
-        )
+        first = rank // ep_size * ep_size
+        ranks = list(range(first, first + ep_size))
+        assert groups._get_expert_parallel_group_ranks(name) == ranks
+        holders = list(range(rank % ep_size, 4, ep_size))
+        assert groups._get_expert_data_parallel_group_ranks(name) == holders
         assert groups._get_expert_parallel_world_size(name) == ep_size
         assert groups._get_expert_data_parallel_world_size(name) == 4 // ep_size
         assert groups._get_expert_parallel_rank(name) == rank % ep_size
         assert groups._get_expert_data_parallel_rank(name) == rank // ep_size
-        assert groups._get_expert_parallel_src_rank(name) == rank // ep_size * ep_size
+        assert groups._get_expert_parallel_src_rank(name) == first
         assert groups._get_expert_broadcast_src_rank(name) == rank % ep_size
-        assert (
-            groups._get_max_expert_size() == ep_size and groups._get_max_expert_size_name() == name
-        )
-        assert (
-            groups._get_max_expert_parallel_group()
-            is groups._get_expert_parallel_group_dict()[name]
-        )
+        assert groups._get_max_expert_size() == ep_size
+        assert groups._get_max_expert_size_name() == name
+        largest = groups._get_max_expert_parallel_group()
+        assert largest is groups._get_expert_parallel_group_dict()[name]
 
     def test_are_made_once_and_under_one_setting(self) -> None:
         groups._create_expert_and_data_parallel(2)
@@ -381,19 +318,15 @@ class TestExpertGroups(DistributedTest):
         rank = dist.get_rank()
         mpu = Mpu(2)
         groups.initialize(mpu=mpu)
+        across = [rank % 2, rank % 2 + 2]
         if sharded:
             groups._create_expert_data_and_model_parallel(2, mpu)
-            assert groups._get_expert_parallel_group_ranks("ep_size_2") == [rank % 2, rank % 2 + 2]
+            assert groups._get_expert_parallel_group_ranks("ep_size_2") == across
             assert groups._get_expert_data_parallel_group_ranks("ep_size_2") == [rank]
         else:
             # Tensor ranks hold different tokens of one batch: their experts' gradients are parts of
             # one sum.
             groups._create_expert_and_data_parallel(2)
-            assert groups._get_expert_parallel_group_ranks("ep_size_2") == [
-                rank // 2 * 2,
-                rank // 2 * 2 + 1,
-            ]
-            assert groups._get_expert_data_parallel_group_ranks("ep_size_2") == [
-                rank % 2,
-                rank % 2 + 2,
-            ]
+            neighbours = [rank // 2 * 2, rank // 2 * 2 + 1]
+            assert groups._get_expert_parallel_group_ranks("ep_size_2") == neighbours
+            assert groups._get_expert_data_parallel_group_ranks("ep_size_2") == across

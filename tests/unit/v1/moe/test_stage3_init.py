@@ -9,24 +9,15 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed import utils
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.zero.parameters import own_draws
 from deepspeed.runtime.zero.parameters.own_draws import fingerprint
-from deepspeed.utils import (
-    groups,
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
-    safe_get_local_grad,
-    safe_set_full_fp32_param,
-    safe_set_full_grad,
-    safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_grad,
-)
+from deepspeed.utils import groups
 from unit.common import DistributedTest
+from unit.models import config_of, drawn, sgd
+from unit.one_process import train
 from unit.v1.checkpoint.runs import differences
 from unit.v1.checkpoint.runs import whole as whole_weight
 from unit.v1.moe.runner import Case, CaseRun
@@ -87,13 +78,8 @@ class Net(nn.Module):
 
 
 def config(**keys: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 4,
-        "steps_per_print": 1000,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 8},
-        **keys,
-    }
+    zero = {"stage3_param_persistence_threshold": 8}
+    return config_of(3, 4, **{"optimizer": sgd(0.1), "zero_optimization": zero, **keys})
 
 
 def made(ep_size: int, settings: dict[str, Any], init: bool, seed: int) -> Any:
@@ -110,23 +96,16 @@ def check_groups(model: nn.Module, ep_size: int, data_first: bool) -> None:
     """Everything is cut, experts for the ranks that hold the same ones."""
     world, rank = dist.get_world_size(), dist.get_rank()
     owners = world // ep_size
-    first = rank // owners * owners
-    sharing = (
-        list(range(first, first + owners))
-        if data_first
-        else [*range(rank % ep_size, world, ep_size)]
-    )
+    neighbours = range(rank // owners * owners, (rank // owners + 1) * owners)
+    sharing = list(neighbours if data_first else range(rank % ep_size, world, ep_size))
     for name, param in model.named_parameters():
         ranks = dist.get_all_ranks_from_group(param.ds_process_group)
         assert ranks == (sharing if "deepspeed_experts" in name else list(range(world))), name
 
 
-def train(engine: Any) -> None:
-    for step in range(2):
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        x = torch.randn(8, WIDTH, generator=generator)
-        engine.backward(engine(x.to(next(engine.module.parameters()).dtype)))
-        engine.step()
+def two_steps(engine: Any) -> None:
+    batches = [drawn(100 * step + dist.get_rank(), 8, WIDTH) for step in range(2)]
+    train(engine, [x.to(next(engine.module.parameters()).dtype) for x in batches])
 
 
 def weights(engine: Any) -> dict[str, torch.Tensor]:
@@ -143,11 +122,8 @@ class TestInit(DistributedTest):
     @pytest.mark.parametrize("order", ["turns", "data-first"])
     def test_as_built_plainly(self, order: str, tmpdir: Any) -> None:
         keys = {DATA_FIRST: order == "data-first"}
-        cases: list[tuple[int, int, dict[str, Any]]] = [
-            (2, 10, {}),
-            (4, 20, {"bf16": {"enabled": True}}),
-            (2, 3, {}),
-        ]
+        bf16 = {"bf16": {"enabled": True}}
+        cases: list[tuple[int, int, dict[str, Any]]] = [(2, 10, {}), (4, 20, bf16), (2, 3, {})]
         for ep_size, seed, more in cases if order == "turns" else cases[:1]:
             settings = config(**keys, **more)
             groups.reset()  # made by what is built first
@@ -159,7 +135,7 @@ class TestInit(DistributedTest):
             again = made(ep_size, settings, True, seed)
             assert differences(weights(plain), weights(again)) == [], (ep_size, seed)
             for engine in (inside, plain):
-                train(engine)
+                two_steps(engine)
             trained = weights(plain)
             assert differences(trained, weights(inside)) == []
             inside.save_checkpoint(str(tmpdir), tag=f"{ep_size}-{seed}")
@@ -208,28 +184,29 @@ class TestAccess(DistributedTest):
         optimizer = {"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
         engine = made(2, config(**optimizer), False, 10)
         rank = dist.get_rank()
-        generator = torch.Generator().manual_seed(rank)
-        engine.backward(engine(torch.randn(8, WIDTH, generator=generator)))
+        engine.backward(engine(drawn(rank, 8, WIDTH)))
         for param, kept in self.params(engine):
-            grad = safe_get_full_grad(param)
+            grad = utils.safe_get_full_grad(param)
             assert grad is not None and grad.shape == param.ds_shape
-            assert torch.equal(self.own(param, grad), safe_get_local_grad(param))
-            safe_set_full_grad(param, 2 * grad)
-            assert torch.equal(safe_get_full_grad(param), 2 * grad)
-            safe_set_local_grad(param, torch.full_like(self.own(param, grad), float(rank)))
-            assert torch.equal(safe_get_full_grad(param), self.by_owner(param))
+            assert torch.equal(self.own(param, grad), utils.safe_get_local_grad(param))
+            utils.safe_set_full_grad(param, 2 * grad)
+            assert torch.equal(utils.safe_get_full_grad(param), 2 * grad)
+            utils.safe_set_local_grad(param, torch.full_like(self.own(param, grad), float(rank)))
+            assert torch.equal(utils.safe_get_full_grad(param), self.by_owner(param))
             assert torch.equal(whole_weight(param), kept)
         engine.step()
         for param, _ in self.params(engine):
             value = torch.arange(param.ds_numel).view(param.ds_shape) + 100.0 * (rank % 2)
-            safe_set_full_fp32_param(param, value)
-            safe_set_full_optimizer_state(param, value + 1, "exp_avg")
+            utils.safe_set_full_fp32_param(param, value)
+            utils.safe_set_full_optimizer_state(param, value + 1, "exp_avg")
             assert torch.equal(whole_weight(param), value)
-            assert torch.equal(safe_get_full_fp32_param(param), value)
-            assert torch.equal(safe_get_full_optimizer_state(param, "exp_avg"), value + 1)
-            assert torch.equal(self.own(param, value), safe_get_local_fp32_param(param))
-            safe_set_local_fp32_param(param, torch.full_like(self.own(param, value), float(rank)))
-            assert torch.equal(safe_get_full_fp32_param(param), self.by_owner(param))
+            assert torch.equal(utils.safe_get_full_fp32_param(param), value)
+            assert torch.equal(utils.safe_get_full_optimizer_state(param, "exp_avg"), value + 1)
+            assert torch.equal(self.own(param, value), utils.safe_get_local_fp32_param(param))
+            utils.safe_set_local_fp32_param(
+                param, torch.full_like(self.own(param, value), float(rank))
+            )
+            assert torch.equal(utils.safe_get_full_fp32_param(param), self.by_owner(param))
 
     def test_edits(self) -> None:
         engine = made(2, config(), False, 10)
@@ -249,7 +226,7 @@ class TestAccess(DistributedTest):
                     param.data.fill_(10.0 + rank)
         for param in own:
             assert (whole_weight(param) == 10.0 + rank % 2).all()
-            assert (safe_get_full_fp32_param(param) == 10.0 + rank % 2).all()
+            assert (utils.safe_get_full_fp32_param(param) == 10.0 + rank % 2).all()
 
         def edit() -> None:
             with deepspeed.zero.GatheredParameters(own, modifier_rank=0):
