@@ -29,7 +29,7 @@ v1/moe/test_stage3_init.py -k edits
 v1/moe/test_auto_ep.py -k files
   experts of zero.Init stand whole until the last is spread
     cut_anew: cut_parameters(cut, sharers) -> pass
-v1/tensor/test_autotp.py
+v1/tensor/test_autotp.py -k Architectures
   a norm of heads is trained by the heads of its rank
     _explain: plan.partial.append(name) -> pass
   the input of a column-parallel layer has the gradient of its rank's columns
@@ -65,7 +65,7 @@ v1/tensor/test_autotp_ranks.py
     SameInputs.__init__: self._share_random_states() -> pass
   an input's gradient is read before the ranks have summed it
     _OverlappedLinear.backward: work.wait() -> pass
-v1/tensor/test_autotp_uneven.py
+v1/tensor/test_autotp.py -k uneven
   queries are dealt out without their keys
     _plan_scope: replace(cut, pieces=pieces) -> cut
   slices are gathered as if all were as large as the first
@@ -74,7 +74,7 @@ v1/tensor/test_autotp_uneven.py
     slice_of_rank: entry.get(keys.PIECES, size) -> size
   stage 3 puts slices together in the order of each rank's own units
     whole_parameters: if slices is not None: ... -> pass
-v1/tensor/test_autotp_stage3.py
+v1/tensor/test_autotp.py -k Stage3
   stage 3 cuts slices over ranks that have others
     shard_model: ranks.parallel_map.optimizer_instances(zero.num_optimizer_instances) ->
       OptimizerInstances(dist.get_world_group())
@@ -89,7 +89,7 @@ v1/tensor/test_autotp_stage3.py
       model, slices, wanted, options.load_module_strict, 0)
   a universal checkpoint of stage 3 has the model file of one part
     _copy_files: state.weights_of_ranks() -> list(...)[:1]
-v1/tensor/test_sequence_parts.py -k do_not_wait
+v1/tensor/test_tensor_parallel.py -k do_not_wait
   stage 3 lets a block's gradients wait for norms that are summed over ranks
     buckets_of: has_parts(param) -> False
 """)

@@ -25,9 +25,8 @@ class Mpu:
         world, rank = dist.get_world_size(), dist.get_rank()
         self.size, self.rank, self.data_rank = size, rank % size, rank // size
         self.data_size = world // size
-        tensor = [
-            dist.new_group(list(range(start, start + size))) for start in range(0, world, size)
-        ]
+        starts = range(0, world, size)
+        tensor = [dist.new_group(list(range(start, start + size))) for start in starts]
         data = [dist.new_group(list(range(start, world, size))) for start in range(size)]
         self._tensor, self._data = tensor[self.data_rank], data[self.rank]
 
@@ -140,6 +139,8 @@ class Serial(nn.Module):
 
 # Which dimension of a parameter the tensor-parallel ranks cut.
 CUT = {"column.weight": 0, "column.bias": 0, "row.weight": 1}
+# Which act on rows that sequence parallelism cuts.
+OF_ROWS = ("norm.weight", "norm.bias", "row.bias")
 
 
 def slice_of(name: str, value: torch.Tensor, mpu: Mpu) -> torch.Tensor:
@@ -160,17 +161,9 @@ class Parallel(nn.Module):
             module = getattr(whole, name.partition(".")[0])
             setattr(module, name.partition(".")[2], own)
             own.tensor_model_parallel = name in CUT
-            own.sequence_parallel = sequence_parallel and name in (
-                "norm.weight",
-                "norm.bias",
-                "row.bias",
-            )
-        self.norm, self.column, self.row, self.head = (
-            whole.norm,
-            whole.column,
-            whole.row,
-            whole.head,
-        )
+            own.sequence_parallel = sequence_parallel and name in OF_ROWS
+        self.norm, self.column = whole.norm, whole.column
+        self.row, self.head = whole.row, whole.head
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if self.is_sequence_parallel:

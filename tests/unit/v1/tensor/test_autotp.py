@@ -10,14 +10,22 @@ import torch
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.checkpoint.ds_to_universal import main, parse_arguments
+from deepspeed.checkpoint.files import CheckpointError
+from deepspeed.checkpoint.resharding.tensor_parallel import Share, SlicePatterns
+from deepspeed.module_inject.layers import GatherReplacedLayerParams
+from deepspeed.runtime.config import DeepSpeedConfigError
+from deepspeed.runtime.sharding.model_ranks import is_model_parallel_parameter
 from deepspeed.runtime.sharding.model_slices import slices_of
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.verify import check_budgets, check_streams
 from unit.common import DistributedTest
 from unit.models import config_of, seeded, sgd
-from unit.one_process import OneProcess, train
+from unit.one_process import OneProcess, own_loss, train
 from unit.v1.looping import each
-from unit.v1.tensor.architectures import ARCHITECTURES, batch_of, model_of
+from unit.v1.tensor.architectures import ARCHITECTURES, PlainDecoder, batch_of, model_of
 
 pytest.importorskip("transformers")
 
@@ -64,10 +72,6 @@ def assert_close(what: str, found: torch.Tensor, right: torch.Tensor, scale: flo
     assert distance <= 1e-5 * scale + 1e-7, f"{what}: off by {distance:.3g} of {scale:.3g}"
 
 
-def called(model: Any, data: dict[str, torch.Tensor]) -> torch.Tensor:
-    return model(**data).loss
-
-
 def own_part(engine: Any, samples: int, seed: int, parts: int = 1, part: int = 0) -> dict[str, Any]:
     """This data-parallel rank's of a batch, or one of `parts` micro-batches of it."""
     count = samples // (engine.dp_world_size * parts)
@@ -84,14 +88,14 @@ def check_training(
     ends: bool = True,
 ) -> None:
     """Compare gradients, norm and parameters with one process after steps of `micros`."""
-    process = OneProcess(copy.deepcopy(model), LR, called, clip)
+    process = OneProcess(copy.deepcopy(model), LR, clip=clip)
     samples = 2 * micros * engine.dp_world_size
     for step in range(steps):
         process.backward([batch_of(samples, step)])
         for micro in range(micros):
             if micro:
                 engine.step()
-            engine.backward(called(engine, own_part(engine, samples, step, micros, micro)))
+            engine.backward(own_loss(engine, own_part(engine, samples, step, micros, micro)))
         trained = {key: p for key, p in engine.module.named_parameters() if p.requires_grad}
         right = process.grads()
         found = {key: safe_get_full_grad(param) for key, param in trained.items()}
@@ -136,7 +140,7 @@ def goes_on(
 
     def weights_around_a_step(engine: Any) -> list[Any]:
         before = engine._zero3_consolidated_16bit_state_dict()
-        train(engine, [own_part(engine, 4, 1)], called)
+        train(engine, [own_part(engine, 4, 1)])
         after = engine._zero3_consolidated_16bit_state_dict()
         engine.destroy()
         assert (before is None) == (dist.get_rank() > 0)
@@ -144,7 +148,7 @@ def goes_on(
 
     if not Path(folder).exists():
         engine = engine_of(*saved_by, seed=1)
-        train(engine, [own_part(engine, 4, 0)], called)
+        train(engine, [own_part(engine, 4, 0)])
         engine.save_checkpoint(folder, tag="t")
         assert engine.save_16bit_model(folder)
         held = weights_around_a_step(engine)
@@ -173,6 +177,7 @@ class TestArchitectures(DistributedTest):
     """One group of ranks for all: to start them takes longer than a check."""
 
     world_size = 4
+    exec_timeout = 120
 
     def test_four_ranks(self, class_tmpdir: str) -> None:
         self.check_train_like_one_process()
@@ -202,3 +207,261 @@ class TestArchitectures(DistributedTest):
         heads = {"num_key_value_heads": 4} if name == "phi3" else {}
         runs = [(size, 1) for size in sizes]
         goes_on(f"{class_tmpdir}/{name}", lambda: model_of(name, **heads), *runs)
+
+
+# -- stage 3: layers are cut over tensor-parallel ranks, then each slice is sharded ----------------
+
+CHECKED = {"verify": {"ledger": True, "collectives": True}}
+HOST = {"device": "cpu"}
+MORE: list[dict[str, Any]] = [
+    {"zero_optimization": {"num_optimizer_instances": 2, "stage3_param_persistence_threshold": 0}},
+    {"zero_optimization": {"offload_param": HOST, "offload_optimizer": HOST}},
+    {"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}, "checkpointed": True},
+]
+REFUSED: list[dict[str, Any]] = [{"zero_hpz_partition_size": 2}]
+
+
+def freeze(model: Any) -> None:
+    """A layer that is cut, and one that is not."""
+    model.model.layers[0].mlp.down_proj.requires_grad_(False)
+    model.model.embed_tokens.requires_grad_(False)
+
+
+class TestStage3(DistributedTest):
+    """One group of ranks for all: to start them takes longer than a check."""
+
+    world_size = 4
+    exec_timeout = 120
+
+    def test_four_ranks(self, class_tmpdir: str) -> None:
+        self.check_trains_like_one_process()
+        self.check_with_other_features()
+        self.check_sharded_before_it_is_cut()
+        self.check_half_precision()
+        self.check_on_streams()
+        self.check_goes_on(class_tmpdir=class_tmpdir)
+        self.check_refusals(class_tmpdir=class_tmpdir)
+
+    def check_trains_like_one_process(self, name: str = "gpt2") -> None:
+        # Kills: parameters cut over ranks with other slices; a norm without other slices, or with
+        # replicas counted twice; norms of heads that leave with a part of their gradient.
+        model, first = alike(model_of, name)
+        engine = start(model, 2, 3, gradient_clipping=0.1)
+        for key, param in model.named_parameters():  # whole for scripts: first shards, then slices
+            if is_model_parallel_parameter(param):
+                with GatherReplacedLayerParams([param], model):
+                    assert torch.equal(param, first.get_parameter(key)), key
+            shards = deepspeed.zero.GatheredParameters([param])
+            with shards, GatherReplacedLayerParams([param], model):
+                assert torch.equal(param, first.get_parameter(key)), key
+        check_training(engine, first, 0.1)
+
+    @each(more=MORE)
+    def check_with_other_features(self, more: dict[str, Any]) -> None:
+        # Kills: instances of ranks with several slices; shards on the host of other ranks' slices;
+        # the ledger or the intent check taking tensor-parallel ranks for those that share a shard.
+        model, first = alike(model_of, "qwen3", num_hidden_layers=1)
+        more = copy.deepcopy(more)
+        if more.pop("checkpointed", False):
+            model.gradient_checkpointing_enable()
+        freeze(model)
+        freeze(first)
+        more["zero_optimization"] = zero(3, **more.get("zero_optimization", {}))
+        engine = start(model, 2, 3, gradient_accumulation_steps=2, **CHECKED, **more)
+        check_training(engine, first, steps=1, micros=2)
+
+    @each(before=[True, False])
+    def check_sharded_before_it_is_cut(self, before: bool) -> None:
+        # Kills: slices of one rank's shard; whole parameters left beside slices; weights of ranks
+        # that were initialized otherwise.
+        model, first = alike(model_of, "phi3" if before else "t5")
+        keys = config(2, 3)
+        deepspeed.zero.Init(model, config_dict_or_path=keys)
+        if before:
+            deepspeed.tp_model_init(model, 2, None)
+            groups = [param.ds_process_group for param in model.parameters()]
+            assert {dist.get_world_size(group=group) for group in groups} == {2}
+        engine = deepspeed.initialize(model=model, config=keys)[0]
+        check_training(engine, first, steps=1, ends=False)
+        del model._ds_model_slices
+        with pytest.raises(DeepSpeedConfigError, match="an engine at zero_optimization.stage"):
+            deepspeed.tp_model_init(model, 2, None)
+        engine.destroy()
+
+    def check_half_precision(self) -> None:
+        # Kills: shards in another precision than their slices' ranks.
+        model, first = alike(model_of, "llama", num_hidden_layers=1)
+        engine = start(model, 2, 3, bf16={"enabled": True})
+        loss = own_loss(engine, own_part(engine, 4, 0))
+        losses = [torch.zeros(()) for _ in range(4)]
+        dist.all_gather(losses, loss.detach().float())
+        right = own_loss(first, batch_of(4, 0))
+        right.backward()
+        assert torch.stack(losses).mean().item() == pytest.approx(right.item(), rel=0.03)
+        engine.backward(loss)
+        engine.step()
+        norm = torch.nn.utils.clip_grad_norm_(first.parameters(), 1e9).item()
+        assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=0.05)
+        engine.destroy()
+
+    def check_on_streams(self) -> None:
+        # Kills: a gather that reads a slice before its update; a sum over tensor-parallel ranks
+        # beside a reduction of the same gradient.
+        with simulate(schedule=1, backward_streams=2), check_streams(), check_budgets():
+            model, first = alike(model_of, "qwen3", num_hidden_layers=1)
+            keys = {"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}}
+            check_training(start(model, 2, 3, **keys), first)
+
+    @each(runs=[((2, 3), (2, 3), False), ((2, 3), (2, 2), True), ((4, 1), (2, 3), False)])
+    def check_goes_on(self, runs: Runs, class_tmpdir: str) -> None:
+        # Kills: files of tensor-parallel ranks that overwrite each other, or are read by others;
+        # weights saved as slices; a frozen slice of another rank; a universal checkpoint with the
+        # first rank's buffers alone.
+        def frozen() -> Any:
+            model = model_of("phi3", num_key_value_heads=4, num_hidden_layers=1)
+            freeze(model)
+            return model
+
+        goes_on(class_tmpdir, frozen, *runs)
+
+    def check_refusals(self, class_tmpdir: str) -> None:
+        # Kills: values of a rank with another slice; a model that one rank builds otherwise and
+        # others wait for; copies of gathered shards over ranks with several slices.
+        with pytest.raises(ValueError, match="convert it with .*ds_to_universal"):
+            get_fp32_state_dict_from_zero_checkpoint(f"{class_tmpdir}/{(2, 3)}", "t")
+        for block in REFUSED:
+            with pytest.raises(DeepSpeedConfigError, match=next(iter(block))):
+                start(model_of("qwen2"), 2, 3, zero_optimization=zero(3, **block))
+        model = model_of("qwen2")
+        engine = start(model, 2, 3)
+        head = model.model.layers[0].mlp.up_proj.weight
+        own = dist.get_rank() % 2  # the first rank that has this slice
+        if own:
+            with (
+                pytest.raises(RuntimeError, match=r"ranks \[1, 3\] have .*modifier_rank=1"),
+                deepspeed.zero.GatheredParameters(head, modifier_rank=0),
+            ):
+                pass
+        with deepspeed.zero.GatheredParameters(head, modifier_rank=own):
+            head.data.fill_(dist.get_rank())
+        with deepspeed.zero.GatheredParameters(head):
+            assert head.shape == (12, 16) and bool((head == own).all())
+        with pytest.raises(CheckpointError, match="a slice of a layer"):
+            safetensors = pytest.importorskip("safetensors.torch")
+            path = f"{class_tmpdir}/own-{dist.get_rank()}.safetensors"
+            safetensors.save_file({"model.layers.0.mlp.up_proj.weight": torch.zeros(24, 16)}, path)
+            deepspeed.utils.load_sharded_safetensors(model, path, strict=False)
+        engine.destroy()
+        model = model_of("qwen2")
+        if dist.get_rank() == 3:
+            model.lm_head.requires_grad_(False)
+        with pytest.raises(RuntimeError, match=r"different models: lm_head.weight .* on rank 3"):
+            start(model, 2, 3)
+
+
+# -- heads and widths that ranks do not divide: the first have one more ----------------------------
+
+THREE = {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 3}
+UNEVEN: dict[str, dict[str, Any]] = {
+    "bloom": {"hidden_size": 18, "n_head": 3},
+    "falcon": {**THREE, "num_kv_heads": 3},
+    "gpt2": {"n_embd": 18, "n_head": 3, "n_inner": 25},
+    "gpt_neox": {"hidden_size": 18, "num_attention_heads": 3, "intermediate_size": 25},
+    "phi3": {**THREE, "intermediate_size": 25},
+    "qwen3": {**THREE, "intermediate_size": 25, "head_dim": 8},
+    "t5": {"num_heads": 3, "d_ff": 25},
+}
+FIVE = {"hidden_size": 40, "num_attention_heads": 10, "num_key_value_heads": 5}
+
+
+def test_uneven_parts_are_larger_on_the_first_ranks() -> None:
+    # Kills: sizes that upstream's slices of the same weights do not have.
+    def sizes(pieces: int, width: int, size: int) -> list[int]:
+        return [Share.of_rank(pieces, rank, size).of(width) for rank in range(size)]
+
+    assert sizes(10, 10, 4) == [3, 3, 2, 2]
+    assert sizes(6, 96, 4) == [32, 32, 16, 16] and sizes(6, 48, 4) == [16, 16, 8, 8]
+
+
+def test_uneven_slices_that_do_not_fit_their_pieces_are_named() -> None:
+    stacked = {"patterns": ["w"], "shape": ((4, 2), -1), "partition_dim": 0}
+    info = {
+        "parameter_with_sub_params": [stacked],
+        "parameter_with_pieces": [{"patterns": ["w"], "pieces": 4}],
+    }
+    with pytest.raises(CheckpointError, match=r"sizes \[4, 2\], of which 2 ranks .* 4 pieces"):
+        SlicePatterns(info).merged("w", [torch.zeros(3, 1), torch.zeros(3, 1)])
+    assert SlicePatterns(info).unmatched(["v"]) == ["w", "w"]
+
+
+class TestUneven(DistributedTest):
+    """One group of ranks for all: to start them takes longer than a check."""
+
+    world_size = 4
+    exec_timeout = 120
+
+    def test_four_ranks(self, class_tmpdir: str) -> None:
+        self.check_sizes_on_four_ranks()
+        self.check_trains_like_one_process()
+        self.check_every_stage()
+        self.check_sharded_before_it_is_cut()
+        self.check_goes_on(class_tmpdir=class_tmpdir)
+
+    def check_sizes_on_four_ranks(self) -> None:
+        # Kills: heads of queries that are not those of the rank's keys.
+        model, first = alike(PlainDecoder, 12, 6, 10)
+        engine = start(model, 4, 1, gradient_clipping=0.1)
+        attention, mlp, rank = model.blocks[1].attention, model.blocks[1].mlp, dist.get_rank()
+        assert attention.q_proj.out_features == (16, 16, 8, 8)[rank]
+        assert attention.k_proj.weight.shape[0] == (8, 8, 4, 4)[rank]
+        assert (attention.num_heads, attention.num_kv_heads) == ((4, 2), (2, 1))[rank > 1]
+        assert mlp.fc1.bias.numel() == mlp.fc2.in_features == (3, 3, 2, 2)[rank]
+        check_training(engine, first, 0.1)
+
+    @each(name=list(UNEVEN))
+    def check_trains_like_one_process(self, name: str) -> None:
+        # Kills: alibi, position bias or fused layers of other heads; a norm without a rank's slice.
+        model, first = alike(model_of, name, **UNEVEN[name], num_hidden_layers=1)
+        engine = start(model, 2, 1, gradient_clipping=0.1)
+        check_training(engine, first, 0.1, steps=1)
+
+    @each(stage=[0, 2, 3])
+    def check_every_stage(self, stage: int) -> None:
+        # Kills: buckets or shards of one rank's sizes on others; checks that take ranks with slices
+        # of other sizes for ranks that do something else; whole weights put together in the order
+        # of units, which are others where slices are smaller than the threshold.
+        model, first = alike(model_of, "qwen3", **UNEVEN["qwen3"])
+        # A slice of 13 x 24 elements travels, one of 12 x 24 stays.
+        block = zero(stage, stage3_param_persistence_threshold=300) if stage == 3 else zero(stage)
+        more = {"tensor_parallel": {"tp_overlap_comm": True, "autotp_size": 2}, **CHECKED}
+        engine = start(model, 2, stage, zero_optimization=block, **more)
+        for name, param in model.named_parameters():
+            shards = deepspeed.zero.GatheredParameters([param])
+            with shards, GatherReplacedLayerParams([param], model):
+                assert torch.equal(param, first.get_parameter(name)), name
+        exported = engine._consolidated_16bit_state_dict()
+        for name, value in (exported or {}).items():
+            assert torch.equal(value, first.state_dict()[name]), name
+        check_training(engine, first, steps=1)
+
+    def check_sharded_before_it_is_cut(self) -> None:
+        # Kills: slices of equal size of what zero.Init has sharded.
+        model, first = alike(model_of, "phi3", **UNEVEN["phi3"])
+        deepspeed.zero.Init(model, config_dict_or_path=config(2, 3))
+        check_training(start(model, 2, 3), first, steps=1)
+
+    @each(
+        runs=[
+            ((4, 1), (4, 1), False),
+            ((4, 1), (1, 3), False),
+            ((4, 1), (2, 2), True),
+            ((2, 3), (2, 3), False),
+            ((2, 3), (4, 2), False),
+            ((1, 1), (4, 1), False),
+        ]
+    )
+    def check_goes_on(self, runs: Runs, class_tmpdir: str) -> None:
+        # Kills: optimizer state or weights of another rank's heads; stacked slices taken apart as
+        # if they were of one size; a universal checkpoint that forgets how many pieces there were.
+        sizes = {**FIVE, "intermediate_size": 26, "num_hidden_layers": 1}
+        goes_on(class_tmpdir, lambda: model_of("phi3", **sizes), *runs)

@@ -25,9 +25,9 @@ from unit.v1.looping import each
 from unit.v1.tensor.architectures import PlainDecoder, batch_of, model_of
 from unit.v1.tensor.megatron import Mpu
 from unit.v1.tensor.test_autotp import (
+    CHECKED,
     alike,
     assert_close,
-    called,
     check_training,
     config,
     start,
@@ -35,8 +35,6 @@ from unit.v1.tensor.test_autotp import (
 )
 
 pytest.importorskip("transformers")
-
-CHECKED = {"verify": {"ledger": True, "collectives": True}}
 
 
 class Gated(nn.Module):
@@ -122,7 +120,7 @@ class TestTwoRanks(DistributedTest):
         # Kills: ranks that seed themselves differently drop out different residuals.
         model = seeded(model_of, "gpt2", seed=dist.get_rank(), **kwargs)
         engine = start(model, 2, stage)
-        train(engine, [batch_of(2, 0)] * 2, called)
+        train(engine, [batch_of(2, 0)] * 2)
         for name, param in engine.module.named_parameters():
             if not getattr(param, "tensor_model_parallel", False):
                 parts = [torch.empty_like(param) for _ in range(2)]

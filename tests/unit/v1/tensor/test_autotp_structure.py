@@ -42,6 +42,9 @@ def test_every_matrix_of_every_block_is_cut(name: str) -> None:
     assert cut == matrices - outside and len(cut) >= 8
 
 
+ONE_KEY = {"new_decoder_architecture": False, "multi_query": True}
+
+
 @pytest.mark.parametrize(
     "name, size, more, text",
     [
@@ -51,12 +54,7 @@ def test_every_matrix_of_every_block_is_cut(name: str) -> None:
         ("opt", 4, {"ffn_dim": 3}, "fc1 has 3 parts, too few for 4 ranks; use an autotp_size of"),
         ("gpt2", 2, {"add_cross_attention": True}, "crossattention.c_attn is no layer of queries"),
         ("falcon", 2, {"alibi": True}, "self_attention.query_key_value has alibi"),
-        (
-            "falcon",
-            2,
-            {"new_decoder_architecture": False, "multi_query": True},
-            "self_attention.query_key_value has one key and value for all heads",
-        ),
+        ("falcon", 2, ONE_KEY, "self_attention.query_key_value has one key and value for all"),
         ("bloom", 2, {"pretraining_tp": 2, "slow_but_exact": True}, "reads slices of weights"),
     ],
 )
@@ -105,24 +103,22 @@ def test_layers_without_a_partner_or_an_order_are_named() -> None:
     assert "use one of bloom, falcon" in refusal(model_of("llama"), preset_model="nobody")
 
 
+def specs(**spec: Any) -> dict[str, Any]:
+    return {"layer_specs": [spec]}
+
+
 @pytest.mark.parametrize(
     "block, text",
     [
         ({"layers": []}, "partition_config.layers: "),
-        ({"layer_specs": [{"patterns": [".*"], "kind": 1}]}, "layer_specs[0].kind: 1"),
-        ({"layer_specs": [{"patterns": ".*"}]}, "layer_specs[0].patterns: expected a list"),
-        ({"layer_specs": [{"patterns": ["("]}]}, "layer_specs[0].patterns: "),
-        ({"layer_specs": [{"patterns": [".*"], "partition_type": "both"}]}, "'both' is none of"),
+        (specs(patterns=[".*"], kind=1), "layer_specs[0].kind: 1"),
+        (specs(patterns=".*"), "layer_specs[0].patterns: expected a list"),
+        (specs(patterns=["("]), "layer_specs[0].patterns: "),
+        (specs(patterns=[".*"], partition_type="both"), "'both' is none of"),
         ({"layer_specs": [1]}, "layer_specs[0]: expected an object"),
-        (
-            {"layer_specs": [{"patterns": [".*o_proj"], "partition_type": "row"}]},
-            "has no column-parallel layer",
-        ),
-        (
-            {"layer_specs": [{"patterns": [".*q_proj"], "shape": [3, -1]}]},
-            "to which shape: [3, -1]",
-        ),
-        ({"layer_specs": [{"patterns": [".*q_proj"], "partition_dim": 1}]}, "partition_dim: 1"),
+        (specs(patterns=[".*o_proj"], partition_type="row"), "has no column-parallel layer"),
+        (specs(patterns=[".*q_proj"], shape=[3, -1]), "to which shape: [3, -1]"),
+        (specs(patterns=[".*q_proj"], partition_dim=1), "partition_dim: 1"),
     ],
 )
 def test_what_patterns_cannot_mean_is_named(block: dict[str, Any], text: str) -> None:
