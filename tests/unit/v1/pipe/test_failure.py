@@ -191,7 +191,9 @@ class TestThreeRanks(DistributedTest):
         # Kills: waking only who waits for the first rank of a group, or stopping at a connection
         # that is closed already.
         rank, store = dist.get_rank(), dist.get_store()
+        store.set(f"rank {rank} is connected", "1")
         if rank == 1:
+            store.wait(["rank 0 is connected", "rank 2 is connected"])  # or they could not join
             dist.abort_groups()
             store.set("rank 1 has closed", "1")
         elif rank == 0:
@@ -322,9 +324,8 @@ class TestLost(OneThatEnds):
     def test_upstreams_functions_name_it(self, tmp_path: Path) -> None:
         rank, _, _ = self.join("file", tmp_path)
         lose_rank_0(rank)
-        grid = SimpleNamespace(
-            get_stage_id=lambda: 1, pipe_parallel_size=2, stage_to_global=lambda stage_id: 0
-        )
+        places = {"get_stage_id": lambda: 1, "stage_to_global": lambda stage_id: 0}
+        grid = SimpleNamespace(pipe_parallel_size=2, **places)
         if rank == 1:
             p2p.init_process_groups(grid)
             value = torch.ones(4)

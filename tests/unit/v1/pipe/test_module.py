@@ -406,11 +406,8 @@ class TestOneStage(DistributedTest):
             (2, ["Linear", "Embedding"], 1),
         ):
             calls.clear()
-            recomputed = gradients(
-                activation_checkpoint_func=checkpoint,
-                activation_checkpoint_interval=interval,
-                checkpointable_layers=kinds,
-            )
+            how = {"activation_checkpoint_func": checkpoint, "checkpointable_layers": kinds}
+            recomputed = gradients(activation_checkpoint_interval=interval, **how)
             # Kills: an embedding that gets no gradient; the last forward's dropout masks in a
             # recomputation (exact).
             assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True)), kinds

@@ -79,10 +79,7 @@ def payloads() -> list[Any]:
         (),
         ([], ((),)),
         (True, 1, 1.0, -0.0, math.inf, "text \u00e9", 2**70, False, None),
-        tuple(
-            torch.full((index % 3,), index, requires_grad=index % 2 == 0, dtype=torch.float32)
-            for index in range(40)
-        ),
+        tuple(torch.full((n % 3,), float(n), requires_grad=n % 2 == 0) for n in range(40)),
         ("x" * 5000, big),
     ]
 

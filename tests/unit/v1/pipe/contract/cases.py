@@ -54,9 +54,8 @@ class PipeCase(Case):
         recomputed = [f"checkpoint{self.checkpoint}"] if self.checkpoint else []
         switches = [word for word in ("dynamic", "tied", "adaptive") if getattr(self, word)]
         cut = [f"parts{self.parts}"] if self.parts else []
-        return "-".join(
-            (f"pipe{self.pipe}", self.schedule, *recomputed, *switches, *cut, super().name)
-        )
+        words = (f"pipe{self.pipe}", self.schedule, *recomputed, *switches, *cut, super().name)
+        return "-".join(words)
 
 
 # Stages and data-parallel ranks, together: only these fit into 4 ranks.

@@ -38,13 +38,10 @@ def make_pipeline(case: PipeCase) -> PipelineModule:
         weights = layers[0].state_dict()
         layers[0] = TiedLayerSpec("embed", Embed)
         layers[-1] = TiedLayerSpec("embed", Embed, forward_fn=project)
+    how = {"dynamic_shape": case.dynamic, "num_model_chunks": case.chunks}
+    method = list(case.parts) or "uniform"
     module = PipelineModule(
-        layers,
-        num_stages=case.pipe,
-        loss_fn=loss_of,
-        partition_method=list(case.parts) or "uniform",
-        dynamic_shape=case.dynamic,
-        num_model_chunks=case.chunks,
+        layers, num_stages=case.pipe, loss_fn=loss_of, partition_method=method, **how
     )
     if case.tied and "embed" in module.tied_modules:
         module.tied_modules["embed"].load_state_dict(weights)

@@ -10,20 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-import deepspeed
 from deepspeed import comm as dist
-from deepspeed.utils import safe_get_full_grad
 from unit.common import DistributedTest
-from unit.models import config_of
 from unit.v1.contract.matrix import all_pairs, of_world, pairs_of, pairwise
-from unit.v1.contract.reference import LEARNING_RATE, LOSS_SCALE, Tensors
+from unit.v1.contract.reference import LOSS_SCALE
 from unit.v1.contract.runner import run_cases
 from unit.v1.gathering import from_all_ranks
 from unit.v1.looping import each
 from unit.v1.pipe.contract import reference, runner
 from unit.v1.pipe.contract.cases import FACTORS, SHARES, PipeCase, pair_cases, product_cases
-from unit.v1.pipe.contract.model import Micro, micro_batch, parameter_groups
-from unit.v1.pipe.contract.reference import Chain
 from unit.v1.pipe.contract.runner import PipeRun
 
 
@@ -91,77 +86,6 @@ def test_two_uses_are_one_weight() -> None:
     grads = {name: param.grad for name, param in named if param.grad is not None}
     total = reference.merged(grads, True)[reference.SHARED]
     torch.testing.assert_close(total, shared.layers[0].weight.grad, rtol=1e-12, atol=1e-15)  # type: ignore[union-attr]  # as above
-
-
-STEPS = 2
-# fp32: sums over micro-batches and ranks in another order.
-TOLERANCE = 1e-6
-
-
-def whole_batch(step: int, accumulation: int) -> list[Micro]:
-    """Micro-batches of an even number of rows: two of `micro_batch`, one after the other."""
-    batch = []
-    for micro in range(accumulation):
-        one, other = (micro_batch(step, half, micro, 2, False) for half in range(2))
-        inputs = tuple(map(torch.cat, zip(one.inputs, other.inputs, strict=True)))
-        batch.append(Micro(inputs, torch.cat((one.labels, other.labels))))  # type: ignore[arg-type]
-    return batch
-
-
-def own_half(micro: Micro) -> Micro:
-    """What this of two data-parallel ranks sees of it."""
-    half = slice(dist.get_rank(), None, 2)
-    return Micro((micro.inputs[0][half], micro.inputs[1][half]), micro.labels[half])
-
-
-def plain_run(accumulation: int) -> list[tuple[float, Tensors, float, Tensors]]:
-    """Loss, gradients, norm and parameters of each step of a data-parallel engine."""
-    chain = Chain(tied=False)
-    named = chain.trainable()
-    config = config_of(0, 1, accumulation)
-    optimizer = torch.optim.SGD(parameter_groups(named), lr=LEARNING_RATE)
-    engine = deepspeed.initialize(model=chain, optimizer=optimizer, config=config)[0]
-    run = []
-    for step in range(STEPS):
-        total = torch.zeros(())
-        for index, micro in enumerate(whole_batch(step, accumulation)):
-            if index:
-                engine.step()
-            loss = engine(own_half(micro))
-            engine.backward(loss)
-            total += loss.detach() / accumulation
-        dist.all_reduce(total)
-        grads = {name: safe_get_full_grad(param).clone() for name, param in named.items()}
-        engine.step()
-        params = {name: param.detach().clone() for name, param in named.items()}
-        run.append((total.item() / 2, grads, float(engine.get_global_grad_norm()), params))
-    engine.destroy()
-    return run
-
-
-class TestTwoRanks(DistributedTest):
-    world_size = 2
-
-    @each(accumulation=(1, 4, 7))
-    def test_mean_of_micro_batches(self, accumulation: int) -> None:
-        # Kills: a division by the wrong number (or by m and by the stages), a micro-batch left out
-        # of a ragged last round.
-        wanted = plain_run(accumulation)
-        for schedule in ("1f1b", "interleaved", "zero_bubble"):
-            keys = {"world": 2, "pipe": 2, "schedule": schedule}
-            run = PipeRun(PipeCase(0, "fp32", accumulation, **keys))
-            for step, (loss, grads, norm, params) in enumerate(wanted):
-                found = run.engine.train_batch(iter(whole_batch(step, accumulation)))
-                assert abs(found.item() - loss) <= TOLERANCE * loss
-                assert abs(float(run.engine.get_global_grad_norm()) - norm) <= TOLERANCE * norm
-                sizes = {name: max(norm, value.norm().item()) for name, value in params.items()}
-                bounds = {name: TOLERANCE * size for name, size in sizes.items()}
-                own = {name: value for name, value in grads.items() if name in run.params}
-                run.compare_tensors(step, "gradient", run.found, own, bounds)
-                masters = run.everywhere(run.masters())
-                run.compare_tensors(step, "parameter", masters, params, bounds)
-            run.engine.destroy()
-            assert run.failures == []
 
 
 original_config = runner.pipe_config

@@ -23,6 +23,7 @@ from unit.v1.contract.test_contract_bites import (
     Mutation,
     assert_all_found,
     assert_unbroken,
+    instead_of,
     reduce_before_the_last_micro_batch,
 )
 from unit.v1.pipe.contract.cases import PipeCase
@@ -43,29 +44,13 @@ ACCUMULATOR = case(0, "bf16+fp32", True)
 ZERO_BUBBLE = case(0, "fp32", False, "zero_bubble")
 INTERLEAVED = case(0, "fp32", False, "interleaved", accumulation=7)
 
-Execute = Callable[..., Any]
 
-
-def around(owner: type, name: str) -> Callable[[Execute], Mutation]:
-    """A mutation of a method: the decorated function gets the original, then its arguments."""
-
-    def decorate(execute: Execute) -> Mutation:
-        @functools.wraps(execute)
-        def mutate(patch: pytest.MonkeyPatch) -> None:
-            original = getattr(owner, name)
-            patch.setattr(owner, name, lambda *args: execute(original, *args))
-
-        return mutate
-
-    return decorate
-
-
-def instead(kind: type[schedule.PipeInstruction]) -> Callable[[Execute], Mutation]:
+def instead(kind: type[schedule.PipeInstruction]) -> Callable[[Callable[..., Any]], Mutation]:
     """A mutation of an instruction: the decorated function gets what is executed now, the engine
     and the instruction's arguments.
     """
 
-    def decorate(execute: Execute) -> Mutation:
+    def decorate(execute: Any) -> Mutation:
         @functools.wraps(execute)
         def mutate(patch: pytest.MonkeyPatch) -> None:
             run = PipelineEngine._INSTRUCTION_MAP[kind]
@@ -80,26 +65,26 @@ def instead(kind: type[schedule.PipeInstruction]) -> Callable[[Execute], Mutatio
     return decorate
 
 
-@around(PipelineEngine, "_backward_roots")
-def sum_over_micro_batches(original: Execute, self: PipelineEngine, *where: Any) -> list[Any]:
+@instead_of(PipelineEngine, "_backward_roots")
+def sum_over_micro_batches(original: Any, self: PipelineEngine, *where: Any) -> list[Any]:
     """The loss is divided by nothing."""
     grads, chunk = original(self, *where), where[-1]
     return [grad * self.micro_batches for grad in grads] if self._is_last_part(chunk) else grads
 
 
-@around(PipeBuffer, "input_grads")
-def divide_on_every_stage(original: Execute, self: PipeBuffer) -> tuple[torch.Tensor, ...]:
+@instead_of(PipeBuffer, "input_grads")
+def divide_on_every_stage(original: Any, self: PipeBuffer) -> tuple[torch.Tensor, ...]:
     """Each stage divides what it hands back by the micro-batches."""
     return tuple(grad / 4 for grad in original(self))
 
 
 @instead(schedule.ReduceTiedGrads)
-def leave_ties_apart(original: Execute, self: PipelineEngine) -> None:
+def leave_ties_apart(original: Any, self: PipelineEngine) -> None:
     """The gradient of a shared weight stays what each stage has of it."""
 
 
 @instead(schedule.ReduceTiedGrads)
-def reduce_ties_twice(original: Execute, self: PipelineEngine) -> None:
+def reduce_ties_twice(original: Any, self: PipelineEngine) -> None:
     original(self)
     original(self)
 
@@ -112,8 +97,8 @@ def reduce_ties_late(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(instructions, schedule.ReduceGrads, lambda self: (reduce(self), tie(self)))
 
 
-@around(PipelineModule, "_make_equal")
-def count_every_copy(original: Execute, self: Any, key: str, comm: Any, owner: int) -> None:
+@instead_of(PipelineModule, "_make_equal")
+def count_every_copy(original: Any, self: Any, key: str, comm: Any, owner: int) -> None:
     """Each stage's copy of a shared weight counts in the norm."""
     original(self, key, comm, owner)
     for param in comm["module"].parameters():
@@ -126,15 +111,15 @@ def norm_over_data_ranks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ModelRanks, "norm_group", property(lambda self: self.replicas))
 
 
-@around(ModelRanks, "of")
-def average_over_the_world(original: Execute, *of: Any) -> ModelRanks:
+@instead_of(ModelRanks, "of")
+def average_over_the_world(original: Any, *of: Any) -> ModelRanks:
     """Gradients are divided by all ranks, stages included."""
     return dataclasses.replace(original(*of), num_replicas=4)
 
 
-@around(PipelineEngine, "_backward_roots")
+@instead_of(PipelineEngine, "_backward_roots")
 def skip_the_last_micro_batch(
-    original: Execute, self: PipelineEngine, buffer: PipeBuffer, micro_batch: int, chunk: int
+    original: Any, self: PipelineEngine, buffer: PipeBuffer, micro_batch: int, chunk: int
 ) -> list[torch.Tensor | None]:
     """The loss of the last one is left out of backward."""
     grads = original(self, buffer, micro_batch, chunk)
@@ -143,15 +128,15 @@ def skip_the_last_micro_batch(
 
 
 @instead(schedule.BackwardWeightPass)
-def skip_the_last_weights(original: Execute, self: PipelineEngine, **kwargs: Any) -> None:
+def skip_the_last_weights(original: Any, self: PipelineEngine, **kwargs: Any) -> None:
     """Zero bubble: the last weight pass is forgotten."""
     if kwargs["micro_batch"] == self.micro_batches - 1:
         self.pipe_buffers[kwargs["buffer_id"]].split = None
     original(self, **kwargs)
 
 
-@around(Channel, "recv")
-def receive_in_half(original: Execute, self: Channel) -> Any:
+@instead_of(Channel, "recv")
+def receive_in_half(original: Any, self: Channel) -> Any:
     """A buffer of bf16 for activations of fp32 (upstream's other way round)."""
 
     def rounded(tensor: torch.Tensor) -> torch.Tensor:
@@ -162,14 +147,14 @@ def receive_in_half(original: Execute, self: Channel) -> Any:
     return torch.utils._pytree.tree_map_only(torch.Tensor, rounded, original(self))
 
 
-@around(BatchOutputs, "mean_loss")
-def sum_of_data_ranks_losses(original: Execute, self: BatchOutputs, count: int) -> Any:
+@instead_of(BatchOutputs, "mean_loss")
+def sum_of_data_ranks_losses(original: Any, self: BatchOutputs, count: int) -> Any:
     """The mean loss is over micro-batches only."""
     return original(self, count) * 2
 
 
-@around(MicroBatches, "next")
-def labels_of_the_one_before(original: Execute, self: MicroBatches) -> tuple[Any, Any]:
+@instead_of(MicroBatches, "next")
+def labels_of_the_one_before(original: Any, self: MicroBatches) -> tuple[Any, Any]:
     """First and last stage read in another order."""
     inputs, labels = original(self)
     return inputs, labels.roll(1)
@@ -199,14 +184,14 @@ MUTATIONS: list[tuple[Mutation, Sequence[PipeCase]]] = [
 
 
 @instead(schedule.SendActivation)
-def let_go_when_sent(original: Execute, self: PipelineEngine, **kwargs: Any) -> None:
+def let_go_when_sent(original: Any, self: PipelineEngine, **kwargs: Any) -> None:
     """A buffer is released as soon as its activations have been sent."""
     original(self, **kwargs)
     self.pipe_buffers[kwargs["buffer_id"]].release()
 
 
-@around(PipelineEngine, "_reserve_pipe_buffers")
-def one_buffer_for_all(original: Execute, self: PipelineEngine, num_buffers: int) -> None:
+@instead_of(PipelineEngine, "_reserve_pipe_buffers")
+def one_buffer_for_all(original: Any, self: PipelineEngine, num_buffers: int) -> None:
     """The next micro-batch takes the buffer of one whose backward is to come."""
     self.pipe_buffers = [PipeBuffer()] * num_buffers
 

@@ -10,7 +10,6 @@ from torch import nn
 import deepspeed
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.messages.channel import Channel
 from deepspeed.runtime.pipe.messages.failure import PipelinePeerError
 from unit.common import DistributedTest
 from unit.models import config_of, sgd
@@ -106,10 +105,8 @@ def micro_batch(seed: int, rows: int, columns: int, varied: bool) -> Micro:
 def random_batch(step: int) -> list[Micro]:
     """Micro-batches of random sizes."""
     draw = random.Random(step)
-    return [
-        micro_batch(1_000 * step + m, draw.randint(1, 5), draw.randint(1, 9), True)
-        for m in range(MICRO_BATCHES)
-    ]
+    seeds = range(1_000 * step, 1_000 * step + MICRO_BATCHES)
+    return [micro_batch(seed, draw.randint(1, 5), draw.randint(1, 9), True) for seed in seeds]
 
 
 def fixed_batch(step: int, rows: int) -> list[Micro]:
@@ -137,14 +134,9 @@ class Serial(OneProcess):
 
 def make_engine(stages: int, schedule: str, dynamic: bool) -> PipelineEngine:
     """A pipeline of all layers."""
-    module = PipelineModule(
-        make_layers(),
-        num_stages=stages,
-        loss_fn=loss_of,
-        partition_method="uniform",
-        dynamic_shape=dynamic,
-        num_model_chunks=2 if schedule == "interleaved" else 1,
-    )
+    how: dict[str, Any] = {"partition_method": "uniform", "dynamic_shape": dynamic}
+    how["num_model_chunks"] = 2 if schedule == "interleaved" else 1
+    module = PipelineModule(make_layers(), num_stages=stages, loss_fn=loss_of, **how)
     keys = {"pipeline": {"schedule": schedule}, "optimizer": sgd(LEARNING_RATE)}
     config = config_of(0, 1, MICRO_BATCHES, **keys)
     engine: PipelineEngine = deepspeed.initialize(model=module, config=config)[0]
@@ -241,11 +233,9 @@ class TestFourStages(Shapes):
         batch = fixed_batch(1, 3)
         if where == "data":
             batch[1:] = fixed_batch(1, 4)[1:]
-        remedy = (
-            r"(?s)use PipelineModule\(dynamic_shape=True\).*"
-            r"call engine\.reset_activation_shape\(\) on all ranks"
-        )
-        with pytest.raises(RuntimeError, match=remedy) as refused:
+        dynamic = r"use PipelineModule\(dynamic_shape=True\)"
+        reset = r"call engine\.reset_activation_shape\(\) on all ranks"
+        with pytest.raises(RuntimeError, match=f"(?s){dynamic}.*{reset}") as refused:
             engine.train_batch(iter(batch))
         with pytest.raises(PipelinePeerError):
             engine.train_batch(iter(fixed_batch(2, 3)))  # an engine that has failed says so again
