@@ -32,13 +32,13 @@ v1/offload/test_offload_states.py -k without_an
 v1/zero/test_clients_ways.py -k of_every_stage
   zero.Init cuts a model for a stage that does not gather it
     Init.__init__: str(_zero_block(given).get('stage', 3)) in _STAGE_3 -> True
-v1/zero/stage3/test_adapters.py -k base_in_bf16
+v1/zero/stage3/test_lifetimes.py -k base_in_bf16
   a frozen base in bf16 becomes fp32 at stage 3
     shard_model: None if dtype == torch.float32 else dtype -> dtype
-v1/zero/stage3/test_adapters.py -k trained_ones
+v1/zero/stage3/test_lifetimes.py -k trained_ones
   an adapter that comes late is trained by nobody, in silence
     _take_in_late: late and self.give_up is not None -> False
-v1/zero/stage3/test_adapters.py -k frozen_ones
+v1/zero/stage3/test_lifetimes.py -k frozen_ones
   a frozen layer that comes late keeps each rank's own values
     _before_forward: self._late.may_be_there -> False
 v1/zero/stage3/test_training.py -k leaves_what
@@ -51,7 +51,7 @@ v1/zero/stage3/test_training.py -k leaves_what
     PartitionedParameterCoordinator._use: self.live_numel += added -> pass
   a block that was not entered still reads its parameters
     hold_whole: hide(param) -> record_of(param).readers += 1
-v1/zero/stage3/test_rows.py -k pass_by
+v1/zero/stage3/test_training.py -k pass_by
   a unit is gathered in backward only where something was computed with it
     _write_down: frame.has_saved or not isinstance(frame.module, nn.Embedding) -> frame.has_saved
 v1/zero/stage3/test_uneven.py -k frozen_behind
@@ -82,10 +82,10 @@ v1/zero/stage3/test_lifetimes.py -k on_all_ranks
   a rank whose edit would be lost raises alone
     _said_by_all: said_by_all(found, self._sharers()[0], lambda: 'the end of GatheredParameters') ->
       [found]
-v1/zero/stage3/test_adapters.py -k nothing_has_changed
+v1/zero/stage3/test_lifetimes.py -k nothing_has_changed
   what rounding leaves of an undone edit stays in what persists
     _refuse_lost_edits: if _stays_whole(param): ... -> pass
-v1/zero/stage3/test_adapters.py -k a_small_change_is_lost
+v1/zero/stage3/test_lifetimes.py -k a_small_change_is_lost
   an edit of what another rank owns passes for an undone one
     _refuse_lost_edits: not is_undone(original, after) -> False
 v1/zero/stage3/test_lifetimes.py -k memory_is_not_kept
@@ -112,7 +112,7 @@ v1/moe/test_moe_contract.py -k stage_3
     shard_model.cut: sharers(param) -> instances
   gradients of experts of stage 3 are cut for all ranks
     buckets_of: unit.table.num_shards -> groups[0].num_shards
-v1/zero/stage3/test_divergence.py -k under_init
+v1/zero/stage3/test_uneven.py -k under_init
   zero.Init hands out shards of another shape on each rank
     Init.cut_own: agree_on_parameters -> print
 v1/zero/stage3/test_fusion.py -k one_at_a_time

@@ -20,6 +20,8 @@ Tensors = dict[str, torch.Tensor]
 MIXED: dict[str, Any] = {"stage3_param_persistence_threshold": 11, "stage3_unit_fusion_size": 0}
 # Nothing stays whole, and every small module is a unit: the models here have nothing else.
 SHARDED: dict[str, Any] = {"stage3_param_persistence_threshold": 0, "stage3_unit_fusion_size": 0}
+# And units go as soon as nobody uses them, so backward gathers all of them again.
+BOUNDED: dict[str, Any] = {**SHARDED, "stage3_max_reuse_distance": 0}
 
 
 class Block(nn.Module):
@@ -90,6 +92,12 @@ def engine_of(model: nn.Module, config: dict[str, Any]) -> Any:
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
+def started(accumulation: int = 2, **zero: Any) -> tuple[Any, Net]:
+    """An engine at stage 3, and its net."""
+    model = make_net()
+    return engine_of(model, config_of(3, accumulation, **zero)), model
+
+
 def train(engine: Any, steps: int = STEPS, accumulation: int = 2, first: int = 0) -> None:
     for index in range(first * accumulation, (first + steps) * accumulation):
         engine.backward(loss_of(engine, tokens_of(index, dist.get_rank())))
@@ -119,9 +127,8 @@ def distance(found: Tensors, wanted: Tensors) -> float:
 
 
 def same(found: Tensors, wanted: Tensors) -> bool:
-    return found.keys() == wanted.keys() and all(
-        torch.equal(found[name], wanted[name]) for name in wanted
-    )
+    keys = found.keys() == wanted.keys()
+    return keys and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def check_as_one_process(model: nn.Module) -> None:

@@ -25,10 +25,7 @@ LAYERS = 24
 # A tiny layer has 30 elements and is small, the wide one is not; twelve tiny ones fill a unit.
 FUSED: dict[str, Any] = {"stage3_param_persistence_threshold": 0, "stage3_unit_fusion_size": 360}
 BOUNDED: dict[str, Any] = {**FUSED, "stage3_max_reuse_distance": 0}
-ON_HOST: dict[str, Any] = {
-    "offload_param": {"device": "cpu"},
-    "offload_optimizer": {"device": "cpu"},
-}
+ON_HOST = {name: {"device": "cpu"} for name in ("offload_param", "offload_optimizer")}
 SETTINGS: tuple[dict[str, Any], ...] = (
     FUSED,
     BOUNDED,
@@ -152,14 +149,12 @@ class TestTraining(DistributedTest):
 class TestSteps(DistributedTest):
     world_size = 2
 
-    def test_streams(self) -> None:
+    def test_streams_and_a_module_on_its_own_stream(self) -> None:
         # Kills: a module that reads what another stream has gathered without waiting for it,
         # memory or shards on the host that are written while they are read.
         wanted = trained(3, **BOUNDED)
         with simulate(backward_streams=2), check_streams():
             assert distance(trained(3, **{**BOUNDED, **ON_HOST}), wanted) < 1e-5
-
-    def test_a_module_on_its_own_stream(self) -> None:
         # Kills: a module that finds its unit whole and does not wait for what made it so.
         with simulate() as device, check_streams():
             engine = engine_of(Beside(), config_of(3, 1, **BOUNDED))
@@ -168,7 +163,7 @@ class TestSteps(DistributedTest):
             device.synchronize()
             engine.destroy()
 
-    def test_between_steps(self) -> None:
+    def test_between_steps_and_a_lent_parameter(self) -> None:
         # Kills: a unit that stays after a forward without backward, after an evaluation or a
         # script, an edit of one of its parameters that gathers of the others do not see.
         model = make_many()
@@ -196,9 +191,7 @@ class TestSteps(DistributedTest):
             inputs = torch.ones(2, WIDTH)
             plain.order = list(model.order)
             assert torch.equal(engine.eval()(inputs), plain(inputs))
-        engine.destroy()
 
-    def test_a_lent_parameter(self) -> None:
         # Kills: a unit that is given away although a module has returned a view of it.
         class Lends(nn.Module):
             def __init__(self) -> None:
@@ -220,19 +213,15 @@ class TestSteps(DistributedTest):
                 out: torch.Tensor = x @ lent.t()
                 return out
 
-        torch.manual_seed(0)
-        model = Borrows()
+        model = seeded(Borrows)
         x = torch.ones(2, WIDTH)
         wanted = model(x).detach()
-        config = config_of(3, **BOUNDED)
-        config["verify"] = {"poison": True}
-        engine = engine_of(model, config)
+        engine = engine_of(model, {**config_of(3, **BOUNDED), "verify": {"poison": True}})
         for _ in range(2):
             found = engine(x)
             assert torch.equal(found.detach(), wanted)
             found.sum().backward()
             engine.zero_grad()
-        engine.destroy()
 
     def test_collectives_and_names(self) -> None:
         # Kills: a gather or a reduction for each layer, a unit that is gathered again when its
@@ -311,7 +300,7 @@ class Shifted(nn.Linear):
 class TestBounds(DistributedTest):
     world_size = 1
 
-    def test_memory_stays(self) -> None:
+    def test_memory_stays_one_at_a_time_and_granularity(self) -> None:
         # Kills: a pool, a list or a table that grows with the steps.
         engine = engine_of(make_many(), config_of(3, 1, **BOUNDED))
         shared = engine.parameter_offload.resources
@@ -324,9 +313,41 @@ class TestBounds(DistributedTest):
                 objects = sum(isinstance(found, torch.Tensor) for found in gc.get_objects())
                 held.append((shared.rows.num_bytes, shared.whole.num_bytes, objects))
         assert held[0] == held[1], held
-        engine.destroy()
+        # Kills: a unit that stays whole when the next one is used, in forward or in backward.
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+        engine = engine_of(model, config_of(3, 1, **BOUNDED))
+        offload = engine.parameter_offload
+        assert [unit.numel for unit in offload.units] == [360, 360]
+        live: list[int] = []
 
-    def test_keys(self) -> None:
+        def look(*_: Any) -> None:
+            live.append(offload.param_coordinator.live_numel)
+
+        for layer in model:
+            layer.register_forward_pre_hook(look)
+            layer.register_forward_hook(lambda layer, args, out: out.register_hook(look) and None)
+        # In the first step nothing is gathered ahead.
+        engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
+        assert len(live) == 2 * LAYERS and max(live) == 360, live
+        engine.destroy()
+        # Kills: a threshold that is compared with a module's elements, or that marks containers.
+        units_of = {}
+        for threshold in (1, 14, 40):
+            zero = {**FUSED, "stage3_unit_fusion_size": 0}
+            zero["stage3_module_granularity_threshold"] = threshold
+            engine = engine_of(make_many(), config_of(3, **zero))
+            units_of[threshold] = [unit.name for unit in engine.parameter_offload.units]
+            engine.destroy()
+        # 38 elements in 3 modules, 1,398 in 31.
+        assert "pair.up" in units_of[1] and len(units_of[1]) == 2 + LAYERS + 2
+        assert "pair" in units_of[14] and len(units_of[14]) == 2 + LAYERS + 1
+        assert units_of[40][-1] == "pair" and "layers.0" in units_of[40]
+        model = make_many()
+        set_z3_leaf_modules(model, [Many])
+        engine = deepspeed.initialize(model=model, config=config_of(3, **FUSED))[0]
+        assert [unit.name for unit in engine.parameter_offload.units] == [""]
+
+    def test_keys_and_two_dtypes(self) -> None:
         # Kills: a key that is accepted and ignored, a unit larger than what may be gathered ahead,
         # reduced at once or whole at a time; a marked module that is divided.
         for zero, largest in (
@@ -345,8 +366,6 @@ class TestBounds(DistributedTest):
         engine = engine_of(make_many(), config_of(3))
         assert not engine.parameter_offload.units  # everything small stays whole
         engine.destroy()
-
-    def test_two_dtypes(self) -> None:
         # Kills: two units of the same modules that make each other go.
         model = nn.Sequential(*(Shifted() for _ in range(8)))
         engine = engine_of(model, config_of(3, 1, **BOUNDED))
@@ -362,44 +381,3 @@ class TestBounds(DistributedTest):
             engine.step()
             # Those that backward uses first stay from the second step on: the order is known then.
             assert len(gathers) == (4 if step == 0 else 3), gathers
-        engine.destroy()
-
-    def test_one_at_a_time(self) -> None:
-        # Kills: a unit that stays whole when the next one is used, in forward or in backward.
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-        engine = engine_of(model, config_of(3, 1, **BOUNDED))
-        offload = engine.parameter_offload
-        assert [unit.numel for unit in offload.units] == [360, 360]
-        live: list[int] = []
-
-        def look(*_: Any) -> None:
-            live.append(offload.param_coordinator.live_numel)
-
-        for layer in model:
-            layer.register_forward_pre_hook(look)
-            layer.register_forward_hook(lambda layer, args, out: out.register_hook(look) and None)
-        # In the first step nothing is gathered ahead.
-        engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
-        assert len(live) == 2 * LAYERS and max(live) == 360, live
-        engine.destroy()
-
-    def test_granularity(self) -> None:
-        # Kills: a threshold that is compared with a module's elements, or that marks containers.
-        units_of = {}
-        for threshold in (1, 14, 40):
-            model = make_many()
-            zero = {**FUSED, "stage3_unit_fusion_size": 0}
-            engine = engine_of(
-                model, config_of(3, **zero, stage3_module_granularity_threshold=threshold)
-            )
-            units_of[threshold] = [unit.name for unit in engine.parameter_offload.units]
-            engine.destroy()
-        # 38 elements in 3 modules, 1,398 in 31.
-        assert "pair.up" in units_of[1] and len(units_of[1]) == 2 + LAYERS + 2
-        assert "pair" in units_of[14] and len(units_of[14]) == 2 + LAYERS + 1
-        assert units_of[40][-1] == "pair" and "layers.0" in units_of[40]
-        model = make_many()
-        set_z3_leaf_modules(model, [Many])
-        engine = deepspeed.initialize(model=model, config=config_of(3, **FUSED))[0]
-        assert [unit.name for unit in engine.parameter_offload.units] == [""]
-        engine.destroy()

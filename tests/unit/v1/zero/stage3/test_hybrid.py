@@ -3,8 +3,8 @@ for backward (`zero_hpz_partition_size`).
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,17 @@ import deepspeed
 from deepspeed import DeepSpeedConfigError
 from deepspeed import comm as dist
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.comm.watch.observation import CollectiveCall, add_observer, remove_observer
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from deepspeed.utils.tensor_fragment import safe_get_local_fp32_param, safe_set_local_fp32_param
 from deepspeed.verify import Budget, check_budgets, check_streams
 from unit.common import DistributedTest
+from unit.v1.gathering import from_all_ranks, noted
 from unit.v1.looping import each
 from unit.v1.zero.stage3.models import (
+    BOUNDED,
     SHARDED,
     Net,
+    Tensors,
     config_of,
     distance,
     end_as_one_process,
@@ -32,13 +34,13 @@ from unit.v1.zero.stage3.models import (
     make_net,
     reference,
     same,
+    started,
     tokens_of,
     train,
     trained,
+    values_of,
 )
 
-# Units go as soon as nobody uses them, so backward gathers all of them again.
-BOUNDED = {**SHARDED, "stage3_max_reuse_distance": 0}
 IN_PAIRS = {"mics_shard_size": 2}
 NEAR = {"zero_hpz_partition_size": 2}
 SHAPES: tuple[dict[str, Any], ...] = (
@@ -47,53 +49,6 @@ SHAPES: tuple[dict[str, Any], ...] = (
     {"stage3_param_persistence_threshold": 20, "reduce_bucket_size": 16},
     {**BOUNDED, "overlap_comm": False, "allgather_partitions": False, "reduce_scatter": False},
 )
-
-
-class TestTraining(DistributedTest):
-    world_size = 4
-
-    def test_equals_one_process_and_other_stages(self) -> None:
-        # Kills: gradients summed over one instance only or scaled by its size, a copy of the shards
-        # that drifts; rows that are another rank's, a copy that outlives a step.
-        wanted, plain = reference(), trained(3, **SHARDED)
-        of_two = trained(2, num_optimizer_instances=2)
-        assert distance(plain, wanted) < 1e-5 and distance(of_two, wanted) < 1e-5
-        for shape in SHAPES[::2]:
-            assert same(trained(3, **shape, **NEAR), plain), shape
-        for shape in SHAPES[1::2]:
-            assert same(trained(3, **shape, **IN_PAIRS), of_two), shape
-        assert same(trained(3, **BOUNDED, num_optimizer_instances=2), of_two)
-        assert distance(trained(3, **BOUNDED, mics_shard_size=1), wanted) < 1e-5
-        for keys, recompute in ((IN_PAIRS, True), (NEAR, False)):
-            found = trained(3, make_net(recompute=recompute), **BOUNDED, **keys)
-            assert distance(found, wanted) < 1e-5, keys
-
-    def test_checked(self) -> None:
-        # Kills: a collective that the checks of a group do not know, a contribution that is counted
-        # once per instance.
-        for keys in (IN_PAIRS, NEAR):
-            model = make_net()
-            config = config_of(3, **BOUNDED, **keys)
-            config["verify"] = {"collectives": True, "ledger": True, "poison": True}
-            engine = engine_of(model, config)
-            train(engine)
-            for unit in engine.parameter_offload.units if keys is NEAR else ():
-                assert unit._secondary._memory.isnan().all()  # forgotten by the update
-            end_as_one_process(engine)
-
-    def test_one_rank_overflows(self) -> None:
-        # Kills: a decision to skip that an instance takes alone.
-        model = make_net()
-        config = config_of(3, 1, **BOUNDED, **IN_PAIRS)
-        config["fp16"] = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
-        engine = engine_of(model, config)
-        before = safe_get_full_fp32_param(model.head.weight)
-        factor = float("inf") if dist.get_rank() == 3 else 1.0
-        engine.backward(loss_of(engine, tokens_of(0, dist.get_rank())) * factor)
-        engine.step()
-        assert engine.skipped_steps == 1 and engine.optimizer.loss_scale == 2.0**3
-        assert torch.equal(safe_get_full_fp32_param(model.head.weight), before)
-        engine.destroy()
 
 
 # What scripts do around and inside a pass; backward then sees what they wrote.
@@ -118,26 +73,22 @@ def set_local(model: Net) -> None:
         safe_set_local_fp32_param(model.blocks[1].up.weight, own * 0.5)
 
 
-def edited(zero: dict[str, Any], folder: Path) -> list[dict[str, torch.Tensor]]:
+def edited(zero: dict[str, Any], folder: Path) -> list[Tensors]:
     """Parameters after each change in or between passes, of which the next takes nothing."""
-    model = make_net()
-    engine = engine_of(model, config_of(3, 1, **zero))
+    engine, model = started(1, **zero)
     train(engine, 1, 1)
     engine.save_checkpoint(str(folder))
     train(engine, 1, 1, first=1)
 
-    def load() -> None:
-        engine.load_checkpoint(str(folder))
-
+    @torch.no_grad()
     def evaluate() -> None:
-        with torch.no_grad():
-            engine(tokens_of(40, dist.get_rank()))
+        engine(tokens_of(40, dist.get_rank()))
 
     seen = []
-    changes: list[Callable[[], None]] = [
+    changes: list[Callable[[], Any]] = [
         lambda: edit(model),
         lambda: set_full(model),
-        load,
+        lambda: engine.load_checkpoint(str(folder)),
         evaluate,
     ]
     for index, change in enumerate(changes):
@@ -147,16 +98,28 @@ def edited(zero: dict[str, Any], folder: Path) -> list[dict[str, torch.Tensor]]:
         engine.step()
         set_local(model)
         with deepspeed.zero.GatheredParameters(model.parameters()):
-            named = model.named_parameters()
-            seen.append({name: param.detach().clone() for name, param in named})
+            seen.append(values_of(model))
     engine.destroy()
     return seen
 
 
-class TestCopiesAreNeverOld(DistributedTest):
+Counts = list[tuple[str, int]]
+
+
+def counting() -> AbstractContextManager[Counts]:
+    """The names of collectives, and over how many ranks they are."""
+    return noted(lambda call: [(call.name, dist.get_world_size(group=call.group))])
+
+
+def sizes_of(name: str, counts: Counts) -> dict[int, int]:
+    """How often, by the number of ranks."""
+    return dict(Counter(size for found, size in counts if found == name))
+
+
+class TestInstances(DistributedTest):
     world_size = 4
 
-    def test_changes_inside_and_between_passes(self, tmp_path: Path) -> None:
+    def test_changes_inside_and_between_passes_and_memory(self, tmp_path: Path) -> None:
         # Kills: a backward that takes copies of before an edit, a load or an update; copies that
         # are kept from one pass to the next, which do not see what a rank writes to its shard.
         wanted = edited(BOUNDED, tmp_path / "plain")
@@ -164,8 +127,6 @@ class TestCopiesAreNeverOld(DistributedTest):
         for index, (one, other) in enumerate(zip(wanted, found, strict=True)):
             assert same(other, one), index
         assert not same(wanted[0], wanted[1])
-
-    def test_inference_sees_an_edit(self) -> None:
         # Kills: copies that only an optimizer's step makes old.
         model = make_net()
         engine = deepspeed.initialize(model=model, config=config_of(3, **BOUNDED, **NEAR))[0]
@@ -176,14 +137,10 @@ class TestCopiesAreNeverOld(DistributedTest):
             loss_of(engine, tokens_of(0, 0))
             edit(model)
             whole.blocks[1].up.weight.data.mul_(1.5)
-        engine.destroy()
-
-    def test_memory(self) -> None:
         # Kills: copies that are whole on each rank, copies of what persists, copies where the node
         # is all ranks.
-        model = make_net()
         zero = {**BOUNDED, "stage3_param_persistence_threshold": 20}
-        engine = engine_of(model, config_of(3, **zero, **NEAR))
+        engine = engine_of(make_net(), config_of(3, **zero, **NEAR))
         train(engine, 1)
         offload = engine.parameter_offload
         for unit in offload.units:
@@ -197,47 +154,51 @@ class TestCopiesAreNeverOld(DistributedTest):
         engine.destroy()
         engine = engine_of(make_net(), config_of(3, **zero, zero_hpz_partition_size=4))
         assert all(unit._secondary is None for unit in engine.parameter_offload.units)
-        engine.destroy()
 
-
-class Counts:
-    """Collectives by name and number of ranks."""
-
-    def __init__(self) -> None:
-        self.seen: Counter[tuple[str, int]] = Counter()
-
-    def run(self, call: CollectiveCall, proceed: Callable[[], Any]) -> Any:
-        self.seen[call.name, dist.get_world_size(group=call.group)] += 1
-        return proceed()
-
-    def of(self, name: str) -> dict[int, int]:
-        return {size: count for (found, size), count in self.seen.items() if found == name}
-
-
-@contextmanager
-def counting() -> Iterator[Counts]:
-    counts = Counts()
-    add_observer(counts)
-    try:
-        yield counts
-    finally:
-        remove_observer(counts)
-
-
-class TestSimulated(DistributedTest):
-    world_size = 4
+    def test_equals_one_process_and_other_stages_checked_and_overflowing(self) -> None:
+        # Kills: gradients summed over one instance only or scaled by its size, a copy of the shards
+        # that drifts; rows that are another rank's, a copy that outlives a step.
+        wanted, plain = reference(), trained(3, **SHARDED)
+        of_two = trained(2, num_optimizer_instances=2)
+        assert distance(plain, wanted) < 1e-5 and distance(of_two, wanted) < 1e-5
+        for shape in SHAPES[::2]:
+            assert same(trained(3, **shape, **NEAR), plain), shape
+        for shape in SHAPES[1::2]:
+            assert same(trained(3, **shape, **IN_PAIRS), of_two), shape
+        assert same(trained(3, **BOUNDED, num_optimizer_instances=2), of_two)
+        assert distance(trained(3, **BOUNDED, mics_shard_size=1), wanted) < 1e-5
+        for keys, recompute in ((IN_PAIRS, True), (NEAR, False)):
+            found = trained(3, make_net(recompute=recompute), **BOUNDED, **keys)
+            assert distance(found, wanted) < 1e-5, keys
+        # Kills: a collective that the checks of a group do not know, a contribution that is counted
+        # once per instance.
+        for keys in (IN_PAIRS, NEAR):
+            verify = {"collectives": True, "ledger": True, "poison": True}
+            engine = engine_of(make_net(), {**config_of(3, **BOUNDED, **keys), "verify": verify})
+            train(engine)
+            for unit in engine.parameter_offload.units if keys is NEAR else ():
+                assert unit._secondary._memory.isnan().all()  # forgotten by the update
+            end_as_one_process(engine)
+        # Kills: a decision to skip that an instance takes alone.
+        model = make_net()
+        fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+        engine = engine_of(model, {**config_of(3, 1, **BOUNDED, **IN_PAIRS), "fp16": fp16})
+        before = safe_get_full_fp32_param(model.head.weight)
+        factor = float("inf") if dist.get_rank() == 3 else 1.0
+        engine.backward(loss_of(engine, tokens_of(0, dist.get_rank())) * factor)
+        engine.step()
+        assert engine.skipped_steps == 1 and engine.optimizer.loss_scale == 2.0**3
+        assert torch.equal(safe_get_full_fp32_param(model.head.weight), before)
 
     @each(keys=(IN_PAIRS, NEAR))
-    def test_collectives_and_streams(self, keys: dict[str, int]) -> None:
+    def test_collectives_and_gathers_that_nobody_came_for(self, keys: dict[str, int]) -> None:
         # Kills: backward gathers over all ranks, forward gathers over a node whose copies are old;
         # an instance that gathers or reduces over all; a second collective across.
-        torch.set_num_threads(1)
         few = Budget(queues=1, processors=1)
         with simulate(backward_streams=2), check_streams(), check_budgets(Budget(), few):
-            model = make_net()
             # Nothing that backward uses is gathered in forward already.
             zero = {**BOUNDED, "stage3_prefetch_bucket_size": 0, **keys}
-            engine = engine_of(model, config_of(3, 1, **zero))
+            engine = engine_of(make_net(), config_of(3, 1, **zero))
             train(engine, 2, 1)
             with counting() as forward:
                 loss = loss_of(engine, tokens_of(2, dist.get_rank()))
@@ -248,28 +209,24 @@ class TestSimulated(DistributedTest):
             units, plans = engine.parameter_offload.units, engine.optimizer.plans
             engine.destroy()
         assert len(units) > 5 and len(plans) > 4
-        gathers = forward.of("all_gather_into_tensor")
+        gathers = sizes_of("all_gather_into_tensor", forward)
+        reductions = sizes_of("reduce_scatter_tensor", backward)
+        sums = sizes_of("all_reduce", backward)
         again = 2  # the first block, and the tied weight
         if keys is NEAR:
             assert gathers == {4: len(units), 2: again}, gathers
-            assert backward.of("reduce_scatter_tensor") == {4: len(plans)}
-            assert backward.of("all_reduce") in ({}, {4: 1})  # whether anything was late
+            assert reductions == {4: len(plans)}
+            assert sums in ({}, {4: 1})  # whether anything was late
         else:
             assert gathers == {2: len(units) + again}, gathers
-            assert backward.of("reduce_scatter_tensor") == {2: len(plans)}
-            assert backward.of("all_reduce")[2] == len(plans)
-        assert set(backward.of("all_gather_into_tensor")) == {2}
-        assert not step.of("all_gather_into_tensor")
-        assert step.of("all_reduce") == {4: 1}  # the norm
-
-    @each(keys=(IN_PAIRS, NEAR))
-    def test_gathers_that_nobody_came_for(self, keys: dict[str, int]) -> None:
+            assert reductions == {2: len(plans)} and sums[2] == len(plans)
+        assert set(sizes_of("all_gather_into_tensor", backward)) == {2}
+        assert not sizes_of("all_gather_into_tensor", step)
+        assert sizes_of("all_reduce", step) == {4: 1}  # the norm
         # Kills: an update, or an edit, of a shard that a gather begun ahead still reads: the norm
         # and the edit's broadcast are over other ranks.
-        torch.set_num_threads(1)
         with simulate(backward_streams=2), check_streams():
-            model = make_net()
-            engine = engine_of(model, config_of(3, 1, **BOUNDED, **keys))
+            engine, model = started(1, **BOUNDED, **keys)
             for step in range(2):
                 engine.backward(loss_of(engine, tokens_of(step, dist.get_rank())))
                 loss_of(engine, tokens_of(9, dist.get_rank()))  # its backward never comes
@@ -277,10 +234,6 @@ class TestSimulated(DistributedTest):
                 loss_of(engine, tokens_of(9, dist.get_rank()))
                 edit(model)
             engine.destroy()
-
-
-class TestParameters(DistributedTest):
-    world_size = 4
 
     @each(form=("Init", "MiCS_Init"))
     def test_init(self, form: str) -> None:
@@ -292,9 +245,7 @@ class TestParameters(DistributedTest):
         assert init.num_partitions == 2
         weight = model.blocks[0].up.weight
         assert weight.ds_tensor.numel() == -(-weight.ds_numel // 2)
-        torch.manual_seed(0)
-        wanted = Net()
-        torch.manual_seed(0)
+        wanted = make_net()
         for name, param in model.named_parameters():
             with deepspeed.zero.GatheredParameters(param):
                 assert torch.equal(param, wanted.get_parameter(name)), name
@@ -302,11 +253,10 @@ class TestParameters(DistributedTest):
         train(engine)
         end_as_one_process(engine)
 
-    def test_edits_reach_all_copies(self) -> None:
+    def test_edits_reach_all_copies_and_instances_that_disagree(self) -> None:
         # Kills: an edit that stays in the modifier's instance, a master that keeps the old value in
         # the other.
-        model = make_net()
-        engine = engine_of(model, config_of(3, 1, **BOUNDED, **IN_PAIRS))
+        engine, model = started(1, **BOUNDED, **IN_PAIRS)
         plain = make_net()
         edit(model)
         set_full(model)
@@ -319,30 +269,16 @@ class TestParameters(DistributedTest):
                 assert torch.equal(safe_get_full_fp32_param(param), plain.get_parameter(name))
         train(engine, 1, 1)
         engine.destroy()
-        flat = torch.cat([param.detach().reshape(-1) for param in model.parameters()])
-        copies = [torch.empty_like(flat) for _ in range(4)]
-        dist.all_gather(copies, flat)
-        assert all(torch.equal(copy, flat) for copy in copies)
-
-    def test_instances_that_disagree(self) -> None:
+        values = values_of(model)
+        assert all(same(other, values) for other in from_all_ranks(values))
         # Kills: ranks that compare what they enter with inside an instance only.
-        model = make_net()
-        engine = engine_of(model, config_of(3, **BOUNDED, **IN_PAIRS))
+        engine, model = started(**BOUNDED, **IN_PAIRS)
         other = dist.get_rank() > 1
         chosen = model.scale.weight if other else model.blocks[0].up.weight
-        with (
-            pytest.raises(RuntimeError, match="different parameters"),
-            deepspeed.zero.GatheredParameters(chosen),
-        ):
-            pass
-        with (
-            pytest.raises(RuntimeError, match="different parameters"),
-            deepspeed.zero.GatheredParameters([] if other else chosen),
-        ):
-            pass
+        for given in (chosen, [] if other else chosen):
+            with pytest.raises(RuntimeError, match="different parameters"):
+                deepspeed.zero.GatheredParameters(given).__enter__()
         engine.destroy()
-
-    def test_refusals(self) -> None:
         # Kills: a key that is accepted and ignored, shards of other ranks than the optimizer's.
         with deepspeed.zero.Init():
             model = Net()

@@ -15,14 +15,16 @@ from deepspeed.runtime.zero import GatheredParameters, Init, ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from unit.common import DistributedTest
 from unit.v1.gathering import collectives
+from unit.v1.looping import each
 from unit.v1.zero.stage3.models import (
+    MIXED,
     SHARDED,
     Net,
-    check_as_one_process,
     config_of,
     end_as_one_process,
     engine_of,
     make_net,
+    started,
     tokens_of,
     train,
 )
@@ -79,7 +81,7 @@ def plain() -> Composite:
 class TestInit(DistributedTest):
     world_size = [1, 3]
 
-    def test_same_weights_as_without(self) -> None:
+    def test_same_weights_as_without_and_same_training(self) -> None:
         # Kills: an initialization that a constructor writes to a placeholder, a value of each
         # rank's own, rounding before the random numbers are drawn.
         expected = dict(plain().named_parameters())
@@ -95,8 +97,14 @@ class TestInit(DistributedTest):
                 for name, param in model.named_parameters():
                     assert torch.equal(param, expected[name].to(dtype)), name
         assert torch.equal(built().total, plain().total) or dist.get_rank() > 0
+        # Kills: shards of another order, tied weights that are cut twice.
+        with Init():
+            net = make_net()
+        engine = engine_of(net, config_of(3, **SHARDED))
+        train(engine)
+        end_as_one_process(engine)
 
-    def test_forms(self) -> None:
+    def test_forms_collectives_and_skip_init(self) -> None:
         # Kills: constructors that stay patched, a block that is off and cuts.
         with Init(enabled=False):
             assert nn.Linear(2, 2).weight.numel() == 4
@@ -112,7 +120,26 @@ class TestInit(DistributedTest):
             with pytest.raises(deepspeed.DeepSpeedConfigError, match=name):
                 Init(**{name: object()})
 
-    def test_skip_init(self) -> None:
+        # Kills: ranks that agree, or exchange values, for each parameter, for each base class's
+        # constructor or again for each module above.
+        class Many(nn.Module):
+            def __init__(self, numel: int) -> None:
+                super().__init__()
+                for index in range(numel):
+                    self.register_parameter(f"p{index}", nn.Parameter(torch.ones(index + 1)))
+
+        class More(Many):
+            def __init__(self) -> None:
+                super().__init__(20)
+                self.below = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Sequential(Many(2)))
+
+        with collectives() as issued, Init():
+            model = More()
+        owners = [module for module in model.modules() if module._parameters]
+        assert len(owners) == 3
+        if dist.get_world_size() > 1:
+            assert issued.count("all_reduce") == len(owners)
+            assert len(issued) == 2 * len(owners), issued
         # Kills: a module on the meta device that has no value to be cut, other random numbers for
         # the layers beside it, memory that ranks do not agree about, a patch that stays.
         torch.manual_seed(5)
@@ -136,180 +163,6 @@ class TestInit(DistributedTest):
             left = nn.Linear(2, 2, device="meta")
         with pytest.raises(ValueError, match=r"meta device .*zero\.Init"):
             engine_of(left, config_of(3))
-
-    def test_collectives(self) -> None:
-        # Kills: ranks that agree, or exchange values, for each parameter, for each base class's
-        # constructor or again for each module above.
-        class Many(nn.Module):
-            def __init__(self, numel: int) -> None:
-                super().__init__()
-                for index in range(numel):
-                    self.register_parameter(f"p{index}", nn.Parameter(torch.ones(index + 1)))
-
-        class More(Many):
-            def __init__(self) -> None:
-                super().__init__(20)
-                self.below = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Sequential(Many(2)))
-
-        with collectives() as issued, Init():
-            model = More()
-        owners = [module for module in model.modules() if module._parameters]
-        assert len(owners) == 3
-        if dist.get_world_size() > 1:
-            assert issued.count("all_reduce") == len(owners)
-            assert len(issued) == 2 * len(owners), issued
-
-    def test_trains_like_a_plain_model(self) -> None:
-        # Kills: shards of another order, tied weights that are cut twice.
-        torch.manual_seed(0)
-        with Init():
-            model = Net()
-        engine = engine_of(model, config_of(3, **SHARDED))
-        train(engine)
-        end_as_one_process(engine)
-
-
-class TestInterface(DistributedTest):
-    world_size = 2
-
-    def test_a_sharded_parameter(self) -> None:
-        # Kills: a loss over placeholders that is silently zero, an initialization that is lost.
-        model = built()
-        param: Any = model.experts
-        assert (param.ds_shape, param.ds_numel, param.shape) == ((3, 4, 5), 60, (0,))
-        assert param.ds_status is ZeroParamStatus.NOT_AVAILABLE
-        assert param.ds_tensor.shape == (30,)
-        assert param.requires_grad and param.grad is None and isinstance(param, nn.Parameter)
-        for action in (
-            lambda: param.square().sum(),
-            lambda: nn.init.ones_(param),
-            lambda: nn.init.normal_(param),  # it goes on with keywords
-            lambda: param + 1,
-        ):
-            with pytest.raises(RuntimeError, match=r"\(3, 4, 5\) is sharded"):
-                action()
-        param.all_gather()
-        assert param.shape == (3, 4, 5) and param.ds_status is ZeroParamStatus.AVAILABLE
-        param.data += 1
-        param.partition(has_been_updated=True)
-        assert param.shape == (0,)
-        with GatheredParameters(param):
-            assert param.min() >= 1
-            copied = copy.deepcopy(model.net.embed) if model.net.embed.weight.numel() else None
-        assert copied is None
-        with GatheredParameters(model.net.embed.parameters()):
-            copied = copy.deepcopy(model.net.embed)
-            again = pickle.loads(pickle.dumps(copied))
-        assert type(again.weight) is nn.Parameter and type(again._parameters) is dict
-
-    def test_gathering(self) -> None:
-        # Kills: duplicates and nesting that free what somebody still reads.
-        model = make_net()
-        engine = engine_of(model, config_of(3, **SHARDED))
-        weight = model.embed.weight
-        with GatheredParameters([weight, weight, torch.ones(2), nn.Parameter(torch.ones(1))]):
-            with GatheredParameters(p for p in model.parameters()):
-                with torch.no_grad():
-                    engine(tokens_of(0, 0))
-                assert model.blocks[0].up.weight.numel()
-            assert weight.numel() and not model.blocks[0].up.weight.numel()
-        assert not weight.numel()
-        with GatheredParameters([]), GatheredParameters(weight, enabled=False):
-            assert not weight.numel()
-        train(engine)
-        end_as_one_process(engine)
-
-    def test_conversions_of_modules(self) -> None:
-        # Kills: `model.to()` and `model.cpu()`, which Lightning calls after each fit, that raise; a
-        # dtype that shards do not take on, or that an engine's take on behind its back.
-        model = built()
-        with GatheredParameters(model.parameters()):
-            wanted = [param.detach().clone() for param in model.parameters()]
-        objects = list(model.parameters())
-        model.cpu().double().to("cpu")
-        assert {param.ds_tensor.dtype for param in objects} == {torch.float64}
-        assert {param.dtype for param in objects} == {torch.float64}
-        model.float()
-        assert list(model.parameters()) == objects and not objects[0].numel()
-        with GatheredParameters(objects):
-            assert all(map(torch.equal, objects, wanted))
-        engine = engine_of(model.net, config_of(3, **SHARDED))
-        engine.to("cpu")
-        engine.module.float()
-        with pytest.raises(RuntimeError, match=r"embed\.weight cannot become torch.bfloat16"):
-            engine.module.bfloat16()
-        train(engine, 1)
-        engine.destroy()
-
-    def test_another_engine_takes_the_model(self) -> None:
-        # Kills: a second engine that is refused (Lightning fits and tests one model), hooks or
-        # masters of the first one that go on, a first one that can still step, save or be undone;
-        # a parameter that stayed whole with one and is in no unit of the next.
-        model = make_net()
-        first = engine_of(model, config_of(3, **SHARDED))
-        train(first, 1)
-        asked = deepspeed.initialize(model=model, config=config_of(3))[0]
-        assert model.embed.weight.numel()
-        with torch.no_grad():
-            asked(tokens_of(0, 0))
-        second = engine_of(model, config_of(3, **SHARDED))
-        for action in (
-            lambda: first.backward(torch.ones(())),
-            lambda: first.step(),
-            lambda: first.save_checkpoint("nowhere"),
-            lambda: asked.save_checkpoint("nowhere"),
-        ):
-            with pytest.raises(RuntimeError, match="another engine has this model"):
-                action()
-        train(second, 1, first=1)
-        first.destroy()
-        asked.destroy()
-        assert not model.embed.weight.numel()
-        second.destroy()
-        check_as_one_process(model)
-
-    def test_edits(self) -> None:
-        # Kills: an edit that masters do not see, or that a unit gathered ahead does not have.
-        model = make_net()
-        config = config_of(3, 1, stage3_param_persistence_threshold=10, stage3_unit_fusion_size=0)
-        config["bf16"] = {"enabled": True}
-        engine = engine_of(model, config)
-        train(engine, 1, accumulation=1)
-        chosen = [model.blocks[0].up.weight, model.blocks[0].up.bias, model.frozen.weight]
-        with GatheredParameters(chosen, modifier_rank=1):
-            for param in chosen:
-                param.data.fill_(7.0 if dist.get_rank() == 1 else 3.0)
-        for param in chosen[:2]:
-            assert safe_get_full_fp32_param(param).unique().tolist() == [7.0]
-        with GatheredParameters(chosen):
-            assert all(param.unique().tolist() == [7.0] for param in chosen)
-        safe_set_full_fp32_param(chosen[0], torch.full(chosen[0].ds_shape, 0.5))
-        with GatheredParameters(chosen[0]):
-            assert chosen[0].unique().tolist() == [0.5]
-        for edit in (lambda: chosen[0].data.fill_(9.0), lambda: nn.init.zeros_(chosen[0])):
-            with pytest.raises(RuntimeError, match=r"up\.weight changed inside the block"):
-                with GatheredParameters(chosen):
-                    edit()
-        engine.destroy()
-
-    def test_a_step_while_somebody_reads(self) -> None:
-        # Kills: values of before the step that a forward inside the block goes on with.
-        model = make_net()
-        engine = engine_of(
-            model, config_of(3, 1, stage3_param_persistence_threshold=10, stage3_unit_fusion_size=0)
-        )
-        with GatheredParameters(model.blocks[1].up.weight):
-            with pytest.raises(RuntimeError, match=r"blocks\.1 are whole .* before step\(\)"):
-                train(engine, 1, accumulation=1)
-        engine.destroy()
-
-    def test_no_edit_is_lost(self) -> None:
-        # Kills: memory that is let go before the broadcast has arrived.
-        assert edits_lost(100) == 0
-
-    @pytest.mark.contract
-    def test_no_edit_of_16_000_is_lost(self) -> None:
-        assert edits_lost(1000) == 0
 
 
 def edits_lost(turns: int) -> int:
@@ -350,10 +203,7 @@ class TestDisagreement(DistributedTest):
             assert all(param.numel() == 0 for param in params)
         with GatheredParameters([]), GatheredParameters(first):
             assert first.numel()
-
-    def test_who_may_enter_alone(self) -> None:
         # Kills: one rank that waits for others in a block that has nothing to do with stage 3.
-        model = built()
         if dist.get_rank() == 0:
             with GatheredParameters([torch.ones(1)]), GatheredParameters([], enabled=False):
                 pass
@@ -362,10 +212,135 @@ class TestDisagreement(DistributedTest):
                 pass
 
 
-class TestShards(DistributedTest):
+class TestInterface(DistributedTest):
     world_size = 2
 
-    @pytest.mark.parametrize("block", [{}, {"bf16": {"enabled": True}}])
+    def test_a_sharded_parameter_and_gathering(self) -> None:
+        # Kills: a loss over placeholders that is silently zero, an initialization that is lost.
+        model = built()
+        param: Any = model.experts
+        assert (param.ds_shape, param.ds_numel, param.shape) == ((3, 4, 5), 60, (0,))
+        assert param.ds_status is ZeroParamStatus.NOT_AVAILABLE
+        assert param.ds_tensor.shape == (30,)
+        assert param.requires_grad and param.grad is None and isinstance(param, nn.Parameter)
+        for action in (
+            lambda: param.square().sum(),
+            lambda: nn.init.ones_(param),
+            lambda: nn.init.normal_(param),  # it goes on with keywords
+            lambda: param + 1,
+        ):
+            with pytest.raises(RuntimeError, match=r"\(3, 4, 5\) is sharded"):
+                action()
+        param.all_gather()
+        assert param.shape == (3, 4, 5) and param.ds_status is ZeroParamStatus.AVAILABLE
+        param.data += 1
+        param.partition(has_been_updated=True)
+        assert param.shape == (0,)
+        with GatheredParameters(param):
+            assert param.min() >= 1
+            copied = copy.deepcopy(model.net.embed) if model.net.embed.weight.numel() else None
+        assert copied is None
+        with GatheredParameters(model.net.embed.parameters()):
+            copied = copy.deepcopy(model.net.embed)
+            again = pickle.loads(pickle.dumps(copied))
+        assert type(again.weight) is nn.Parameter and type(again._parameters) is dict
+        # Kills: duplicates and nesting that free what somebody still reads.
+        engine, model = started(**SHARDED)
+        weight = model.embed.weight
+        with GatheredParameters([weight, weight, torch.ones(2), nn.Parameter(torch.ones(1))]):
+            with GatheredParameters(p for p in model.parameters()):
+                with torch.no_grad():
+                    engine(tokens_of(0, 0))
+                assert model.blocks[0].up.weight.numel()
+            assert weight.numel() and not model.blocks[0].up.weight.numel()
+        assert not weight.numel()
+        with GatheredParameters([]), GatheredParameters(weight, enabled=False):
+            assert not weight.numel()
+        train(engine)
+        end_as_one_process(engine)
+
+    def test_conversions_of_modules_and_another_engine(self) -> None:
+        # Kills: `model.to()` and `model.cpu()`, which Lightning calls after each fit, that raise; a
+        # dtype that shards do not take on, or that an engine's take on behind its back.
+        model = built()
+        with GatheredParameters(model.parameters()):
+            wanted = [param.detach().clone() for param in model.parameters()]
+        objects = list(model.parameters())
+        model.cpu().double().to("cpu")
+        assert {param.ds_tensor.dtype for param in objects} == {torch.float64}
+        assert {param.dtype for param in objects} == {torch.float64}
+        model.float()
+        assert list(model.parameters()) == objects and not objects[0].numel()
+        with GatheredParameters(objects):
+            assert all(map(torch.equal, objects, wanted))
+        engine = engine_of(model.net, config_of(3, **SHARDED))
+        engine.to("cpu")
+        engine.module.float()
+        with pytest.raises(RuntimeError, match=r"embed\.weight cannot become torch.bfloat16"):
+            engine.module.bfloat16()
+        train(engine, 1)
+        # Kills: a second engine that is refused (Lightning fits and tests one model), hooks or
+        # masters of the first one that go on, a first one that can still step, save or be undone;
+        # a parameter that stayed whole with one and is in no unit of the next.
+        model = make_net()
+        first = engine_of(model, config_of(3, **SHARDED))
+        train(first, 1)
+        asked = deepspeed.initialize(model=model, config=config_of(3))[0]
+        assert model.embed.weight.numel()
+        with torch.no_grad():
+            asked(tokens_of(0, 0))
+        second = engine_of(model, config_of(3, **SHARDED))
+        for action in (
+            lambda: first.backward(torch.ones(())),
+            lambda: first.step(),
+            lambda: first.save_checkpoint("nowhere"),
+            lambda: asked.save_checkpoint("nowhere"),
+        ):
+            with pytest.raises(RuntimeError, match="another engine has this model"):
+                action()
+        train(second, 1, first=1)
+        first.destroy()
+        asked.destroy()
+        assert not model.embed.weight.numel()
+        end_as_one_process(second)
+
+    def test_edits_and_a_step_while_somebody_reads(self) -> None:
+        # Kills: an edit that masters do not see, or that a unit gathered ahead does not have.
+        model = make_net()
+        zero = {"stage3_param_persistence_threshold": 10, "stage3_unit_fusion_size": 0}
+        engine = engine_of(model, {**config_of(3, 1, **zero), "bf16": {"enabled": True}})
+        train(engine, 1, accumulation=1)
+        chosen = [model.blocks[0].up.weight, model.blocks[0].up.bias, model.frozen.weight]
+        with GatheredParameters(chosen, modifier_rank=1):
+            for param in chosen:
+                param.data.fill_(7.0 if dist.get_rank() == 1 else 3.0)
+        for param in chosen[:2]:
+            assert safe_get_full_fp32_param(param).unique().tolist() == [7.0]
+        with GatheredParameters(chosen):
+            assert all(param.unique().tolist() == [7.0] for param in chosen)
+        safe_set_full_fp32_param(chosen[0], torch.full(chosen[0].ds_shape, 0.5))
+        with GatheredParameters(chosen[0]):
+            assert chosen[0].unique().tolist() == [0.5]
+        for edit in (lambda: chosen[0].data.fill_(9.0), lambda: nn.init.zeros_(chosen[0])):
+            with pytest.raises(RuntimeError, match=r"up\.weight changed inside the block"):
+                with GatheredParameters(chosen):
+                    edit()
+        engine.destroy()
+        # Kills: values of before the step that a forward inside the block goes on with.
+        engine, model = started(1, **zero)
+        with GatheredParameters(model.blocks[1].up.weight):
+            with pytest.raises(RuntimeError, match=r"blocks\.1 are whole .* before step\(\)"):
+                train(engine, 1, accumulation=1)
+
+    def test_no_edit_is_lost(self) -> None:
+        # Kills: memory that is let go before the broadcast has arrived.
+        assert edits_lost(100) == 0
+
+    @pytest.mark.contract
+    def test_no_edit_of_16_000_is_lost(self) -> None:
+        assert edits_lost(1000) == 0
+
+    @each(block=({}, {"bf16": {"enabled": True}}))
     def test_other_memory_is_followed(self, block: dict[str, Any]) -> None:
         # Kills: a forward, a gather, a master or a next update that has the old values; padding
         # that is written; ranks that have to do the same.
@@ -398,11 +373,9 @@ class TestShards(DistributedTest):
             ends.append([torch.tensor(losses), *values, *model.parameters()])
         assert all(map(torch.equal, *ends))
 
-    def test_what_cannot_be_followed(self) -> None:
+    def test_what_cannot_be_followed_and_is_a_tensor_as_others(self) -> None:
         # Kills: a parameter that somebody keeps the old value of, without a word.
-        model = make_net()
-        zero = {"stage3_param_persistence_threshold": 11, "stage3_unit_fusion_size": 0}
-        engine = engine_of(model, config_of(3, 1, **zero))
+        engine, model = started(1, **MIXED)
         weight: Any = model.blocks[1].up.weight
         with pytest.raises(ValueError, match=r"up\.weight\.ds_tensor.*\(3,\) .* \(28,\)"):
             weight.ds_tensor.data = torch.ones(3)
@@ -415,8 +388,6 @@ class TestShards(DistributedTest):
             weight.ds_tensor.data = torch.zeros_like(weight.ds_tensor)
         engine.reload_states()
         engine.destroy()
-
-    def test_it_is_a_tensor_as_others(self) -> None:
         # Kills: a file that only this package can read, results that hear of being changed.
         shard = built().net.embed.weight.ds_tensor
         for other in (shard.data, shard + 1, shard[:2], shard.clone(), copy.deepcopy(shard)):

@@ -1,6 +1,11 @@
-"""Parameters that some ranks use and others do not: as one process, collectives in one order."""
+"""Parameters that some ranks use and others do not: as one process, collectives in one order. Ranks
+that take different ways all raise with the collective check, or it is told.
+"""
 
+import logging
+import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -11,12 +16,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed import comm as dist
-from deepspeed.comm.watch import intent
+from deepspeed.comm.watch import intent, lone_waits
+from deepspeed.comm.watch.intent import CollectiveMismatchError, intent_store
+from deepspeed.runtime.zero import GatheredParameters, Init
+from deepspeed.utils.logging import logger
 from unit.common import DistributedTest
-from unit.models import drawn
+from unit.models import drawn, seeded
 from unit.one_process import OneProcess
 from unit.v1.gathering import collectives
 from unit.v1.zero.stage3.models import (
+    BOUNDED,
     LR,
     SHARDED,
     Tensors,
@@ -29,11 +38,7 @@ from unit.v1.zero.stage3.models import (
 WIDTH = 5
 STEPS = 2
 ACCUMULATION = 2
-BOUNDED: dict[str, Any] = {
-    **SHARDED,
-    "stage3_max_reuse_distance": 0,
-    "stage3_prefetch_bucket_size": 0,
-}
+UNPREFETCHED: dict[str, Any] = {**BOUNDED, "stage3_prefetch_bucket_size": 0}
 Wants = Callable[[int], bool]  # whether a place takes its branch
 
 
@@ -148,11 +153,6 @@ class Branches(nn.Module):
         return x
 
 
-def made_branches() -> Branches:
-    torch.manual_seed(0)
-    return Branches()
-
-
 class Frozen(nn.Module):
     """Frozen blocks, through which gradients flow on the ranks that use what is trained before: a
     module with a unit, a parameter that is read, or a small one that stays whole.
@@ -167,9 +167,7 @@ class Frozen(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH)
         for frozen in (self.tower, self.inlet, self.body, self.extra):
             frozen.requires_grad_(False)
-        {"unit": self.extra, "read": self.extra, "small": self.body["gate"]}[
-            trained
-        ].requires_grad_(True)
+        (self.body["gate"] if trained == "small" else self.extra).requires_grad_(True)
         self.trained, self.recompute = trained, recompute
 
     def forward(self, x: torch.Tensor, wants: Wants) -> torch.Tensor:
@@ -187,14 +185,8 @@ class Frozen(nn.Module):
         return out
 
 
-def made_frozen(**kwargs: Any) -> Frozen:
-    torch.manual_seed(0)
-    return Frozen(**kwargs)
-
-
 def made(**kwargs: Any) -> Uneven:
-    torch.manual_seed(0)
-    return Uneven(**kwargs)
+    return seeded(Uneven, **kwargs)
 
 
 def data_of(index: int, rank: int) -> torch.Tensor:
@@ -274,15 +266,58 @@ def compared() -> Iterator[None]:
 
 
 SETTINGS: tuple[dict[str, Any], ...] = (
-    BOUNDED,
+    UNPREFETCHED,
     SHARDED,
-    {**BOUNDED, "stage3_prefetch_bucket_size": 100},
+    {**UNPREFETCHED, "stage3_prefetch_bucket_size": 100},
     {**SHARDED, "stage3_max_live_parameters": 60},
     {"stage3_param_persistence_threshold": 6, "stage3_unit_fusion_size": 0, "overlap_comm": False},
-    {**BOUNDED, "stage3_unit_fusion_size": 800},
-    {**BOUNDED, "overlap_comm": True, "reduce_scatter": False},
+    {**UNPREFETCHED, "stage3_unit_fusion_size": 800},
+    {**UNPREFETCHED, "overlap_comm": True, "reduce_scatter": False},
     {},
 )
+
+
+# What every rank may take to raise, where each core has no more than 4 processes to run: beside
+# more of them it waits for its turn.
+LIMIT_S = 5.0 * max(1.0, os.getloadavg()[0] / (4 * (os.cpu_count() or 1)))
+
+
+class Forks(nn.Module):
+    """Two branches of one size, of which a forward takes one."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(WIDTH, WIDTH)
+        self.left = nn.Linear(WIDTH, WIDTH)
+        self.right = nn.Linear(WIDTH, WIDTH)
+        self.outlet = nn.Linear(WIDTH, width)
+
+    def forward(self, x: torch.Tensor, goes_left: bool = True) -> torch.Tensor:
+        x = self.inlet(x)
+        out: torch.Tensor = self.outlet(self.left(x) if goes_left else self.right(x))
+        return out
+
+
+class Routed(nn.Module):
+    """One expert each time. Called `experts` they were one unit, and ranks could take any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, WIDTH)
+        self.specialists = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, expert: int = 0) -> torch.Tensor:
+        out: torch.Tensor = self.specialists[expert](self.router(x))
+        return out
+
+
+def engine_with(model: nn.Module, **verify: Any) -> Any:
+    return engine_of(model, {**config_of(3, 1, **BOUNDED), "verify": verify})
+
+
+def step(engine: Any, **kwargs: Any) -> None:
+    engine.backward(engine(torch.ones(4, WIDTH), **kwargs).square().mean())
+    engine.step()
 
 
 class TestUneven(DistributedTest):
@@ -296,39 +331,36 @@ class TestUneven(DistributedTest):
         stage2 = trained(2, made())
         assert distance(stage2, wanted) < 1e-5
         for zero in SETTINGS[dist.get_world_size() - 2 :: 2]:  # each on some number of ranks
-            with compared() if zero is BOUNDED else nullcontext():
+            with compared() if zero is UNPREFETCHED else nullcontext():
                 found = trained(3, made(), **zero)
             assert distance(found, wanted) < 1e-5, zero
             if zero.get("reduce_scatter", True):  # otherwise rounded elsewhere
                 assert distance(found, stage2) == 0, zero
 
     @pytest.mark.world_size(2)
-    def test_recomputation(self) -> None:
+    def test_recomputation_and_frozen_behind_what_some_ranks_pass_by(self) -> None:
         # Kills: gradients sent before those of the block's other use, a recomputation that starts
         # while others are gathering what comes before it.
         wanted = reference(made())
         with compared():
             for recompute in (False, True):
-                found = trained(3, made(recompute=recompute), **BOUNDED)
+                found = trained(3, made(recompute=recompute), **UNPREFETCHED)
                 assert distance(found, wanted) < 1e-5, recompute
-
-    @pytest.mark.world_size(2)
-    def test_frozen_behind_what_some_ranks_pass_by(self) -> None:
         # Kills: a frozen block that is gathered in backward where this rank has a gradient for it;
         # a count of what comes before that leaves out what has no hooks, or is only read.
-        small = {**BOUNDED, "stage3_param_persistence_threshold": 2 * WIDTH}
+        small = {**UNPREFETCHED, "stage3_param_persistence_threshold": 2 * WIDTH}
         with compared():
-            for what, zero in (("unit", BOUNDED), ("read", BOUNDED), ("small", small)):
-                wanted = reference(made_frozen(trained=what))
+            for what, zero in (("unit", UNPREFETCHED), ("read", UNPREFETCHED), ("small", small)):
+                wanted = reference(seeded(Frozen, trained=what))
                 for recompute in (False, True):
-                    model = made_frozen(trained=what, recompute=recompute)
+                    model = seeded(Frozen, trained=what, recompute=recompute)
                     found = trained(3, model, **zero)
                     assert distance(found, wanted) < 1e-5, (what, recompute)
 
     def test_unused_parameters_are_refused_on_all_ranks(self) -> None:
         # Kills: a rank that raises alone, while the others wait for its gradients.
         last = dist.get_world_size() - 1
-        for stage, zero in ((3, BOUNDED), (3, {}), (2, {"reduce_bucket_size": 20}), (1, {})):
+        for stage, zero in ((3, UNPREFETCHED), (3, {}), (2, {"reduce_bucket_size": 20}), (1, {})):
             model = Between()
             config = config_of(stage, 1, ignore_unused_parameters=False, **zero)
             engine = engine_of(model, config)
@@ -340,37 +372,33 @@ class TestUneven(DistributedTest):
                 with pytest.raises(RuntimeError) as failed:
                     engine.backward(loss)
             text = str(failed.value)
-            assert re.search(rf"reached between\.\w+, between\.\w+ on rank {last}; zero", text), (
-                text
-            )
+            reached = rf"reached between\.\w+, between\.\w+ on rank {last}; zero"
+            assert re.search(reached, text), text
 
     @pytest.mark.world_size(2)
     def test_compiled_on_each_rank_by_its_branches(self) -> None:
         # Kills: a graph with a gather in it, which another rank's graph does not have.
-        wanted = reference(made_branches())
+        wanted = reference(seeded(Branches))
         with compared():
-            model = made_branches()
-            engine = engine_of(model, config_of(3, ACCUMULATION, **BOUNDED))
+            model = seeded(Branches)
+            engine = engine_of(model, config_of(3, ACCUMULATION, **UNPREFETCHED))
             engine.compile(backend="eager")
             train(engine)
             engine.destroy()
         assert distance(values_of(model), wanted) < 1e-5
 
     @pytest.mark.world_size(2)
-    def test_other_ways_to_backward(self) -> None:
+    def test_other_ways_to_backward_and_buckets_that_leave_during_it(self) -> None:
         # Kills: a unit that is done with in the later of two forwards, a graph that is gone through
         # twice, a backward that nobody announced.
         with compared():
             for loss, plain in ((loss_of_two, False), (loss_and_penalty, False), (loss_of, True)):
                 wanted = reference(made(), loss)
-                found = trained(3, made(), loss, plain, **BOUNDED)
+                found = trained(3, made(), loss, plain, **UNPREFETCHED)
                 assert distance(found, wanted) < 1e-5, loss
-
-    @pytest.mark.world_size(2)
-    def test_buckets_leave_during_backward(self) -> None:
         # Kills: gradients that all wait for the end, more than two gathers and one reduction of a
         # unit.
-        engine = engine_of(made(), config_of(3, 1, **BOUNDED, allgather_partitions=False))
+        engine = engine_of(made(), config_of(3, 1, **UNPREFETCHED, allgather_partitions=False))
         units = engine.parameter_offload.units
         sent: list[int] = []
         original = engine.optimizer.average_tensor
@@ -391,4 +419,116 @@ class TestUneven(DistributedTest):
             gathers = issued.count("broadcast") / dist.get_world_size()
             assert gathers <= len(units) + 2, issued
             engine.step()
-        engine.destroy()
+
+    def test_every_kind_raises_on_all_ranks_and_models_that_differ_under_init(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Kills: a gather that is compared by its size alone (the branches are alike), a rank that
+        # is not told, a message that does not say which modules.
+        monkeypatch.setattr(intent_store, "LOOK_S", 0.05)
+        last = dist.get_world_size() - 1
+        is_last = dist.get_rank() == last
+
+        def branch(engine: Any) -> None:
+            step(engine, goes_left=not is_last)
+
+        def expert(engine: Any) -> None:
+            step(engine, expert=2 if is_last else 1)
+
+        def shape(engine: Any) -> None:
+            engine(torch.ones(4, WIDTH))
+            dist.all_reduce(torch.ones(3 if is_last else 2))
+
+        def early_exit(engine: Any) -> None:
+            for _ in range(1 if is_last else 2):
+                step(engine)
+            dist.barrier()
+
+        def generation(engine: Any) -> None:
+            with torch.no_grad():
+                for _ in range(2 if is_last else 3):
+                    engine(torch.ones(4, WIDTH))
+            step(engine)
+
+        kinds = (
+            (branch, "the gather of inlet", "the gather of right"),
+            (expert, r"the gather of specialists\.1", r"the gather of specialists\.2"),
+            (shape, r"all_reduce.* of float32\[2\]", r"all_reduce.* of float32\[3\]"),
+            (early_exit, "the gather of inlet", "barrier"),
+            # What one rank gathers for its backward the others gather for their next forward.
+            (generation, r"the gather of \w+", "the gather of left|irecv of"),
+        )
+        for act, others, own in kinds if last == 1 else kinds[::4]:
+            text = self._failure(act)
+            first = "rank 0" if last == 1 else r"rank(s 0, 1| 0)"
+            assert re.search(f"{first}(:| waits in) {others} at ", text), text
+            assert re.search(f"rank {last}(:| waits in) ({own})", text), text
+        # Kills: shards of different sizes that are put together, buckets that only some ranks have.
+        is_last = dist.get_rank() == dist.get_world_size() - 1
+        with pytest.raises(RuntimeError, match=r"outlet\.weight is \(5, 5\) of .+ 0, .*\(6, 5\)"):
+            engine_with(Forks(6 if is_last else 5))
+        model = Forks()
+        model.left.requires_grad_(not is_last)
+        with pytest.raises(RuntimeError, match=r"left\.weight is \(5, 5\) of .+ 0, .*frozen"):
+            engine_with(model)
+        # Kills: a backend's error, or a wait, when shards of other shapes are handed out.
+        width = 6 if dist.get_rank() == dist.get_world_size() - 1 else 5
+        for make, text in (
+            (lambda: nn.Linear(5, width), r"weight of Linear is \(5, 5\) of .+ 0, .*\(6, 5\) of"),
+            (lambda: nn.Linear(5, 5, bias=width == 5), r"bias of Linear is .* 0, .*not there on"),
+        ):
+            with pytest.raises(RuntimeError, match=f"zero.Init: ranks make .*{text}"):
+                with Init():
+                    make()
+        with Init():
+            assert nn.Linear(5, 5).weight.numel() == 0
+
+    @staticmethod
+    def _failure(act: Callable[[Any], None]) -> str:
+        engine = engine_with(Routed() if act.__name__ == "expert" else Forks(), collectives=True)
+        step(engine)
+        started = time.monotonic()
+        with pytest.raises(CollectiveMismatchError) as failed:
+            act(engine)
+        took = time.monotonic() - started
+        intent.disable()
+        assert took < LIMIT_S, took
+        return str(failed.value)
+
+    @pytest.mark.world_size(3)
+    def test_a_gather_that_stays_alone(self) -> None:
+        # Kills: a silent wait; a report without the module, or where nobody waits long.
+        said: list[tuple[float, str]] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append((time.monotonic(), record.getMessage()))  # type: ignore[method-assign]  # a list is all that is needed
+        logger.addHandler(handler)
+        model = Forks()
+        engine = engine_with(model, lone_gather_report=0.2)
+        assert lone_waits.watch.report_s == 0.2
+        late = dist.get_world_size() - 1
+        is_late = dist.get_rank() == late
+        waits: tuple[tuple[str, Callable[[], Any]], ...] = (
+            ("the gather of inlet", lambda: step(engine)),
+            (
+                "GatheredParameters with left.weight",
+                lambda: GatheredParameters(model.left.weight).__enter__(),
+            ),
+        )
+        for what, act in waits:
+            said.clear()
+            dist.barrier()
+            started = time.monotonic()
+            if is_late:
+                time.sleep(1.0)
+            act()
+            # It is written a moment after the others were asked what they wait for.
+            while not is_late and not said and time.monotonic() - started < LIMIT_S:
+                time.sleep(0.02)
+            found = [(at, text) for at, text in said if f"s for {what}, which not all" in text]
+            assert len(found) == (0 if is_late else 1), said
+            for at, text in found:
+                assert at - started >= 0.2
+                assert "test_uneven.py" in text
+                assert f"rank {late} has not waited so long" in text
+        lone_waits.watch.report_s = lone_waits.DEFAULT_REPORT_S
+        logger.removeHandler(handler)

@@ -25,6 +25,7 @@ from unit.v1.zero.stage3.models import (
     engine_of,
     loss_of,
     make_net,
+    started,
     tokens_of,
     train,
 )
@@ -54,14 +55,13 @@ def on_host(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.cpu().clone() for name, value in state.items()}
 
 
-class TestSaved(DistributedTest):
+class TestStateDicts(DistributedTest):
     world_size = 2
 
     def test_without_weights(self, tmp_path: Path) -> None:
         # Kills: a file of shapes (0,) that nobody notices before it is loaded; one that cannot be
         # loaded in a process without this package, or with weights_only; a rank more that tells it.
-        model = make_net()
-        engine = engine_of(model, config_of(3, **SHARDED))
+        engine, model = started(**SHARDED)
         train(engine, 1)
         path = tmp_path / f"{dist.get_rank()}.safetensors"
         ways: dict[str, Callable[[], Any]] = {
@@ -82,9 +82,8 @@ class TestSaved(DistributedTest):
         assert not any(value.numel() for value in load_file(path).values())
         loaded = torch.load(file_of(model.state_dict()), weights_only=True)
         assert {(type(value), value.shape) for value in loaded.values()} == {(torch.Tensor, (0,))}
-        engine.destroy()
 
-    def test_otherwise(self, tmp_path: Path) -> None:
+    def test_otherwise_and_without_an_engine(self, tmp_path: Path) -> None:
         # Kills: a warning to who only asks for a state dict (Lightning, at every checkpoint), who
         # has the weights whole, or who saves in a way that has them all.
         model = make_net()
@@ -113,17 +112,11 @@ class TestSaved(DistributedTest):
             assert told(do) == [], name
         engine.destroy()
         assert told(lambda: file_of(model.state_dict())) == []
-
-    def test_without_an_engine(self) -> None:
         with deepspeed.zero.Init(config_dict_or_path=config_of(3)):
             model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
         assert len(told(lambda: file_of(model.state_dict()))) == int(dist.get_rank() == 0)
 
-
-class TestBeforeTraining(DistributedTest):
-    world_size = 2
-
-    def test_has_no_elements(self) -> None:
+    def test_has_no_elements_but_in_a_block(self) -> None:
         # Kills: small weights alone in the state dict of a model that was not trained; weights that
         # stay away from it afterwards; a forward or another model's training that shows them.
         one, other = make_net(), make_net()
@@ -146,12 +139,9 @@ class TestBeforeTraining(DistributedTest):
         assert all(has_elements(other.state_dict()).values())
         for made in (engine, idle):
             made.destroy()
-
-    def test_has_what_a_block_has(self) -> None:
         # Kills: weights that are gathered and missing in what is saved in the block, or the
         # parameters themselves missing.
-        model = make_net()
-        engine = engine_of(model, config_of(3, **MIXED))
+        engine, model = started(**MIXED)
         found = model.state_dict(keep_vars=True)
         assert all(found[name] is param for name, param in model.named_parameters())
         with GatheredParameters(model.embed.weight, modifier_rank=0):
@@ -182,15 +172,11 @@ class TestBeforeTraining(DistributedTest):
         evaluated.load_checkpoint(str(tmp_path), load_module_only=True)
         assert all(map(torch.equal, model.state_dict().values(), wanted.values()))
         evaluated.destroy()
-
-    def test_a_copy_of_the_model_is_its_own(self) -> None:
         # Kills: a copy of the model that takes the engine with it.
-        model = make_net()
-        engine = engine_of(model, config_of(3, 1))
+        engine, model = started(1)
         with GatheredParameters(list(model.parameters())):
             copied = copy.deepcopy(model)
         assert all(has_elements(copied.state_dict()).values())
-        engine.destroy()
 
 
 def reference_gradients(first: int, micro_batches: int) -> dict[str, torch.Tensor]:
@@ -217,7 +203,7 @@ class TestAveragedGradients(DistributedTest):
     world_size = 3
 
     @each(precision=PRECISIONS, place=PLACES)
-    def test_are_cuts_of_one_process(self, precision: str, place: str) -> None:
+    def test_are_cuts_of_one_process_and_read_only(self, precision: str, place: str) -> None:
         # Kills: another order than the groups', elements of a neighbour, gradients that are not
         # averaged over ranks or micro-batches or carry the loss scale, gradients of a window that
         # goes on or is over.
@@ -246,6 +232,8 @@ class TestAveragedGradients(DistributedTest):
             ]
             engine.step()
             assert optimizer.averaged_gradients == {}
+        with pytest.raises(AttributeError):
+            optimizer.averaged_gradients = {}
         engine.destroy()
 
     def check(
@@ -271,16 +259,6 @@ class TestAveragedGradients(DistributedTest):
             padded = nn.functional.pad(whole, (0, 3 * size - whole.numel()))
             own = padded[dist.get_rank() * size : (dist.get_rank() + 1) * size]
             torch.testing.assert_close(cut, own, rtol=rtol, atol=atol)
-
-    def test_are_read_only(self) -> None:
-        engine = engine_of(make_net(), config_of(3, 1, **SHARDED))
-        with pytest.raises(AttributeError):
-            engine.optimizer.averaged_gradients = {}
-        engine.destroy()
-
-
-class TestDirectory(DistributedTest):
-    world_size = 1
 
     @each(stage=[1, 2, 3])
     def test_has_no_method_that_upstreams_suite_replaces(self, stage: int) -> None:
