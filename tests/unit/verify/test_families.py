@@ -19,7 +19,7 @@ FAULT = 0.088
 
 
 def report(family: str) -> list[str]:
-    sizes = {"steps": 2, "schedules": 1, "numel": 200_000}
+    sizes = {"steps": 2, "schedules": 1, "sizes": (40_000,) * 5}
     return failures(report_of(plan_of(example_config(), FAMILIES[family], SIMULATED, **sizes)))
 
 
