@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unit.common import RANK_ENV, get_master_port
+from unit.launcher.rounds import campaign_options, told_seed
 from unit.rank_server import become_template
 
 FORKED, SPAWNED = "forked", "spawned"
@@ -84,9 +85,7 @@ def train(start: Start, meeting_point: str) -> None:
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": start.stage},
     }
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=config
-    )
+    engine, *_ = deepspeed.initialize(model=model, config=config)
     deepspeed.comm.barrier()
     engine.backward(engine(torch.ones(2, 8)).sum())
     engine.step()
@@ -146,21 +145,17 @@ def native_stacks(pids: list[int]) -> str:
 
 def main() -> None:
     """Run random starts and print how many ended well; the exit code is 0 if all did."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=None, help="default: another one every time")
+    parser = campaign_options(__doc__, 2000)
     parser.add_argument("--how", choices=(FORKED, SPAWNED), help="only starts of this kind")
-    parser.add_argument(
-        "--load", type=int, default=os.cpu_count(), help="busy processes beside the ranks"
-    )
+    busy = "busy processes beside the ranks"
+    parser.add_argument("--load", type=int, default=os.cpu_count(), help=busy)
     parser.add_argument("--rank", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
         stage, destroys, rank, folder, port = args.rank
         be_rank(Start(SPAWNED, int(stage), destroys == "1"), int(rank), Path(folder), port)
         return
-    seed = args.seed if args.seed is not None else random.SystemRandom().randrange(1 << 30)
-    print(f"seed {seed}", flush=True)
+    seed = told_seed(args.seed)
     for _ in range(args.load):
         # It ends with this process, so that forked ranks have nothing to leave alone.
         os.posix_spawn(sys.executable, [sys.executable, "-c", BUSY, str(os.getpid())], os.environ)

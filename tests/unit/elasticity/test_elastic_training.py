@@ -4,9 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,57 +12,29 @@ import pytest
 import torch
 
 from unit.clients.launching import run_ranks
+from unit.common import get_master_port
+from unit.launcher.starting import ROOT, Commands, Process, until
 
-ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "examples" / "elastic_train.py"
 PATIENCE = 240.0
 
 
-class Nodes:
-    """Starts launchers that share a folder of checkpoints, and ends them all."""
+class Nodes(Commands):
+    """Starts launchers that share a folder of checkpoints."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.started: list[subprocess.Popen[bytes]] = []
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        super().__init__(folder)
+        self.port = int(get_master_port())
 
     def start(
-        self,
-        *flags: str,
-        elastic: bool = True,
-        checkpoints: str = "checkpoints",
-        **environment: str,
-    ) -> "subprocess.Popen[bytes]":
-        rendezvous = (
-            ["--elastic_training", "--master_addr", "127.0.0.1", "--master_port", str(self.port)]
-            if elastic
-            else []
-        )
-        number = len(self.started)
-        with open(self.folder / f"output{number}", "wb") as output:
-            node = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "deepspeed.launcher.runner",
-                    *rendezvous,
-                    *flags,
-                    str(SCRIPT),
-                    "--checkpoints",
-                    checkpoints,
-                ],
-                cwd=self.folder,
-                env=os.environ
-                | dict(PYTHONPATH=str(ROOT), DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
-                | environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        self.started.append(node)
-        return node
+        self, *flags: str, elastic: bool = True, checkpoints: str = "checkpoints", **variables: str
+    ) -> Process:
+        if elastic:
+            flags += ("--elastic_training", "--master_addr", "127.0.0.1")
+            flags += ("--master_port", str(self.port))
+        words = (*flags, str(SCRIPT), "--checkpoints", checkpoints)
+        with open(self.folder / f"output{len(self.processes)}", "wb") as output:
+            return super().start(*words, output=output, variables=variables)
 
     def someone_listens(self) -> bool:
         with socket.socket() as probe:
@@ -78,29 +47,22 @@ class Nodes:
     def weights(self, checkpoints: str = "checkpoints") -> dict[str, torch.Tensor]:
         return torch.load(self.folder / checkpoints / "weights.pt")
 
-    def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not condition():
-            if time.monotonic() > deadline:
-                raise AssertionError(
-                    f"{self.log()}\n"
-                    + "".join(path.read_text() for path in self.folder.glob("output*"))
-                )
-            time.sleep(0.05)
+    def said(self) -> str:
+        outputs = "".join(path.read_text() for path in self.folder.glob("output*"))
+        return f"{self.log()}\n{outputs}"
 
-    def end(self, node: "subprocess.Popen[bytes]") -> None:
+    def until(self, condition: Callable[[], bool]) -> None:
+        until(condition, PATIENCE, self.said)
+
+    def end(self, node: Process) -> None:
         self.until(lambda: node.poll() is not None)
-        assert node.returncode == 0, (self.folder / f"output{self.started.index(node)}").read_text()
+        assert node.returncode == 0, self.said()
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    nodes = Nodes(tmp_path)
-    yield nodes
-    for node in nodes.started:
-        if node.poll() is None:
-            node.kill()
-        node.wait()
+    with Nodes(tmp_path) as nodes:
+        yield nodes
 
 
 def steps(log: list[dict[str, Any]]) -> list[tuple[int, int]]:
@@ -109,9 +71,8 @@ def steps(log: list[dict[str, Any]]) -> list[tuple[int, int]]:
 
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(
-        torch.equal(first[name], second[name]) for name in first
-    )
+    assert first.keys() == second.keys()
+    return all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_a_killed_rank_is_started_again_and_training_goes_on(nodes: Nodes) -> None:
@@ -161,9 +122,6 @@ def test_a_node_goes_and_comes_again(nodes: Nodes) -> None:
     assert {entry["batch"] for entry in nodes.log() if "start" in entry} == {48}
     # The same sequence of worlds, each launched for itself.
     for ranks, last in ((2, 3), (1, 6), (2, 8)):
-        nodes.end(
-            nodes.start(
-                "--num_gpus", str(ranks), elastic=False, checkpoints="replayed", STEPS=str(last)
-            )
-        )
+        how = {"elastic": False, "checkpoints": "replayed", "STEPS": str(last)}
+        nodes.end(nodes.start("--num_gpus", str(ranks), **how))
     assert same(nodes.weights(), nodes.weights("replayed"))

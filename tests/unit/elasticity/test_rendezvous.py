@@ -5,12 +5,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from deepspeed.launcher.job.rendezvous import NodeWatch, Round, WatchedRendezvous
+from unit.launcher.starting import Process, until
 
 TIMEOUT = 1.0
 SERVER = """
@@ -23,7 +25,7 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def server() -> Iterator["subprocess.Popen[str]"]:
+def server() -> Iterator[Process]:
     process = subprocess.Popen(
         [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -32,16 +34,7 @@ def server() -> Iterator["subprocess.Popen[str]"]:
     process.communicate()
 
 
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def test_a_silent_node_is_lost_and_a_silent_rendezvous_is_a_cut(
-    server: "subprocess.Popen[str]",
-) -> None:
+def test_a_silent_node_is_lost_and_a_silent_rendezvous_is_a_cut(server: Process) -> None:
     # Kills: beats not sent, a word already there as a sign of life, answers nobody waits for.
     assert server.stdout is not None
     endpoint = f"127.0.0.1:{int(server.stdout.readline())}"
@@ -66,22 +59,13 @@ def test_a_silent_node_is_lost_and_a_silent_rendezvous_is_a_cut(
 def test_silence_is_counted_from_the_last_new_word(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    seen = Round("a", 0, 2)
     # Kills: silence counted from the round's begin; a node that never spoke counted as alive.
-    for moment, word, lost in (
-        (0.0, "", False),
-        (9.0, "b 1", False),
-        (18.0, "b 1", False),
-        (20.0, "b 1", True),
-    ):
-        now[0] = moment
-        seen.listen(1, word, 10.0)
-        assert seen.lost is lost
-    silent = Round("a", 0, 2)
-    for moment, lost in ((0.0, False), (10.5, True)):
-        now[0] = moment
-        silent.listen(1, "", 10.0)
-        assert silent.lost is lost
+    spoke = (0.0, "", False), (9.0, "b 1", False), (18.0, "b 1", False), (20.0, "b 1", True)
+    for said in (spoke, ((0.0, "", False), (10.5, "", True))):
+        seen = Round("a", 0, 2)
+        for now[0], word, lost in said:
+            seen.listen(1, word, 10.0)
+            assert seen.lost is lost
 
 
 AT_EXIT = """
@@ -119,43 +103,19 @@ def test_no_sign_of_life_is_under_way_when_the_process_ends() -> None:
     assert done.returncode == 0, done.stderr  # torch tells of each wait there
 
 
-class _Rendezvous:
-    """Stands for torch's rendezvous."""
-
-    waiting = 0
-    closed = False
-
-    def num_nodes_waiting(self) -> int:
-        return self.waiting
-
-    def is_closed(self) -> bool:
-        return self.closed
-
-
-class _Watch:
-    round: Round | None = None
-
-
 @pytest.mark.parametrize(
     ("waiting", "lost", "closed", "expected"),
-    [
-        (0, False, False, 0),
-        (2, False, False, 2),
-        (0, True, False, 1),
-        (0, True, True, 0),
-        (2, True, True, 2),
-    ],
+    [(0, 0, 0, 0), (2, 0, 0, 2), (0, 1, 0, 1), (0, 1, 1, 0), (2, 1, 1, 2)],
 )
 def test_a_lost_node_asks_for_a_new_round_unless_the_job_is_over(
-    waiting: int, lost: bool, closed: bool, expected: int
+    waiting: int, lost: int, closed: int, expected: int
 ) -> None:
     # Kills: a round started again because a node had gone after its good end.
-    inner: Any = _Rendezvous()
-    inner.waiting, inner.closed = waiting, closed
-    watch: Any = _Watch()
-    rendezvous = WatchedRendezvous(inner, watch)
+    torchs: Any = SimpleNamespace(num_nodes_waiting=lambda: waiting, is_closed=lambda: bool(closed))
+    watch: Any = SimpleNamespace(round=None)
+    rendezvous = WatchedRendezvous(torchs, watch)
     assert rendezvous.num_nodes_waiting() == waiting
-    watch.round = Round("a", 0, 2, lost=lost)
+    watch.round = Round("a", 0, 2, lost=bool(lost))
     assert rendezvous.num_nodes_waiting() == expected
     watch.round.gave_up = True
     # Kills: a node that waits for one that has given up, which closes the rendezvous too.

@@ -18,29 +18,19 @@ QUICK, LONG = QUICK_FAILURE_SECONDS - 1, QUICK_FAILURE_SECONDS
 RESTARTS = 100
 
 
-class _Rendezvous:
-    waiting = 0
-    gave_up = False
-
-    def num_nodes_waiting(self) -> int:
-        return self.waiting
-
-    def give_up(self) -> None:
-        self.gave_up = True
-
-
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch) -> Any:
     """An agent on a clock of its own, whose processes do as `agent.state` says."""
-
-    def monitor(self: Any, worker_group: Any) -> RunResult:
-        return RunResult(self.state)
-
     agent: Any = PatientAgent.__new__(PatientAgent)
-    agent.now, agent.rendezvous, agent._remaining_restarts = 0.0, _Rendezvous(), RESTARTS
+    agent.now, agent._remaining_restarts, agent.waiting, agent.gave_up = 0.0, RESTARTS, 0, False
+    agent.rendezvous = SimpleNamespace(
+        num_nodes_waiting=lambda: agent.waiting,
+        give_up=lambda: setattr(agent, "gave_up", True),
+    )
     monkeypatch.setattr(time, "monotonic", lambda: agent.now)
     monkeypatch.setattr(LocalElasticAgent, "_start_workers", lambda self, group: {})
-    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", monitor)
+    result = staticmethod(lambda group: RunResult(agent.state))
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", result)
     return agent
 
 
@@ -48,7 +38,7 @@ def play(agent: Any, lasts: float, waiting: int = 0) -> None:
     """A round of processes that fail after so many seconds."""
     group: Any = SimpleNamespace(spec=SimpleNamespace(rdzv_handler=agent.rendezvous))
     agent._start_workers(group)
-    agent.rendezvous.waiting = waiting
+    agent.waiting = waiting
     agent.state = WorkerState.HEALTHY
     assert agent._monitor_workers(group).state == WorkerState.HEALTHY
     agent.now += lasts
@@ -74,35 +64,21 @@ def test_failures_soon_after_the_start_are_no_reason_to_start_again(
     agent: Any, rounds: list[tuple[float, int]], gives_up: bool
 ) -> None:
     for lasts, waiting in rounds:
-        assert agent._remaining_restarts == RESTARTS and not agent.rendezvous.gave_up
+        assert agent._remaining_restarts == RESTARTS and not agent.gave_up
         play(agent, lasts, waiting)
-    assert agent.rendezvous.gave_up is gives_up
+    assert agent.gave_up is gives_up
     assert agent._remaining_restarts == (0 if gives_up else RESTARTS)
 
 
 def test_variables_and_restart(tmp_path: Path) -> None:
     # Kills: an agent that drops `env`, or lets it override what it sets itself.
     script = "echo $COLOUR $RANK >> seen; [ -e failed ] || { touch failed; exit 1; }"
-    parameters = RendezvousParameters(
-        "c10d",
-        str(tmp_path / "store"),
-        uuid.uuid4().hex,
-        1,
-        1,
-        local_addr="127.0.0.1",
-        is_host=True,
-        store_type="file",
-    )
-    spec = WorkerSpec(
-        role="default",
-        local_world_size=1,
-        entrypoint="sh",
-        args=("-c", f"cd {tmp_path}; {script}"),
-        rdzv_handler=registry.get_rendezvous_handler(parameters),
-        max_restarts=1,
-    )
-    result = DSElasticAgent(
-        spec, {"COLOUR": "blue", "RANK": 7}, log_dir=str(tmp_path / "logs")
-    ).run()
+    how = {"local_addr": "127.0.0.1", "is_host": True, "store_type": "file"}
+    where = ("c10d", str(tmp_path / "store"), uuid.uuid4().hex)
+    handler = registry.get_rendezvous_handler(RendezvousParameters(*where, 1, 1, **how))
+    program = {"entrypoint": "sh", "args": ("-c", f"cd {tmp_path}; {script}"), "max_restarts": 1}
+    spec = WorkerSpec(role="default", local_world_size=1, rdzv_handler=handler, **program)
+    variables = {"COLOUR": "blue", "RANK": 7}
+    result = DSElasticAgent(spec, variables, log_dir=str(tmp_path / "logs")).run()
     assert not result.is_failed()
     assert (tmp_path / "seen").read_text() == "blue 0\nblue 0\n"

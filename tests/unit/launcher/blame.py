@@ -2,22 +2,19 @@
 Its peer raises and still cleans up when the launcher ends it: whose end is seen first is chance.
 """
 
-import argparse
 import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from unit.launcher import forked
-from unit.launcher.ports import free_pair
-from unit.launcher.zombies import ROOT, hearing_hangups
+from unit.launcher.rounds import campaign_options, count_good
+from unit.launcher.starting import Process, free_pair, start
+from unit.launcher.zombies import hearing_hangups
 
 RANK = """
 import ctypes, os, random, sys, time
@@ -116,7 +113,7 @@ def play(launch: Round, folder: Path) -> str:
     """Run one launch in an empty folder; returns "", or what was said if wrongly blamed."""
     (folder / "rank.py").write_text(RANK)
     port = free_pair()
-    launchers = [start(launch, folder, node, port) for node in range(launch.nodes)]
+    launchers = [begin(launch, folder, node, port) for node in range(launch.nodes)]
     try:
         pid = rank_id(launch, folder, launchers)
         if launch.end in FROM_OUTSIDE:
@@ -140,32 +137,20 @@ def play(launch: Round, folder: Path) -> str:
     return "" if right else f"codes {codes}, rank {launch.victim} was process {pid}\n" + said[0]
 
 
-def start(launch: Round, folder: Path, node: int, port: int) -> "subprocess.Popen[bytes]":
+def begin(launch: Round, folder: Path, node: int, port: int) -> Process:
     """Start one node's launcher; all nodes meet at `port`."""
     flags = ["--num_gpus", "2"]
     if launch.nodes > 1:
         flags = ["--num_gpus", "1", "--no_ssh", "--num_nodes", str(launch.nodes), "--node_rank"]
         flags += [str(node), "--master_addr", "127.0.0.1", "--master_port", str(port)]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "TMPDIR": str(folder),
-        "READY": str(folder),
-        "END": launch.end,
-        "VICTIM": str(launch.victim),
-        "DELAY": str(launch.delay),
-        **({"PEER": "1"} if launch.is_light else {}),
-    }
+    variables = {"READY": str(folder), "END": launch.end, "VICTIM": str(launch.victim)}
+    variables.update(DELAY=str(launch.delay), **({"PEER": "1"} if launch.is_light else {}))
     with open(folder / f"output{node}", "wb") as output:
-        how: dict[str, Any] = {"cwd": folder, "env": environment, "stdin": subprocess.DEVNULL}
-        how.update(stdout=output, stderr=output)
-        command = [sys.executable, "-m", "deepspeed.launcher.runner", "-q", *flags, "rank.py"]
-        return (forked.start if launch.is_light else subprocess.Popen)(command, **how)
+        how = {"is_forked": launch.is_light, "output": output, "variables": variables}
+        return start(folder, "-q", *flags, "rank.py", **how)
 
 
-def rank_id(launch: Round, folder: Path, launchers: "list[subprocess.Popen[bytes]]") -> int:
+def rank_id(launch: Round, folder: Path, launchers: list[Process]) -> int:
     """The victim's process id, once it and its peer are where the delay is counted from."""
     name = "started" if launch.early else "joined"
     deadline = time.monotonic() + LIMIT
@@ -178,26 +163,19 @@ def rank_id(launch: Round, folder: Path, launchers: "list[subprocess.Popen[bytes
 
 def main() -> int:
     """Run random rounds and print how many were blamed right."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=None, help="default: another one every time")
+    parser = campaign_options(__doc__, 200)
     parser.add_argument("--end", choices=ENDS, help="only ranks that end like this")
     args = parser.parse_args()
-    seed = args.seed if args.seed is not None else random.SystemRandom().randrange(1 << 30)
-    rng = random.Random(seed)
-    print(f"seed {seed}", flush=True)
-    right = number = 0
-    while number < args.rounds:
+
+    def draw(rng: random.Random) -> Round:
         launch = random_round(rng)
-        if args.end not in (None, launch.end):
-            continue
+        return launch if args.end in (None, launch.end) else draw(rng)
+
+    def play_alone(number: int, launch: Round) -> str:
         with tempfile.TemporaryDirectory() as folder, hearing_hangups():
-            wrong = play(launch, Path(folder))
-        right += not wrong
-        number += 1
-        print(f"{number}: {'wrong' if wrong else 'right'} {launch}\n{wrong}".rstrip(), flush=True)
-    print(f"{right} of {args.rounds} blamed right", flush=True)
-    return 0 if right == args.rounds else 1
+            return play(launch, Path(folder))
+
+    return count_good(args, draw, play_alone, "blamed right")
 
 
 if __name__ == "__main__":

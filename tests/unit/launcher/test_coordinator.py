@@ -4,9 +4,10 @@ import json
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
+from unit.launcher.starting import until
 
 from deepspeed.launcher.constants import NODE_TIMEOUT_VARIABLE, START_TIMEOUT_VARIABLE, node_timeout
 from deepspeed.launcher.failures import Failure
@@ -22,20 +23,24 @@ def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(START_TIMEOUT_VARIABLE, "20")
 
 
+def served() -> Coordinator:
+    coordinator = Coordinator(["node 0 (a)", "node 1 (b)"], ["127.0.0.1"])
+    coordinator.start()
+    return coordinator
+
+
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator]:
-    served = Coordinator(["node 0 (a)", "node 1 (b)"], ["127.0.0.1"])
-    served.start()
-    yield served
-    served.close()
+    coordinator = served()
+    yield coordinator
+    coordinator.close()
 
 
 def connect(
     coordinator: Coordinator, member: int, stops: list[int | None] | None = None
 ) -> CoordinatorClient:
-    return CoordinatorClient(
-        coordinator.address, member, 29500 + member, (stops if stops is not None else []).append
-    )
+    hear = (stops if stops is not None else []).append
+    return CoordinatorClient(coordinator.address, member, 29500 + member, hear)
 
 
 def ended(coordinator: Coordinator) -> Verdict:
@@ -44,11 +49,8 @@ def ended(coordinator: Coordinator) -> Verdict:
     return verdict
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+def subjects(coordinator: Coordinator) -> list[str]:
+    return [failure.subject for _, failure in ended(coordinator).failures]
 
 
 def test_all_go_together_and_end_well(coordinator: Coordinator) -> None:
@@ -69,22 +71,17 @@ def test_the_older_failure_is_the_cause_whoever_reports_first(coordinator: Coord
         first.report_end(Failure("rank 0", "exit code 1", 1, age=0.1))
         until(lambda: bool(stops))
         assert coordinator.wait(0.1) is None, "the other launcher's words are waited for"
-        second.report_end(
-            Failure("rank 3", "exit code 13", 13, age=5.0, heading="said:", last_words=["boom"])
-        )
+        said = {"heading": "said:", "last_words": ["boom"]}
+        second.report_end(Failure("rank 3", "exit code 13", 13, age=5.0, **said))
         verdict = first.wait()
     assert stops[0] == signal.SIGTERM
     assert verdict.code == ended(coordinator).code == 13
-    assert [(label, failure.subject) for label, failure in verdict.failures] == [
-        ("node 1 (b)", "rank 3"),
-        ("node 0 (a)", "rank 0"),
-    ]
+    told = [(label, failure.subject) for label, failure in verdict.failures]
+    assert told == [("node 1 (b)", "rank 3"), ("node 0 (a)", "rank 0")]
     assert verdict.failures[0][1].last_words == ["boom"]
 
 
-def test_a_killed_rank_is_the_cause_of_an_older_traceback_elsewhere(
-    coordinator: Coordinator,
-) -> None:
+def test_a_killed_rank_is_the_cause_of_an_older_traceback(coordinator: Coordinator) -> None:
     # Kills: ordering launchers' reports by their moments alone.
     stops: list[int | None] = []
     with connect(coordinator, 0) as first, connect(coordinator, 1, stops) as second:
@@ -93,7 +90,7 @@ def test_a_killed_rank_is_the_cause_of_an_older_traceback_elsewhere(
         until(lambda: bool(stops))
         second.report_end(Failure("rank 3", "signal SIGSEGV (11)", 139, age=1.0, signal=11))
         assert first.wait().code == 139
-    assert [failure.subject for _, failure in ended(coordinator).failures] == ["rank 3", "rank 0"]
+    assert subjects(coordinator) == ["rank 3", "rank 0"]
 
 
 def test_a_closed_connection_ends_the_others(coordinator: Coordinator) -> None:
@@ -115,22 +112,15 @@ def test_the_loss_of_a_launcher_is_the_cause_of_its_peers_errors(coordinator: Co
             first.join(), second.join()
             first.report_end(Failure("rank 0", "exit code 1", 1, age=0.5))
         first.wait()
-    assert [failure.subject for _, failure in ended(coordinator).failures] == [
-        "node 1 (b)",
-        "rank 0",
-    ]
+    assert subjects(coordinator) == ["node 1 (b)", "rank 0"]
 
 
 def test_a_silent_launcher_is_lost_after_the_timeout(coordinator: Coordinator) -> None:
     # Kills: trusting an open connection: a cut network leaves it open on both sides.
-    with (
-        connect(coordinator, 0) as first,
-        socket.create_connection(("127.0.0.1", coordinator.address.port)) as silent,
-    ):
-        silent.sendall(
-            json.dumps({"type": "hello", "token": coordinator.address.token, "member": 1}).encode()
-            + b"\n"
-        )
+    place = ("127.0.0.1", coordinator.address.port)
+    with connect(coordinator, 0) as first, socket.create_connection(place) as silent:
+        hello = {"type": "hello", "token": coordinator.address.token, "member": 1}
+        silent.sendall(json.dumps(hello).encode() + b"\n")
         first.join()
         began = time.monotonic()
         until(lambda: first.stopped_at is not None)
@@ -151,16 +141,13 @@ def test_a_silent_coordinator_is_lost_after_the_timeout() -> None:
 
 def test_a_launcher_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(START_TIMEOUT_VARIABLE, "0.3")
-    coordinator = Coordinator(["node 0 (a)", "node 1 (b)"], ["127.0.0.1"])
-    coordinator.start()
+    coordinator = served()
     with connect(coordinator, 0) as first:
         assert first.join() is None
         first.report_end(None)
         assert first.wait().code == 1
-    assert (
-        ended(coordinator).failures[0][1].how
-        == "no word from its launcher within 0.3 seconds of the start"
-    )
+    how = ended(coordinator).failures[0][1].how
+    assert how == "no word from its launcher within 0.3 seconds of the start"
     coordinator.close()
 
 
@@ -172,7 +159,7 @@ def test_an_engine_that_ends_before_all_have_come(coordinator: Coordinator) -> N
         assert first.join() is None
         first.report_end(None)
         assert first.wait().code == 255
-    assert [failure.subject for _, failure in ended(coordinator).failures] == ["node 1 (b)"]
+    assert subjects(coordinator) == ["node 1 (b)"]
 
 
 def test_a_signal_is_passed_on_and_a_second_one_is_urgent(coordinator: Coordinator) -> None:
@@ -190,31 +177,19 @@ def test_a_signal_is_passed_on_and_a_second_one_is_urgent(coordinator: Coordinat
     assert ended(coordinator).code == 128 + signal.SIGTERM
 
 
-@pytest.mark.parametrize(
-    ("address", "member", "why"),
-    [
-        (
-            lambda own: CoordinatorAddress(own.addresses, own.port, "other"),
-            1,
-            "it belongs to another job",
-        ),
-        (lambda own: own, 2, "number 2 is not in 0..1"),
-        (lambda own: own, 0, "node 0 (a) has come already"),
-    ],
-)
-def test_strangers_are_sent_away(
-    coordinator: Coordinator,
-    address: Callable[[CoordinatorAddress], CoordinatorAddress],
-    member: int,
-    why: str,
-) -> None:
-    with (
-        connect(coordinator, 0),
-        CoordinatorClient(address(coordinator.address), member, 0, lambda signum: None) as stranger,
-    ):
-        assert stranger.join() is None
-        assert why in stranger.wait().failures[0][1].how
-        assert coordinator.wait(0.05) is None, "a stranger must not end the job"
+def test_strangers_are_sent_away(coordinator: Coordinator) -> None:
+    own = coordinator.address
+    strangers = {
+        "it belongs to another job": (CoordinatorAddress(own.addresses, own.port, "other"), 1),
+        "number 2 is not in 0..1": (own, 2),
+        "node 0 (a) has come already": (own, 0),
+    }
+    with connect(coordinator, 0):
+        for why, (address, member) in strangers.items():
+            with CoordinatorClient(address, member, 0, lambda signum: None) as stranger:
+                assert stranger.join() is None
+                assert why in stranger.wait().failures[0][1].how
+                assert coordinator.wait(0.05) is None, "a stranger must not end the job"
 
 
 def test_noise_on_the_port_is_ignored(coordinator: Coordinator) -> None:
@@ -229,10 +204,8 @@ def test_no_coordinator_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(START_TIMEOUT_VARIABLE, "0.1")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with (
-        pytest.raises(ConnectionError, match=f"at port {port} .*DS_LAUNCH_ADDRESS"),
-        CoordinatorClient(CoordinatorAddress(["127.0.0.1"], port, ""), 0, 0, lambda signum: None),
-    ):
+    nowhere = CoordinatorClient(CoordinatorAddress(["127.0.0.1"], port, ""), 0, 0, print)
+    with pytest.raises(ConnectionError, match=f"at port {port} .*DS_LAUNCH_ADDRESS"), nowhere:
         pass
 
 
@@ -243,8 +216,8 @@ def test_address_round_trip() -> None:
         CoordinatorAddress.decode("nonsense")
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "soon"])
-def test_timeouts_are_positive_numbers(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv(NODE_TIMEOUT_VARIABLE, text)
-    with pytest.raises(ValueError, match=f"{NODE_TIMEOUT_VARIABLE}={text}"):
-        node_timeout()
+def test_timeouts_are_positive_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("0", "-1", "soon"):
+        monkeypatch.setenv(NODE_TIMEOUT_VARIABLE, text)
+        with pytest.raises(ValueError, match=f"{NODE_TIMEOUT_VARIABLE}={text}"):
+            node_timeout()

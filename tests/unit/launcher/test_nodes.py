@@ -1,22 +1,16 @@
 """Launching on several nodes, this machine in the place of all: stand-ins for ssh and mpirun."""
 
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from unit.launcher.ports import free_pair
+from unit.launcher.starting import TIMEOUT, Commands, Process, free_pair, shown, until
 
-ROOT = Path(__file__).resolve().parents[3]
-TIMEOUT = 120
 SSH = """
 #!/bin/bash
 # Options with a value, then the host; what follows goes to a shell with nothing of this one's
@@ -57,74 +51,46 @@ time.sleep(600)
 """
 
 
-class Nodes:
-    """Runs the command in a folder of its own, which holds the stand-ins and the scripts."""
+class Nodes(Commands):
+    """Has stand-ins and scripts in its folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.processes: list[subprocess.Popen[str]] = []
-        for name, text in (
-            ("ssh", SSH),
-            ("mpirun.openmpi", MPIRUN),
-            ("show.py", SHOW),
-            ("fail.py", FAIL),
-        ):
-            (folder / name).write_text(textwrap.dedent(text).lstrip())
-            (folder / name).chmod(0o755)
+        path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+        super().__init__(folder, PATH=path, DS_MARK="a 'b'; $c", DS_LAUNCH_TIMEOUT="20")
+        programs = {"ssh": SSH, "mpirun.openmpi": MPIRUN, "show.py": SHOW, "fail.py": FAIL}
+        for name, text in programs.items():
+            self.script(text, name)
         self.hosts("alpha slots=2", "beta slots=1")
 
     def hosts(self, *lines: str) -> None:
         (self.folder / "hostfile").write_text("\n".join(lines))
 
-    def start(self, *args: str) -> "subprocess.Popen[str]":
-        given = dict(
-            PYTHONPATH=str(ROOT), DS_ACCELERATOR="cpu", DS_MARK="a 'b'; $c", DS_LAUNCH_TIMEOUT="20"
-        )
-        process = subprocess.Popen(
-            [sys.executable, "-m", "deepspeed.launcher.runner", "-q", *args],
-            cwd=self.folder,
-            env=os.environ
-            | dict(PATH=f"{self.folder}{os.pathsep}{os.environ['PATH']}", TMPDIR=str(self.folder))
-            | given,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.processes.append(process)
-        return process
-
-    def run(self, *args: str) -> tuple[int, str, str]:
-        process = self.start(*args)
-        out, err = process.communicate(timeout=TIMEOUT)
-        return process.returncode, out, err
+    def start(self, engine: str, *words: str, **how: Any) -> Process:
+        engine = "--no_ssh" if engine == "by hand" else f"--launcher={engine}"
+        return super().start("-q", engine, "--hostfile", "hostfile", *words, **how)
 
     def left(self) -> list[str]:
         """Command lines of processes that were started in this folder and still run."""
-        found = []
-        for process in psutil.process_iter(["cmdline", "cwd"]):
-            if process.info["cwd"] == str(self.folder) and process.pid not in [
-                own.pid for own in self.processes
-            ]:
-                found.append(" ".join(process.info["cmdline"] or []))
-        return found
+        own = [process.pid for process in self.processes]
+        return [
+            " ".join(process.info["cmdline"] or [])
+            for process in psutil.process_iter(["cmdline", "cwd"])
+            if process.info["cwd"] == str(self.folder) and process.pid not in own
+        ]
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
     if shutil.which("bash") is None:
         pytest.skip("the stand-ins are scripts for bash")
-    made = Nodes(tmp_path)
-    yield made
-    for process in made.processes:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+    with Nodes(tmp_path) as made:
+        yield made
 
 
-def shown(output: str) -> dict[int, dict[str, object]]:
-    lines = [line for line in output.splitlines() if line.startswith("[rank")]
-    return {int(line[5 : line.index("]")]): json.loads(line.partition(": ")[2]) for line in lines}
+def starts(process: Process, ranks: int) -> bool:
+    """Whether so many ranks have started."""
+    assert process.stdout is not None
+    return all("starts" in process.stdout.readline() for _ in range(ranks))
 
 
 def check_places(ranks: dict[int, dict[str, object]], sizes: list[int]) -> None:
@@ -133,11 +99,8 @@ def check_places(ranks: dict[int, dict[str, object]], sizes: list[int]) -> None:
     assert sorted(ranks) == list(range(len(places)))
     for rank, (node, local) in enumerate(places):
         seen = ranks[rank]
-        assert (seen["RANK"], seen["LOCAL_RANK"], seen["CROSS_RANK"]) == (
-            str(rank),
-            str(local),
-            str(node),
-        )
+        numbers = (str(rank), str(local), str(node))
+        assert (seen["RANK"], seen["LOCAL_RANK"], seen["CROSS_RANK"]) == numbers
         expected = (str(len(places)), str(sizes[node]), str(len(sizes)))
         assert (seen["WORLD_SIZE"], seen["LOCAL_WORLD_SIZE"], seen["CROSS_SIZE"]) == expected
     assert len({(seen["MASTER_ADDR"], seen["MASTER_PORT"]) for seen in ranks.values()}) == 1
@@ -145,27 +108,22 @@ def check_places(ranks: dict[int, dict[str, object]], sizes: list[int]) -> None:
 
 def test_ssh_starts_ranks_of_one_job_on_all_nodes(nodes: Nodes) -> None:
     # Kills: environment lost or expanded on the way, ranks counted per node, cores not bound.
-    flags = [
-        *"--launcher ssh --hostfile hostfile --bind_cores_to_rank --bind_core_list 0-1".split()
-    ]
-    if len(os.sched_getaffinity(0)) < 2:
-        flags = flags[:4]
-    code, out, err = nodes.run(*flags, "show.py", "$HOME", "a 'b' c")
+    binds = len(os.sched_getaffinity(0)) > 1
+    flags = ["--bind_cores_to_rank", "--bind_core_list", "0-1"] if binds else []
+    code, out, err = nodes.run("ssh", *flags, "show.py", "$HOME", "a 'b' c")
     assert code == 0, err
     ranks = shown(out)
     check_places(ranks, [2, 1])
     for seen in ranks.values():
         assert seen["argv"] == [f"--local_rank={seen['LOCAL_RANK']}", "$HOME", "a 'b' c"]
         assert seen["DS_MARK"] == "a 'b'; $c"
-    if "--bind_cores_to_rank" in flags:
+    if binds:
         assert [ranks[rank]["cores"] for rank in range(3)] == [[0], [1], [0, 1]]
     assert nodes.left() == []
 
 
 def test_the_first_failure_on_any_node_is_the_commands(nodes: Nodes) -> None:
-    code, _, err = nodes.run(
-        "--launcher", "ssh", "--hostfile", "hostfile", "--enable_each_rank_log", "logs", "fail.py"
-    )
+    code, _, err = nodes.run("ssh", "--enable_each_rank_log", "logs", "fail.py")
     assert code == 13
     assert "[deepspeed] node 1 (beta): rank 2 (process" in err
     assert "failed first, with exit code 13" in err
@@ -177,24 +135,20 @@ def test_the_first_failure_on_any_node_is_the_commands(nodes: Nodes) -> None:
 
 def test_a_host_that_cannot_be_reached(nodes: Nodes) -> None:
     nodes.hosts("alpha slots=1", "down slots=1")
-    flags = ["--launcher", "ssh", "--hostfile", "hostfile"]
-    code, _, err = nodes.run(*flags, "show.py")
+    code, _, err = nodes.run("ssh", "show.py")
     assert (code, err.count("\n")) == (2, 1)
-    assert (
-        "passwordless ssh does not work: down: ssh: connect to host down: No route to host" in err
-    )
-    code, _, err = nodes.run(*flags, "--no_ssh_check", "show.py")
+    lost = "ssh: connect to host down: No route to host"
+    assert f"passwordless ssh does not work: down: {lost}" in err
+    code, _, err = nodes.run("ssh", "--no_ssh_check", "show.py")
     assert code == 255
-    assert (
-        "node 1 (down) failed first, with exit code 255 of ssh before all nodes had reported" in err
-    )
+    ended = "exit code 255 of ssh before all nodes had reported"
+    assert f"node 1 (down) failed first, with {ended}" in err
     assert nodes.left() == []
 
 
 def test_nodes_started_by_hand(nodes: Nodes) -> None:
-    flags = ["--no_ssh", "--hostfile", "hostfile", "--master_addr", "127.0.0.1", "--master_port"]
-    port = str(free_pair())
-    started = [nodes.start(*flags, port, "--node_rank", str(rank), "show.py") for rank in (0, 1)]
+    flags = ["--master_addr", "127.0.0.1", "--master_port", str(free_pair()), "--node_rank"]
+    started = [nodes.start("by hand", *flags, str(rank), "show.py") for rank in (0, 1)]
     said = [process.communicate(timeout=TIMEOUT) for process in started]
     assert [process.returncode for process in started] == [0, 0], said
     check_places(shown(said[0][0] + said[1][0]), [2, 1])
@@ -204,9 +158,7 @@ def test_nodes_started_by_hand(nodes: Nodes) -> None:
 def test_mpi_starts_each_rank_and_keeps_its_descriptors(nodes: Nodes) -> None:
     # Kills: a launcher between engine and process that closes what MPICH speaks through.
     nodes.hosts("alpha slots=2", "beta slots=2")
-    code, out, err = nodes.run(
-        "--launcher", "openmpi", "--hostfile", "hostfile", "show.py", "$HOME"
-    )
+    code, out, err = nodes.run("openmpi", "show.py", "$HOME")
     assert code == 0, err
     ranks = shown(out)
     check_places(ranks, [2, 2])
@@ -218,17 +170,15 @@ def test_mpi_starts_each_rank_and_keeps_its_descriptors(nodes: Nodes) -> None:
 
 def test_mpi_that_places_ranks_otherwise_is_refused(nodes: Nodes) -> None:
     nodes.hosts("alpha slots=1", "beta slots=2")
-    code, _, err = nodes.run("--launcher", "openmpi", "--hostfile", "hostfile", "show.py")
+    code, _, err = nodes.run("openmpi", "show.py")
     assert code != 0
     assert "rank 1 is local rank 1" in err and "and should be 0" in err
 
 
 def test_a_signal_to_the_command_ends_all_nodes(nodes: Nodes) -> None:
     nodes.hosts("alpha slots=2", "beta slots=2")
-    process = nodes.start("--launcher", "openmpi", "--hostfile", "hostfile", "fail.py", "--stay")
-    assert process.stdout is not None
-    for _ in range(4):
-        assert "starts" in process.stdout.readline()
+    process = nodes.start("openmpi", "fail.py", "--stay")
+    assert starts(process, 4)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=TIMEOUT)
     assert process.returncode == 128 + signal.SIGINT
@@ -238,14 +188,7 @@ def test_a_signal_to_the_command_ends_all_nodes(nodes: Nodes) -> None:
 def test_a_killed_command_leaves_nothing_on_any_node(nodes: Nodes) -> None:
     # Kills: launchers that live on when nobody is left to answer to.
     nodes.hosts("alpha slots=2")
-    process = nodes.start(
-        "--force_multi", "--launcher", "openmpi", "--hostfile", "hostfile", "fail.py"
-    )
-    assert process.stdout is not None
-    for _ in range(2):
-        assert "starts" in process.stdout.readline()
+    process = nodes.start("openmpi", "--force_multi", "fail.py")
+    assert starts(process, 2)
     process.kill()
-    deadline = time.monotonic() + TIMEOUT
-    while left := nodes.left():
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    until(lambda: not nodes.left(), say=nodes.left)

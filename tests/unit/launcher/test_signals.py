@@ -4,19 +4,20 @@ No delays that have to be lucky: the launcher sends the signal to itself, at a n
 start and within the callback of a weak reference, of which the import system has one per module.
 """
 
-import os
 import signal
 import subprocess
 import sys
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from unit.launcher.zombies import LEFT_SECONDS, MARK, ROOT, hearing_hangups, leftovers
+from unit.launcher.starting import ROOT, start
+from unit.launcher.zombies import LEFT_SECONDS, MARK, hearing_hangups, kill, leftovers
 
 from deepspeed.launcher import nodes
 from deepspeed.launcher.signals import (
@@ -67,6 +68,7 @@ class Moment:
     is_swallowed: bool = True
 
 
+RANK_STARTS = ("subprocess.Popen", "worker_exec.py")
 AGENT = "torch.distributed.elastic.agent"
 STARTS: dict[str, tuple[tuple[Moment, ...], int]] = {
     # Kills: Python's own handler while modules load.
@@ -76,10 +78,7 @@ STARTS: dict[str, tuple[tuple[Moment, ...], int]] = {
     "the agent loads": ((Moment("import", AGENT, number=signal.SIGTERM),), 128 + signal.SIGTERM),
     # Kills: a watch that does not repeat the signal; handlers in place of what `nohup` ignores.
     "a rank starts": (
-        (
-            Moment("subprocess.Popen", "worker_exec.py", 1, signal.SIGHUP, False),
-            Moment("subprocess.Popen", "worker_exec.py", 2),
-        ),
+        (Moment(*RANK_STARTS, 1, signal.SIGHUP, False), Moment(*RANK_STARTS, 2)),
         128 + signal.SIGINT,
     ),
 }
@@ -93,39 +92,21 @@ def test_a_signal_while_it_starts_ends_it(tmp_path: Path) -> None:
     def play(moments: tuple[Moment, ...]) -> tuple[int, list[str]]:
         word = uuid.uuid4().hex
         places = [(at.event, at.text, at.count, int(at.number), at.is_swallowed) for at in moments]
-        launcher = subprocess.Popen(
-            [sys.executable, "-m", "deepspeed.launcher.runner", "-q", "--num_gpus=2", "rank.py"],
-            cwd=tmp_path,
-            env={
-                **os.environ,
-                "PYTHONPATH": f"{tmp_path}:{ROOT}",
-                "DS_ACCELERATOR": "cpu",
-                "OMP_NUM_THREADS": "1",
-                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2",
-                "MOMENTS": str(places),
-                MARK: word,
-            },
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
+        words = ("-q", "--num_gpus=2", "rank.py")
+        variables = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2"}
+        variables |= {"MOMENTS": str(places), MARK: word}
+        how = {"output": subprocess.DEVNULL, "start_new_session": True}
+        launcher = start(tmp_path, *words, variables=variables, **how)
+        with suppress(subprocess.TimeoutExpired):
             launcher.wait(120)
-        except subprocess.TimeoutExpired:
-            pass
         left = leftovers(word, LEFT_SECONDS if launcher.returncode is not None else 0.0)
-        for pid, _ in left:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        kill(left)
         return launcher.wait(), [line for _, line in left]
 
     with ThreadPoolExecutor(2) as threads:
-        ends = dict(
-            zip(STARTS, threads.map(play, (moments for moments, _ in STARTS.values())), strict=True)
-        )
-    assert ends == {name: (code, []) for name, (_, code) in STARTS.items()}
+        ends = threads.map(play, (moments for moments, _ in STARTS.values()))
+        found = dict(zip(STARTS, ends, strict=True))
+    assert found == {name: (code, []) for name, (_, code) in STARTS.items()}
 
 
 def test_what_is_noted_is_raised_once() -> None:

@@ -5,7 +5,6 @@ on purpose: stuck in native code, holding the interpreter's lock, ignoring signa
 shells and daemons of their own in other sessions.
 """
 
-import argparse
 import json
 import os
 import random
@@ -15,14 +14,13 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from unit.launcher import forked
+from unit.launcher.rounds import campaign_options, count_good
+from unit.launcher.starting import Process, start
 
-ROOT = Path(__file__).resolve().parents[3]
 MARK = "ZOMBIE_HUNT"
 LEFT_SECONDS = 15.0
 """After the launcher's own end, for the kernel's signals and the reaper; the launcher is gone,
@@ -77,13 +75,8 @@ CHILDREN = ("shells", "daemon", "breeding")
 FAILING = ("crash", "raise", "exit")
 STUCK = ("native", "lock", "sleep")
 INTERRUPTS = (
-    "SIGINT",
-    "SIGINT SIGINT",
-    "SIGTERM",
-    "SIGTERM SIGINT",
-    "SIGHUP",
-    "SIGKILL",
-    "SIGINT SIGKILL",
+    *("SIGINT", "SIGINT SIGINT", "SIGTERM", "SIGTERM SIGINT"),
+    *("SIGHUP", "SIGKILL", "SIGINT SIGKILL"),
 )
 
 
@@ -122,13 +115,8 @@ def random_round(rng: random.Random) -> Round:
     interrupt = rng.choice(INTERRUPTS)
     when_ready = rng.random() < 0.7
     delay = rng.uniform(0.0, 0.5 if when_ready else 3.0)
-    return Round(
-        (rank(rng.choice(STUCK)), rank(rng.choice(STUCK))),
-        interrupt,
-        delay,
-        when_ready,
-        rng.random() < 0.4,
-    )
+    ranks = rank(rng.choice(STUCK)), rank(rng.choice(STUCK))
+    return Round(ranks, interrupt, delay, when_ready, rng.random() < 0.4)
 
 
 @contextmanager
@@ -145,44 +133,37 @@ def play(launch: Round, folder: Path, patience: float = 60.0) -> list[str]:
     """Run one launch in an empty folder; returns the commands of what is left, which is killed."""
     word = uuid.uuid4().hex
     (folder / "rank.py").write_text(RANK)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "TMPDIR": str(folder),
+    variables = {
         # Half a minute of patience with deaf ranks is right for users, and the same code in two
         # seconds here.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2",
-        MARK: word,
-        "READY": str(folder),
-        "BEHAVIOUR": json.dumps(launch.ranks),
+        **{MARK: word, "READY": str(folder), "BEHAVIOUR": json.dumps(launch.ranks)},
     }
-    ranks = ("-q", "--num_gpus", str(len(launch.ranks)), "rank.py")
+    words = ("-q", "--num_gpus", str(len(launch.ranks)), "rank.py")
     with open(folder / "output", "wb") as output:
-        how: dict[str, Any] = {"cwd": folder, "env": environment, "start_new_session": True}
-        how.update(stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-        command = [sys.executable, "-m", "deepspeed.launcher.runner", *ranks]
-        launcher = (forked.start if launch.is_forked else subprocess.Popen)(command, **how)
+        how = {"is_forked": launch.is_forked, "output": output, "start_new_session": True}
+        launcher = start(folder, *words, variables=variables, **how)
     try:
         disturb(launcher, launch, folder)
-        launcher.wait(patience)
-    except subprocess.TimeoutExpired:
-        pass
+        with suppress(subprocess.TimeoutExpired):
+            launcher.wait(patience)
     finally:
         left = leftovers(word, LEFT_SECONDS)
         if launch.is_forked and launcher.poll() is None:
             left.append((launcher.pid, "the launcher"))  # the word is not in its environment
-        for pid, _ in left:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        kill(left)
         launcher.wait()
     return [line for _, line in left]
 
 
-def disturb(launcher: "subprocess.Popen[bytes]", launch: Round, folder: Path) -> None:
+def kill(left: list[tuple[int, str]]) -> None:
+    """End processes, some of which may have gone."""
+    for pid, _ in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def disturb(launcher: Process, launch: Round, folder: Path) -> None:
     """Wait for the round's moment, then send its signals; at once where a rank fails by itself."""
     if not launch.interrupt:
         return
@@ -218,15 +199,8 @@ def marked(mark: bytes) -> list[tuple[int, str]]:
             continue
         try:
             if mark in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(
-                    (
-                        int(entry.name),
-                        (entry / "cmdline")
-                        .read_bytes()
-                        .replace(b"\0", b" ")
-                        .decode(errors="replace"),
-                    )
-                )
+                words = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+                found.append((int(entry.name), words.decode(errors="replace")))
         except OSError:
             continue
     return found
@@ -234,30 +208,18 @@ def marked(mark: bytes) -> list[tuple[int, str]]:
 
 def main() -> int:
     """Run random rounds and print how many left nothing."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=None, help="default: another one every time")
+    parser = campaign_options(__doc__, 50)
     parser.add_argument("--folder", type=Path, required=True, help="an empty folder for the rounds")
     args = parser.parse_args()
-    args.folder = args.folder.absolute()
-    seed = args.seed if args.seed is not None else random.SystemRandom().randrange(1 << 30)
-    rng = random.Random(seed)
-    print(f"seed {seed}", flush=True)
-    clean = 0
-    for number in range(args.rounds):
-        launch = random_round(rng)
-        folder = args.folder / str(number)
+
+    def play_in_folder(number: int, launch: Round) -> str:
+        folder = args.folder.absolute() / str(number)
         folder.mkdir(parents=True)
-        started = time.monotonic()
         with hearing_hangups():
             left = play(launch, folder)
-        clean += not left
-        print(
-            f"{number}: {time.monotonic() - started:.1f} s, {len(left)} left {left or ''} {launch}",
-            flush=True,
-        )
-    print(f"{clean} of {args.rounds} left no process", flush=True)
-    return 0 if clean == args.rounds else 1
+        return f"{len(left)} left {left}" if left else ""
+
+    return count_good(args, random_round, play_in_folder, "left no process")
 
 
 if __name__ == "__main__":
