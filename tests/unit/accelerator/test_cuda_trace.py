@@ -2,7 +2,7 @@
 tensors play the device's.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +17,10 @@ from deepspeed.verify.streams import collectives
 from deepspeed.verify.streams.findings import Kind
 
 SIDE, OTHER = 0xAAA0, 0xBBB0
+recorded = _gpu_trace.EventRecordCallbacks.fire_callbacks
+waited_for = _gpu_trace.EventWaitCallbacks.fire_callbacks
+allocated = _gpu_trace.MemoryAllocationCallbacks.fire_callbacks
+freed = _gpu_trace.MemoryDeallocationCallbacks.fire_callbacks
 
 
 class Device:
@@ -28,12 +32,12 @@ class Device:
         self.trace = CudaTrace(self.checker, lambda: self.current, device_type="cpu")
 
     def wait(self, waiting: int, waited: int, event: int = 0xE0) -> None:
-        _gpu_trace.EventRecordCallbacks.fire_callbacks(event, waited)
-        _gpu_trace.EventWaitCallbacks.fire_callbacks(event, waiting)
+        recorded(event, waited)
+        waited_for(event, waiting)
 
     def zeros(self, numel: int) -> torch.Tensor:
         tensor = torch.zeros(numel)
-        _gpu_trace.MemoryAllocationCallbacks.fire_callbacks(tensor.untyped_storage().data_ptr())
+        allocated(tensor.untyped_storage().data_ptr())
         return tensor
 
     @property
@@ -59,10 +63,8 @@ def test_operators_of_two_streams(device: Device) -> None:
     assert device.kinds == []
     value + 1
     assert device.kinds == [Kind.RACE]
-    assert (
-        "<default stream> never waits for <stream 1>, which wrote bytes 0..32"
-        in device.checker.report()
-    )
+    edge = "<default stream> never waits for <stream 1>, which wrote bytes 0..32"
+    assert edge in device.checker.report()
 
 
 def test_waits_through_events(device: Device) -> None:
@@ -103,27 +105,21 @@ def test_fresh_results_are_written(device: Device) -> None:
 def test_a_deleted_events_handle_is_a_new_event(device: Device) -> None:
     # Kills: an order that a dead event's successor inherits.
     value = torch.zeros(8)
-    _gpu_trace.EventRecordCallbacks.fire_callbacks(0xE0, 0)
+    recorded(0xE0, 0)
     _gpu_trace.EventDeletionCallbacks.fire_callbacks(0xE0)
-    _gpu_trace.EventWaitCallbacks.fire_callbacks(0xE0, SIDE)
+    waited_for(0xE0, SIDE)
     device.current = SIDE
     value.mul_(2)
     assert device.kinds == [Kind.RACE]
 
 
-@pytest.mark.parametrize(
-    "synchronize",
-    [
-        lambda: _gpu_trace.DeviceSynchronizationCallbacks.fire_callbacks(),
-        lambda: _gpu_trace.StreamSynchronizationCallbacks.fire_callbacks(0),
-        lambda: _gpu_trace.EventSynchronizationCallbacks.fire_callbacks(0xE0),
-    ],
-)
-def test_synchronizing(device: Device, synchronize: Any) -> None:
+@pytest.mark.parametrize("what", ["Device", "Stream", "Event"])
+def test_synchronizing(device: Device, what: str) -> None:
     # Kills: a synchronization that is not told.
+    arguments = {"Device": (), "Stream": (0,), "Event": (0xE0,)}[what]
     value = torch.zeros(8)
-    _gpu_trace.EventRecordCallbacks.fire_callbacks(0xE0, 0)
-    synchronize()
+    recorded(0xE0, 0)
+    getattr(_gpu_trace, f"{what}SynchronizationCallbacks").fire_callbacks(*arguments)
     device.current = SIDE
     value.mul_(2)
     assert device.kinds == []
@@ -148,7 +144,7 @@ def test_a_successful_query_is_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
     with traced(device.trace):
         value, event = torch.zeros(8), PlayedEvent()
-        _gpu_trace.EventRecordCallbacks.fire_callbacks(0xE0, 0)
+        recorded(0xE0, 0)
         device.current = SIDE
         assert not event.query()
         value + 1
@@ -168,7 +164,7 @@ class TestLifetime:
         device.current = SIDE
         value.sum()
         device.current = 0
-        _gpu_trace.MemoryDeallocationCallbacks.fire_callbacks(value.untyped_storage().data_ptr())
+        freed(value.untyped_storage().data_ptr())
         assert device.kinds == []
         device.zeros(8)
         assert device.kinds == [Kind.LIFETIME]
@@ -178,9 +174,9 @@ class TestLifetime:
         value = device.zeros(8)
         value.add_(1)
         address = value.untyped_storage().data_ptr()
-        _gpu_trace.MemoryDeallocationCallbacks.fire_callbacks(address)
+        freed(address)
         device.current = SIDE
-        _gpu_trace.MemoryAllocationCallbacks.fire_callbacks(address)
+        allocated(address)
         value.mul_(2)
         assert device.kinds == []
 
@@ -197,31 +193,32 @@ class Work:
         return self.is_done
 
 
-class TestCollectives:
-    def issue(
-        self, device: Device, monkeypatch: pytest.MonkeyPatch, value: torch.Tensor, async_op: bool
-    ) -> Any:
-        monkeypatch.setattr(collectives.dist, "get_all_ranks_from_group", lambda group: [0, 1])
+@pytest.fixture
+def issue(device: Device, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Issues an all-reduce of a value; the handle of an asynchronous one."""
+    monkeypatch.setattr(collectives.dist, "get_all_ranks_from_group", lambda group: [0, 1])
+
+    def run(value: torch.Tensor, async_op: bool) -> Any:
         work = Work() if async_op else None
         call = CollectiveCall("all_reduce", lambda *args: work, (value, None, None, async_op))
         return collectives.CollectiveTeller(device.trace).run(call, call.issue)
 
-    def test_an_asynchronous_one_has_to_be_waited_for(
-        self, device: Device, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    return run
+
+
+class TestCollectives:
+    def test_an_asynchronous_one_is_not_waited_for(self, device: Device, issue: Any) -> None:
         # Kills: a bucket read before its reduction is waited for.
         value = torch.zeros(8)
-        self.issue(device, monkeypatch, value, async_op=True)
+        issue(value, True)
         value + 1
         assert device.kinds == [Kind.RACE]
         assert "<nccl stream of group [0, 1]>, which wrote" in device.checker.report()
 
-    def test_waiting_orders_the_stream_current_then(
-        self, device: Device, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_waiting_orders_the_current_stream(self, device: Device, issue: Any) -> None:
         # Kills: a wait credited to the issuing stream.
         value = torch.zeros(8)
-        work = self.issue(device, monkeypatch, value, async_op=True)
+        work = issue(value, True)
         device.current = SIDE
         work.wait()
         value + 1
@@ -230,33 +227,27 @@ class TestCollectives:
         value + 1
         assert device.kinds == [Kind.RACE]
 
-    def test_it_waits_for_the_stream_current_at_the_call_only(
-        self, device: Device, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_it_waits_for_the_current_stream_only(self, device: Device, issue: Any) -> None:
         # Kills: a collective taken to be ordered after everything.
         value = torch.zeros(8)
         device.wait(SIDE, 0)
         device.current = SIDE
         value.add_(1)
         device.current = 0
-        self.issue(device, monkeypatch, value, async_op=False)
+        issue(value, False)
         assert device.kinds == [Kind.RACE]
 
-    def test_a_synchronous_one_is_waited_for(
-        self, device: Device, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_synchronous_one_is_waited_for(self, device: Device, issue: Any) -> None:
         # Kills: alarms about every synchronous collective.
         value = torch.zeros(8)
-        self.issue(device, monkeypatch, value, async_op=False)
+        issue(value, False)
         value.add_(1)
         assert device.kinds == []
 
-    def test_completion_seen_by_the_host(
-        self, device: Device, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_completion_seen_by_the_host(self, device: Device, issue: Any) -> None:
         # Kills: alarms after a poll that said done; order from a poll that said no.
         value = torch.zeros(8)
-        work = self.issue(device, monkeypatch, value, async_op=True)
+        work = issue(value, True)
         assert not work.is_completed()
         value + 1
         assert device.kinds == [Kind.RACE]

@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.accelerator.device_choice import select_device
 from unit.common import DistributedTest
+from unit.models import config_of
 
 
 class Several(CPU_Accelerator):
@@ -61,16 +62,11 @@ def test_the_host_counts_processes(kept_accelerator: None, monkeypatch: pytest.M
         get_accelerator().device_count()
 
 
-@pytest.mark.parametrize(
-    "count, local_rank, device", [(1, 0, 0), (1, 5, 0), (8, 0, 0), (8, 5, 5), (8, 7, 7)]
-)
-def test_rule(kept_accelerator: None, count: int, local_rank: int, device: int) -> None:
-    several = Several(count)
-    set_accelerator(several)
-    assert select_device(local_rank) == device and several.chosen == [device]
-
-
-def test_more_processes_than_devices(kept_accelerator: None) -> None:
+def test_rule(kept_accelerator: None) -> None:
+    for count, local_rank, device in ((1, 0, 0), (1, 5, 0), (8, 0, 0), (8, 5, 5), (8, 7, 7)):
+        several = Several(count)
+        set_accelerator(several)
+        assert select_device(local_rank) == device and several.chosen == [device]
     several = Several(4)
     set_accelerator(several)
     with pytest.raises(ValueError, match=r"LOCAL_RANK=4, but this process sees 4 devices") as told:
@@ -87,29 +83,16 @@ class TestEngine(DistributedTest):
     def _engine(self, several: Several, **args: int) -> None:
         set_accelerator(several)
         dist.init_distributed("gloo")
-        deepspeed.initialize(
-            args=argparse.Namespace(**args),
-            model=torch.nn.Linear(2, 2),
-            config={
-                "train_micro_batch_size_per_gpu": 1,
-                "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            },
-        )
+        config = config_of(0, 1, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+        model, arguments = torch.nn.Linear(2, 2), argparse.Namespace(**args)
+        deepspeed.initialize(args=arguments, model=model, config=config)
 
-    def test_one_visible_device(self) -> None:
-        several = Several(1)
-        self._engine(several)
-        assert set(several.chosen) == {0}
-
-    def test_one_visible_device_and_an_argument(self) -> None:
-        several = Several(1)
-        self._engine(several, local_rank=int(os.environ["LOCAL_RANK"]))
-        assert set(several.chosen) == {0}
-
-    def test_all_visible(self) -> None:
-        several = Several(2)
-        self._engine(several)
-        assert set(several.chosen) == {dist.get_rank()}
+    def test_visible_devices(self) -> None:
+        rank = int(os.environ["LOCAL_RANK"])
+        for count, args in ((1, {}), (1, {"local_rank": rank}), (2, {})):
+            several = Several(count)
+            self._engine(several, **args)
+            assert set(several.chosen) == {rank % count}, (count, args)
 
     def test_an_argument_that_no_device_has(self) -> None:
         with pytest.raises(ValueError, match=r"args.local_rank=2, but this process sees 2 devices"):

@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
 from unit.common import DistributedTest
+from unit.models import config_of
 
 
 @pytest.fixture
@@ -59,9 +60,7 @@ WAITS: list[tuple[str, Callable[[], Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "program"), WAITS)
-def test_each_wait_is_counted_once_with_its_kind_and_place(
-    sim: Sim_Accelerator, kind: str, program: Callable[[], Any]
-) -> None:
+def test_each_wait_is_counted_once(sim: Sim_Accelerator, kind: str, program: Any) -> None:
     # Kills: a kind of wait that is not seen, or seen twice because it consists of others.
     with sim.count_host_waits() as waits:
         program()
@@ -105,17 +104,12 @@ FREE: list[Callable[[], Any]] = [
     lambda: (pinned(3).sum().item(), pinned(3).tolist()),
     lambda: torch.tensor([1.0, 2.0]).tolist(),
     lambda: get_accelerator().empty_cache(),
-    in_backward,
-    with_a_wait_between_streams,
-    attention,
-    loading,
+    *(in_backward, with_a_wait_between_streams, attention, loading),
 ]
 
 
 @pytest.mark.parametrize("program", FREE)
-def test_what_a_device_does_behind_the_host_is_no_wait(
-    sim: Sim_Accelerator, program: Callable[[], Any]
-) -> None:
+def test_what_a_device_does_by_itself_is_no_wait(sim: Sim_Accelerator, program: Any) -> None:
     # Kills: counting what only the simulation waits for, and what lies in the host's own memory.
     with sim.count_host_waits() as waits:
         program()
@@ -159,19 +153,11 @@ class TestTraining(DistributedTest):
     world_size = 2
 
     def test_places_lie_in_the_package_and_collectives_do_not_wait(self) -> None:
-        # Kills: places inside of the device or of the communication layer, which say nothing, and
-        # counting a collective that the host only issues.
+        # Kills: places inside of device or communication layer, counting what is only issued.
         with simulate() as sim:
             dist.init_distributed()
-            model = nn.Linear(4, 4)
-            engine, *_ = deepspeed.initialize(
-                model=model,
-                config={
-                    "train_micro_batch_size_per_gpu": 1,
-                    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-                    "zero_optimization": {"stage": 2},
-                },
-            )
+            config = config_of(2, 1, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+            engine, *_ = deepspeed.initialize(model=nn.Linear(4, 4), config=config)
             with sim.count_host_waits() as waits:
                 engine.backward(engine(torch.ones(1, 4)).sum())
             assert waits.total == 0, waits.by_place

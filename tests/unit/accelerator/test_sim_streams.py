@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,25 +41,26 @@ def test_missing_wait_reads_poison(sim: Sim_Accelerator) -> None:
     assert (produced * 2).isnan().all().item()
 
 
-@pytest.mark.parametrize(
-    "how", ["wait_stream", "event", "synchronize", "device", "event_synchronize"]
-)
+def wait_for_event(sim: Sim_Accelerator, side: Any) -> None:
+    event = sim.Event()
+    event.record(side)
+    event.wait()
+
+
+WAITS: dict[str, Callable[[Sim_Accelerator, Any], object]] = {
+    "stream": lambda sim, side: sim.current_stream().wait_stream(side),
+    "event": wait_for_event,
+    "synchronize": lambda sim, side: side.synchronize(),
+    "device": lambda sim, side: sim.synchronize(),
+    "event_synchronize": lambda sim, side: side.record_event().synchronize(),
+}
+
+
+@pytest.mark.parametrize("how", WAITS)
 def test_waits_order(sim: Sim_Accelerator, how: str) -> None:
     # Kills: a way to wait that doesn't.
     side, produced = on_side(sim)
-    current = sim.current_stream()
-    if how == "wait_stream":
-        current.wait_stream(side)
-    elif how == "event":
-        event = sim.Event()
-        event.record(side)
-        event.wait()
-    elif how == "synchronize":
-        side.synchronize()
-    elif how == "device":
-        sim.synchronize()
-    else:
-        side.record_event().synchronize()
+    WAITS[how](sim, side)
     assert (produced * 2).tolist() == [8.0] * 4
 
 
@@ -94,34 +95,23 @@ def test_integers_and_flags_are_poisoned(sim: Sim_Accelerator) -> None:
     assert flags.tolist() == [True] * 3
 
 
-def test_freed_memory_is_reused_under_queued_work(sim: Sim_Accelerator) -> None:
-    # Kills: an allocator that is kinder than a device's.
+@pytest.mark.parametrize("how", ["free", "record_stream", "keep"])
+def test_only_freed_memory_is_reused_under_queued_work(sim: Sim_Accelerator, how: str) -> None:
+    # Kills: an allocator that is kinder than a device's, a record_stream that does nothing, and
+    # reuse of memory that is still referenced.
     source = torch.full((1000,), 5.0) + 0.0
     side = sim.Stream()
     side.wait_stream(sim.current_stream())
     with sim.stream(side):
         copied = source * 1.0
+    if how == "record_stream":
+        source.record_stream(side)
+    kept = source if how == "keep" else None
     del source
     torch.full((1000,), 7.0) + 0.0  # takes the memory on the default stream
     sim.default_stream().synchronize()
     side.synchronize()
-    assert copied[0].item() != 5.0
-
-
-@pytest.mark.parametrize("how", ["record_stream", "keep"])
-def test_memory_that_is_kept_is_not_reused(sim: Sim_Accelerator, how: str) -> None:
-    # Kills: a record_stream that does nothing, and reuse of memory that is still referenced.
-    source = torch.full((1000,), 5.0) + 0.0
-    side = sim.Stream()
-    side.wait_stream(sim.current_stream())
-    with sim.stream(side):
-        copied = source * 1.0
-    kept = source if how == "keep" else source.record_stream(side)
-    del source
-    torch.full((1000,), 7.0) + 0.0
-    sim.default_stream().synchronize()
-    side.synchronize()
-    assert copied.tolist() == [5.0] * 1000
+    assert (copied[0].item() != 5.0) if how == "free" else (copied.tolist() == [5.0] * 1000)
     del kept
 
 
@@ -140,24 +130,17 @@ def test_memory_counters(sim: Sim_Accelerator) -> None:
 
 
 def model() -> nn.Sequential:
-    layers = (
-        nn.Embedding(11, 8),
-        nn.Linear(8, 16),
-        nn.LayerNorm(16),
-        nn.GELU(),
-        nn.Dropout(0.25),
-        nn.Linear(16, 11),
-    )
-    return nn.Sequential(*layers)
+    first, behind = (nn.Embedding(11, 8), nn.Linear(8, 16)), (nn.GELU(), nn.Dropout(0.25))
+    return nn.Sequential(*first, nn.LayerNorm(16), *behind, nn.Linear(16, 11))
 
 
-def train(steps: int = 4) -> list[torch.Tensor]:
+def train() -> list[torch.Tensor]:
     """Losses and parameters, of dropout, foreach optimizers, clipping, autocast, a random batch."""
     torch.manual_seed(3)
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=True)
     losses = []
-    for _ in range(steps):
+    for _ in range(4):
         tokens = torch.randint(11, (6,))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = nn.functional.cross_entropy(net(tokens).float(), tokens)
@@ -169,23 +152,17 @@ def train(steps: int = 4) -> list[torch.Tensor]:
     return [*losses, *(p.detach() for p in net.parameters()), torch.rand(3)]
 
 
-@pytest.mark.parametrize("schedule", [0, 1, 2])
-def test_training_equals_the_host_bit_for_bit(schedule: int) -> None:
+@pytest.mark.parametrize(
+    "device",
+    [*({"schedule": n} for n in range(3)), {"backward_streams": 1}, {"backward_streams": 3}],
+    ids=str,
+)
+def test_training_equals_the_host_bit_for_bit(device: dict[str, int]) -> None:
     # Kills: numbers that depend on when work runs (generators, autocast, grad mode), wrong strides
-    # or dtypes of results.
+    # or dtypes of results, a backward whose end doesn't wait for the streams that accumulated.
     expected = train()
-    with simulate(schedule=schedule):
+    with simulate(**device):
         found = [tensor.clone() for tensor in train()]
-    for wanted, value in zip(expected, found, strict=True):
-        assert torch.equal(wanted, value)
-
-
-@pytest.mark.parametrize("streams", [1, 3])
-def test_gradients_on_side_streams_are_joined(streams: int) -> None:
-    # Kills: a backward whose end doesn't wait for the streams that accumulated.
-    expected = train(2)
-    with simulate(backward_streams=streams):
-        found = [tensor.clone() for tensor in train(2)]
     for wanted, value in zip(expected, found, strict=True):
         assert torch.equal(wanted, value)
 
@@ -330,9 +307,6 @@ def test_the_host_reads_an_unfinished_copy_as_it_is(sim: Sim_Accelerator) -> Non
     early = (host + 1).tolist()
     event.synchronize()
     assert early == [1.0, 1.0, 1.0] and (host + 1).tolist() == [6.0, 6.0, 6.0]
-
-
-def test_a_blocking_copy_is_done_when_it_returns(sim: Sim_Accelerator) -> None:
     # Kills: an asynchronous copy where nobody asked for one.
     host = sim.pin_memory(torch.zeros(3))
     host.copy_(torch.full((3,), 5.0))
@@ -348,10 +322,7 @@ def test_changing_memory_that_is_still_being_sent_is_a_race(sim: Sim_Accelerator
         sim.synchronize()
     assert device.tolist() == [7.0, 7.0, 7.0]
     assert "the host never waits for <default stream>, which read" in checker.report()
-
-
-def test_waiting_before_the_change_is_no_race(sim: Sim_Accelerator) -> None:
-    # Kills: reporting every use of host memory.
+    # Waiting before the change is none. Kills: reporting every use of host memory.
     with check_streams():
         device, host = torch.zeros(3), sim.pin_memory(torch.ones(3))
         device.copy_(host, non_blocking=True)

@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Iterator
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from deepspeed.ops.lion import DeepSpeedCPULion
 from deepspeed.ops.op_builder import ALL_OPS, OpBuilder
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+Patch = pytest.MonkeyPatch
 SETS = ("avx512", "avx2", "scalar")
 RULES: list[tuple[type[HostOptimizer], dict[str, Any]]] = [
     (DeepSpeedCPUAdam, {"weight_decay": 0.1}),
@@ -31,19 +34,16 @@ DTYPES += [(BF16, BF16, None), (F16, F16, BF16)]
 SPECIAL = [*map(float, "0 -0 1e-40 -1e-42 6e-8 2.9e-8 65504 65520 3e38 inf -inf nan".split())]
 
 
-def use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_torch(monkeypatch: Patch) -> None:
     monkeypatch.setattr(host_optimizer, "native_op", lambda name: None)
 
 
-def use(monkeypatch: pytest.MonkeyPatch, instruction_set: str) -> None:
+def use(monkeypatch: Patch, instruction_set: str) -> None:
     op = native_op("cpu_adam")
     if op is None or instruction_set not in op.instruction_sets():
         pytest.skip(f"this machine cannot build or run {instruction_set}")
-    monkeypatch.setattr(
-        host_optimizer,
-        "update_native",
-        lambda op, update: update_native(op, update, instruction_set),
-    )
+    use_set = partial(update_native, instruction_set=instruction_set)
+    monkeypatch.setattr(host_optimizer, "update_native", use_set)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,12 +53,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run(
-    cls: type[HostOptimizer],
-    options: dict[str, Any],
-    dtypes: Any,
-    numel: int,
-    fp32: bool,
-    offset: int = 0,
+    cls: Any, options: dict[str, Any], dtypes: Any, numel: int, fp32: bool, offset: int = 0
 ) -> list[torch.Tensor]:
     """Parameter, states and copy after three steps, `offset` elements behind aligned addresses."""
     torch.manual_seed(1)
@@ -77,25 +72,21 @@ def run(
 
 @pytest.mark.parametrize("instruction_set", SETS)
 @pytest.mark.parametrize("cls, options", RULES)
-def test_all_implementations_give_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch,
-    instruction_set: str,
-    cls: type[HostOptimizer],
-    options: dict[str, Any],
+def test_all_give_the_same_bits(
+    monkeypatch: Patch, instruction_set: str, cls: Any, options: dict[str, Any]
 ) -> None:
     # Kills: a fused multiply-add, a tail that is skipped or runs over, a dtype read as another, a
     # lost NaN, flushed denormals.
-    for dtypes in DTYPES:
-        for numel, offset in ((1, 0), (77, 1), (1003, 0)):
-            for fp32 in (True, False):
-                with monkeypatch.context() as patch:
-                    use(patch, instruction_set)
-                    found = run(cls, options, dtypes, numel, fp32, offset)
-                with monkeypatch.context() as patch:
-                    use_torch(patch)
-                    wanted = run(cls, options, dtypes, numel, fp32, offset)
-                for a, b in zip(found, wanted, strict=True):
-                    assert torch.equal(bits(a), bits(b)), (dtypes, numel, fp32)
+    sizes = ((1, 0), (77, 1), (1003, 0))
+    for dtypes, (numel, offset), fp32 in product(DTYPES, sizes, (True, False)):
+        with monkeypatch.context() as patch:
+            use(patch, instruction_set)
+            found = run(cls, options, dtypes, numel, fp32, offset)
+        with monkeypatch.context() as patch:
+            use_torch(patch)
+            wanted = run(cls, options, dtypes, numel, fp32, offset)
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.equal(bits(a), bits(b)), (dtypes, numel, fp32)
 
 
 @pytest.mark.parametrize("cls, options", RULES)
@@ -113,11 +104,8 @@ def test_threads_change_no_bit(cls: type[HostOptimizer], options: dict[str, Any]
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
-def test_the_copy_is_rounded_to_nearest_even(
-    monkeypatch: pytest.MonkeyPatch, instruction_set: str
-) -> None:
-    # Kills: truncation, ties away from zero, a NaN that becomes infinity, denormals of float16
-    # rounded twice.
+def test_the_copy_is_rounded_to_nearest_even(monkeypatch: Patch, instruction_set: str) -> None:
+    # Kills: truncation, ties away from zero, a NaN that becomes infinity, denormals rounded twice.
     use(monkeypatch, instruction_set)
     torch.manual_seed(3)
     patterns = torch.randint(-(2**31), 2**31, (200_000,), dtype=torch.int64).to(torch.int32)
@@ -129,10 +117,8 @@ def test_the_copy_is_rounded_to_nearest_even(
     param = torch.cat([param, (halves[1:] + halves[:-1]) * 0.5])
     for dtype in (BF16, F16):
         out = torch.empty_like(param, dtype=dtype)
-        still = param.clone()
-        DeepSpeedCPULion([still], lr=0.0).step_flat(
-            still, torch.zeros_like(param), low_precision_out=out
-        )
+        still, zero = param.clone(), torch.zeros_like(param)
+        DeepSpeedCPULion([still], lr=0.0).step_flat(still, zero, low_precision_out=out)
         number = ~param.isnan()
         assert torch.equal(out.isnan(), ~number)
         assert torch.equal(bits(out)[number], bits(param.to(dtype))[number])
@@ -140,8 +126,8 @@ def test_the_copy_is_rounded_to_nearest_even(
 
 @pytest.mark.parametrize("instruction_set", SETS)
 @pytest.mark.parametrize("dtype", [BF16, F16])
-def test_every_low_precision_gradient_is_read_exactly(
-    monkeypatch: pytest.MonkeyPatch, instruction_set: str, dtype: torch.dtype
+def test_every_gradient_is_read_exactly(
+    monkeypatch: Patch, instruction_set: str, dtype: torch.dtype
 ) -> None:
     # Kills: denormals read as zero, infinity read as a number. The momentum becomes the gradient
     # when beta2 is 0.
@@ -169,9 +155,7 @@ def ulps(found: torch.Tensor, wanted: torch.Tensor) -> float:
         (DeepSpeedCPUAdagrad, torch.optim.Adagrad, {}, {}),
     ],
 )
-def test_torchs_optimizers_agree_to_a_few_ulps(
-    make: Any, torchs: Any, own: dict[str, Any], shared: dict[str, Any]
-) -> None:
+def test_torchs_agree_to_a_few_ulps(make: Any, torchs: Any, own: Any, shared: Any) -> None:
     # Kills: missing bias correction, the other weight decay, the root before the correction. A step
     # rounds about six times.
     torch.manual_seed(5)
@@ -193,9 +177,8 @@ def test_adam_without_bias_correction(correct: bool) -> None:
     # (1-b2)g^2.
     for beta2, plain, rtol in ((0.99, -0.1 / 0.1, 1e-6), (0.999, -0.1 / 0.001**0.5, 1e-5)):
         param, options = torch.zeros(4), {"betas": (0.9, beta2), "bias_correction": correct}
-        DeepSpeedCPUAdam([param], lr=1.0, eps=0.0, **options).step_flat(
-            param, torch.full((4,), 3.0)
-        )
+        optimizer = DeepSpeedCPUAdam([param], lr=1.0, eps=0.0, **options)
+        optimizer.step_flat(param, torch.full((4,), 3.0))
         wanted = torch.full((4,), -1.0 if correct else plain)
         torch.testing.assert_close(param, wanted, rtol=rtol, atol=0)
 
@@ -247,28 +230,14 @@ def test_torchs_state_is_taken_over_and_another_optimizers_refused() -> None:
     [
         (torch.zeros(6, 2).T, None, r"gradient of shape \(2, 6\) is not contiguous"),
         (torch.zeros(11), None, "gradient of shape .* has 11 elements, the parameter 12"),
-        (
-            torch.zeros(12, dtype=torch.float64),
-            None,
-            "gradient .* is torch.float64; use torch.float32",
-        ),
-        (
-            torch.zeros(12, device="meta"),
-            None,
-            "gradient .* is on meta; use zero_optimization.offload_optimizer",
-        ),
-        (
-            torch.zeros(12),
-            torch.zeros(12),
-            "low_precision_out is torch.float32; use torch.bfloat16",
-        ),
+        (torch.zeros(12).double(), None, "gradient .* is torch.float64; use torch.float32"),
+        (torch.zeros(12, device="meta"), None, "gradient .* is on meta; use zero_.*offload_opt"),
+        (torch.zeros(12), torch.zeros(12), "low_precision_out is torch.float32; use torch.bfloat1"),
         (torch.zeros(12), torch.zeros(24, dtype=BF16)[::2], "low_precision_out .* not contiguous"),
         (torch.zeros(12).to_sparse(), None, "layout torch.sparse_coo; use dense"),
     ],
 )
-def test_what_cannot_be_updated_is_refused_and_changes_nothing(
-    grad: torch.Tensor, out: torch.Tensor | None, said: str
-) -> None:
+def test_what_cannot_be_updated_changes_nothing(grad: torch.Tensor, out: Any, said: str) -> None:
     param = torch.ones(12)
     optimizer = DeepSpeedCPUAdam([param])
     told = said if "low_precision_out is" in said else f"DeepSpeedCPUAdam: .*{said}"
@@ -293,7 +262,7 @@ def test_step_takes_closures_copied_gradients_and_empty_parameters() -> None:
 
 
 @pytest.fixture
-def without_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def without_op(monkeypatch: Patch) -> Iterator[None]:
     """A machine whose compiler does not work."""
     monkeypatch.setattr(OpBuilder, "_loaded", {})
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -303,9 +272,7 @@ def without_op(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     native_op.cache_clear()
 
 
-def test_without_a_compiler_torch_does_it_after_one_warning(
-    without_op: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_compiler_torch_does_it(without_op: None, caplog: Any) -> None:
     # Kills: a run that ends, or warns at every step, because no compiler is there.
     log = logging.getLogger("DeepSpeed")
     log.addHandler(caplog.handler)

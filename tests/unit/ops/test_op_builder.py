@@ -9,18 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from deepspeed.ops.op_builder import (
-    ALL_OPS,
-    AsyncIOBuilder,
-    CPUAdagradBuilder,
-    CPUAdamBuilder,
-    CPULionBuilder,
-    OpBuilder,
-    OpBuildError,
-)
+from deepspeed.ops import op_builder
+from deepspeed.ops.op_builder import ALL_OPS, AsyncIOBuilder, OpBuilder, OpBuildError
 from deepspeed.ops.op_builder.builder import CACHE_ENV, locked
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -62,6 +56,7 @@ exec {compiler} "$@"
 HOLD = """
 import sys, time
 from pathlib import Path
+from typing import Any
 sys.path.insert(0, {root!r})
 from op_builder.builder import locked
 with locked(Path({lock!r})):
@@ -73,8 +68,7 @@ with locked(Path({lock!r})):
 class TinyBuilder(OpBuilder):
     """An op of one function, whose sources stand in a folder of the test's."""
 
-    BUILD_VAR = "DS_BUILD_TINY"
-    NAME = "tiny"
+    BUILD_VAR, NAME = "DS_BUILD_TINY", "tiny"
 
     def __init__(self, folder: Path, leaf: str) -> None:
         super().__init__()
@@ -125,6 +119,9 @@ def test_a_compiler_error_is_shown_and_leaves_nothing(folder: Path) -> None:
 
 
 def test_reasons_for_incompatibility(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(OpBuildError, match="false --version exited with 1; set CXX"):
+        TinyBuilder(folder, "no_version").load(verbose=False)
     builder = TinyBuilder(folder, "x")
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert not builder.is_compatible()
@@ -146,21 +143,15 @@ def test_async_io_is_known_and_says_why_it_is_not_there(capsys: pytest.CaptureFi
 
 def test_the_lock_of_a_killed_holder_is_free(tmp_path: Path) -> None:
     lock = tmp_path / "folder" / "lock"
-    hold = HOLD.format(root=str(ROOT), lock=str(lock))
-    with subprocess.Popen(
-        [sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True
-    ) as holder:
-        if holder.stdout is None or holder.stdout.readline() != "held\n":
-            raise AssertionError("the holder did not take the lock")
-        waiter = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True)
+    hold = [sys.executable, "-c", HOLD.format(root=str(ROOT), lock=str(lock))]
+    with subprocess.Popen(hold, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        waiter = subprocess.Popen(hold, stdout=subprocess.PIPE, text=True)
         time.sleep(0.3)
         assert waiter.poll() is None and lock.exists()
         holder.send_signal(signal.SIGKILL)
-        if waiter.stdout is None:
-            raise AssertionError("the waiter was started without a pipe")
-        assert waiter.stdout.readline() == "held\n", (
-            "the lock must pass on although its file is still there"
-        )
+        # The lock must pass on although its file is still there.
+        assert waiter.stdout is not None and waiter.stdout.readline() == "held\n"
         waiter.kill()
         waiter.communicate()
     with locked(lock):
@@ -177,16 +168,11 @@ def test_two_builds_killed_in_the_middle_do_not_block_a_third(folder: Path) -> N
     script.write_text(SLOW_COMPILER.format(compiler=compiler, fifo=fifo))
     script.chmod(0o755)
     os.mkfifo(fifo)
-    code = BUILD.format(
-        root=str(ROOT), here=str(folder), source=str(folder / "tiny.cpp"), folder=str(folder)
-    )
-    environment = {**os.environ, "CXX": str(script)}
-    builds = [
-        subprocess.Popen(
-            [sys.executable, "-S", "-c", code], env=environment, stdout=subprocess.DEVNULL
-        )
-        for _ in range(2)
-    ]
+    here = str(folder)
+    code = BUILD.format(root=str(ROOT), here=here, source=f"{here}/tiny.cpp", folder=here)
+    command, environment = [sys.executable, "-S", "-c", code], {**os.environ, "CXX": str(script)}
+    quiet: dict[str, Any] = {"env": environment, "stdout": subprocess.DEVNULL}
+    builds = [subprocess.Popen(command, **quiet) for _ in range(2)]
     compilers = []
     try:
         for _ in builds:
@@ -198,13 +184,8 @@ def test_two_builds_killed_in_the_middle_do_not_block_a_third(folder: Path) -> N
         for build in builds:
             assert build.wait(timeout=60) == -signal.SIGKILL
         fifo.unlink()
-        third = subprocess.run(
-            [sys.executable, "-S", "-c", code],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        how: dict[str, Any] = {"env": environment, "capture_output": True, "text": True}
+        third = subprocess.run(command, timeout=60, **how)
     finally:
         for build in builds:
             build.kill()
@@ -212,9 +193,8 @@ def test_two_builds_killed_in_the_middle_do_not_block_a_third(folder: Path) -> N
         for pid in compilers:
             os.kill(pid, signal.SIGKILL)
     assert third.stdout == "42\n", third.stderr
-    assert [path.name for path in (folder / "cache").glob("*/build-*")] == [], (
-        "what killed builds leave is removed"
-    )
+    # What killed builds leave is removed.
+    assert [path.name for path in (folder / "cache").glob("*/build-*")] == []
 
 
 @needs_compiler
@@ -232,27 +212,18 @@ def test_a_native_op_builds_ahead_of_time(folder: Path) -> None:
     assert library.parent == folder / "lib" / "deepspeed" / "ops" / "adam"
     loader = importlib.machinery.ExtensionFileLoader("cpu_adam_op", str(library))
     spec = importlib.util.spec_from_loader(loader.name, loader)
-    if spec is None:
-        raise AssertionError(f"{library} is no extension module")
+    assert spec is not None, f"{library} is no extension module"
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     assert module.instruction_sets()[-1] == "scalar"
 
 
 def test_the_builders_have_upstreams_names() -> None:
-    builders = (CPUAdamBuilder(), CPUAdagradBuilder(), CPULionBuilder())
-    for builder, name in zip(builders, ("cpu_adam", "cpu_adagrad", "cpu_lion"), strict=True):
+    for kind in ("Adam", "Adagrad", "Lion"):
+        builder, name = getattr(op_builder, f"CPU{kind}Builder")(), f"cpu_{kind.lower()}"
         assert builder.NAME == builder.name == name
         assert builder.BUILD_VAR == f"DS_BUILD_{name.upper()}"
         assert builder.absolute_name() == f"deepspeed.ops.{name.removeprefix('cpu_')}.{name}_op"
-
-
-def test_a_compiler_that_fails_when_asked_its_version_is_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", "false")
-    with pytest.raises(OpBuildError, match="false --version exited with 1; set CXX"):
-        TinyBuilder(folder, "no_version").load(verbose=False)
 
 
 def test_builders_import_without_torch() -> None:
@@ -261,10 +232,7 @@ def test_builders_import_without_torch() -> None:
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.modules['torch'] = None; "
         "import op_builder; print(sorted(op_builder.ALL_OPS))"
     )
-    result = subprocess.run(
-        [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True
-    )
-    assert "async_io" in result.stdout
+    assert "async_io" in subprocess.check_output([sys.executable, "-S", "-c", code], text=True)
 
 
 @needs_compiler

@@ -130,34 +130,32 @@ def test_muon_steps_matrices_and_adam_the_rest() -> None:
     assert_same(run(together), run(alone))
 
 
-@pytest.mark.parametrize(
-    "block, cls",
-    [
-        ({"type": "Adam"}, FusedAdam),
-        ({"type": "AdamW", "params": {"torch_adam": True}}, torch.optim.AdamW),
-        ({"type": "Adam", "params": {"torch_adam": True, "adam_w_mode": False}}, torch.optim.Adam),
-        ({"type": "SGD", "params": {"lr": 0.1}}, torch.optim.SGD),
-        ({"type": "adagrad"}, torch.optim.Adagrad),
-        ({"type": "Lion"}, FusedLion),
-        ({"type": "Lamb"}, FusedLamb),
-        ({"type": "Muon"}, MuonWithAuxAdam),
-        ({"type": "RMSprop"}, torch.optim.RMSprop),
-    ],
-)
-def test_names_in_the_configuration(block: dict[str, Any], cls: type) -> None:
+KINDS: dict[str, tuple[dict[str, Any], type]] = {
+    "Adam": ({}, FusedAdam),
+    "AdamW": ({"torch_adam": True}, torch.optim.AdamW),
+    "adam": ({"torch_adam": True, "adam_w_mode": False}, torch.optim.Adam),
+    "SGD": ({"lr": 0.1}, torch.optim.SGD),
+    "adagrad": ({}, torch.optim.Adagrad),
+    **{"Lion": ({}, FusedLion), "Lamb": ({}, FusedLamb), "Muon": ({}, MuonWithAuxAdam)},
+    "RMSprop": ({}, torch.optim.RMSprop),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_names_in_the_configuration(name: str) -> None:
+    params, cls = KINDS[name]
+    block = {"type": name, "params": params}
     config = DeepSpeedConfig({"train_batch_size": 1, "optimizer": block})
     assert type(build_basic_optimizer(config, parameters(), nn.Module())) is cls
 
 
-@pytest.mark.parametrize(
-    "name, cls",
-    [("AdamW", DeepSpeedCPUAdam), ("Lion", DeepSpeedCPULion), ("Adagrad", DeepSpeedCPUAdagrad)],
-)
-def test_offload_takes_the_host_optimizers(name: str, cls: type) -> None:
+def test_offload_takes_the_host_optimizers() -> None:
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    block = {"optimizer": {"type": name}, "zero_optimization": zero}
-    config = DeepSpeedConfig({"train_batch_size": 1, **block})
-    assert isinstance(build_basic_optimizer(config, parameters(), nn.Module()), cls)
+    kinds = {"AdamW": DeepSpeedCPUAdam, "Lion": DeepSpeedCPULion, "Adagrad": DeepSpeedCPUAdagrad}
+    for name, cls in kinds.items():
+        block = {"optimizer": {"type": name}, "zero_optimization": zero}
+        config = DeepSpeedConfig({"train_batch_size": 1, **block})
+        assert isinstance(build_basic_optimizer(config, parameters(), nn.Module()), cls)
 
 
 def test_what_torch_does_not_do_is_refused() -> None:
@@ -193,9 +191,7 @@ def test_the_polynomial_of_singular_values(shape: tuple[int, ...], method: str) 
         tensor[0] *= 100
     found = orthogonalize(tensor, method)
     assert (found.dtype, found.shape) == (torch.bfloat16, tensor.shape)
-    for own, matrix in zip(
-        found if len(shape) == 3 else [found], tensor if len(shape) == 3 else [tensor], strict=True
-    ):
+    for own, matrix in zip(found.view(-1, *shape[-2:]), tensor.view(-1, *shape[-2:]), strict=True):
         wanted = by_singular_values(matrix)
         assert (own.double() - wanted).norm() < 0.05 * wanted.norm()
 
@@ -222,11 +218,8 @@ def test_marks_and_groups_that_disagree_are_refused() -> None:
 def test_state_of_other_groups_is_refused() -> None:
     # Kills: a group that AdamW updates after a load.
     matrix, other = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(3, 4))
-    groups: list[dict[str, Any]] = [
-        {"params": [matrix], "use_muon": True},
-        {"params": [other], "use_muon": False},
-    ]
-    optimizer = MuonWithAuxAdam(groups)
+    first, second = {"params": [matrix], "use_muon": True}, {"params": [other], "use_muon": False}
+    optimizer = MuonWithAuxAdam([first, second])
     state = copy.deepcopy(optimizer.state_dict())
     optimizer.load_state_dict(state)
     state["param_groups"].reverse()

@@ -13,18 +13,11 @@ from torch.utils.checkpoint import checkpoint
 import deepspeed
 from deepspeed.pipe import PipelineModule
 from deepspeed.profiling import config as profiling_config
-from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
-from deepspeed.profiling.flops_profiler.profiler import (
-    duration_to_string,
-    number_to_string,
-    params_to_string,
-)
-from deepspeed.profiling.flops_profiler.report import (
-    get_module_duration,
-    get_module_flops,
-    profile_of,
-)
+from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile, report
+from deepspeed.profiling.flops_profiler import profiler as profilers
+from deepspeed.profiling.flops_profiler.profiler import number_to_string, params_to_string
 from unit.common import DistributedTest
+from unit.models import config_of, seeded
 
 
 class Net(nn.Module):
@@ -51,12 +44,9 @@ def quiet(model: nn.Module, **given: Any) -> Any:
 
 def test_counts_by_hand() -> None:
     # Kills: a layer that is called twice counted once, biases counted, MACs that are operations.
-    assert quiet(Net(), input_shape=(2, 3)) == (TOTAL, TOTAL // 2, PARAMS)
-    assert (
-        quiet(Net(), args=[torch.ones(2, 3)])
-        == quiet(Net(), kwargs={"x": torch.ones(2, 3)})
-        == (TOTAL, TOTAL // 2, PARAMS)
-    )
+    x = torch.ones(2, 3)
+    for given in ({"input_shape": (2, 3)}, {"args": [x]}, {"kwargs": {"x": x}}):
+        assert quiet(Net(), **given) == (TOTAL, TOTAL // 2, PARAMS)
     assert get_model_profile(Net(), (2, 3), print_profile=False) == ("176 ", "88 MACs", "36")
 
 
@@ -87,24 +77,19 @@ def test_parts_and_their_sums() -> None:
         model(torch.ones(2, 3))
     profiler.stop_profile()
     model(torch.ones(2, 3))  # not profiled any more
-    assert get_module_flops(model) == profiler.get_total_flops() == 2 * TOTAL
-    assert get_module_flops(model.rest[0]) == get_module_flops(model.rest) == 4 * AGAIN
-    assert (
-        0
-        < get_module_duration(model.first)
-        < get_module_duration(model)
-        == profiler.get_total_duration()
-    )
+    assert report.get_module_flops(model) == profiler.get_total_flops() == 2 * TOTAL
+    for part in (model.rest[0], model.rest):
+        assert report.get_module_flops(part) == 4 * AGAIN
+    whole = report.get_module_duration(model)
+    assert 0 < report.get_module_duration(model.first) < whole == profiler.get_total_duration()
     assert profiler.get_total_params() == PARAMS
     assert profiler.get_total_macs(as_string=True) == "176 MACs"
     profiler.reset_profile()
     assert profiler.get_total_flops() == 0
     profiler.end_profile()
     # Kills: hooks or attributes that stay behind.
-    assert all(
-        profile_of(m) is None and not m._forward_hooks and not m._forward_pre_hooks
-        for m in model.modules()
-    )
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert all(report.profile_of(module) is None for module in model.modules())
 
 
 def test_a_forward_that_raises_leaves_nothing_open() -> None:
@@ -118,8 +103,7 @@ def test_a_forward_that_raises_leaves_nothing_open() -> None:
 
 def test_gradients_do_not_change() -> None:
     def gradients(profiled: bool) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = Net()
+        model = seeded(Net)
         profiler = FlopsProfiler(model)
         if profiled:
             profiler.start_profile()
@@ -142,30 +126,19 @@ def test_wrong_arguments_are_named() -> None:
 
 def test_units() -> None:
     numbers = (0, 1, 999, 1234, 1e6, 2.5e9, 3e12, 0.5, 1e-3, 1e-7)
-    assert [number_to_string(n) for n in numbers] == [
-        "0 ",
-        "1 ",
-        "999 ",
-        "1.23 K",
-        "1 M",
-        "2.5 G",
-        "3 T",
-        "500 m",
-        "1 m",
-        "0.1 u",
-    ]
+    texts = ["0 ", "1 ", "999 ", "1.23 K", "1 M", "2.5 G", "3 T", "500 m", "1 m", "0.1 u"]
+    assert [number_to_string(n) for n in numbers] == texts
     assert [params_to_string(n) for n in (0, 1234, 2.5e9)] == ["0", "1.23 K", "2.5 B"]
     assert params_to_string(2.5e9, units="M") == "2500 M"
-    assert duration_to_string(0.5, units="ms") == "500 ms"
+    assert profilers.duration_to_string(0.5, units="ms") == "500 ms"
 
 
 def test_report(tmp_path: Path) -> None:
     path = tmp_path / "new" / "report.txt"
     get_model_profile(Net(), (2, 3), output_file=str(path), top_modules=2)
     text = path.read_text()
-    assert ["fwd", "flops", "per", "GPU:", str(TOTAL)] in [
-        line.split() for line in text.splitlines()
-    ]
+    lines = [line.split() for line in text.splitlines()]
+    assert ["fwd", "flops", "per", "GPU:", str(TOTAL)] in lines
     assert "depth 1:" in text
     assert "(first): Linear(16 = 44.44% Params, 24 MACs = 27.27% MACs" in text
     assert "bwd latency" not in text  # nothing was measured
@@ -173,15 +146,15 @@ def test_report(tmp_path: Path) -> None:
     assert "(first)" not in path.read_text() and "depth 1:" not in path.read_text()
 
 
-def trained(model: nn.Module, steps: int, tmpdir: Any, **keys: Any) -> str:
-    out = io.StringIO()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.25}},
-        **keys,
-    }
-    with contextlib.redirect_stdout(out):
-        engine, *_ = deepspeed.initialize(model=model, config=config)
+def start(model: nn.Module, accumulation: int = 1, **keys: Any) -> Any:
+    optimizer = {"type": "SGD", "params": {"lr": 0.25}}
+    config = config_of(0, 2, accumulation, optimizer=optimizer, **keys)
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+def trained(model: nn.Module, steps: int, **keys: Any) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        engine = start(model, **keys)
         for _ in range(steps):
             if isinstance(model, PipelineModule):
                 engine.train_batch(iter([(torch.ones(2, 3), torch.zeros(2, 4))] * 2))
@@ -193,55 +166,36 @@ def trained(model: nn.Module, steps: int, tmpdir: Any, **keys: Any) -> str:
     return out.getvalue()
 
 
+PHASES = ("forward", "backward", "step")
+
+
 class TestEngine(DistributedTest):
     world_size = 1
 
     @pytest.mark.parametrize("pipeline", [False, True])
-    def test_the_step_is_profiled_once(self, pipeline: bool, tmpdir: Any) -> None:
+    def test_the_step_is_profiled_once(self, pipeline: bool) -> None:
         # Kills: several micro-batches in one number, a report each or the wrong step, left hooks.
         model: nn.Module = Net()
         if pipeline:
             layers = [nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
             model = PipelineModule(layers, num_stages=1, loss_fn=nn.functional.mse_loss)
-        keys = {
-            "gradient_accumulation_steps": 2,
-            "flops_profiler": {"enabled": True, "profile_step": 1},
-        }
-        assert "Profiler" not in trained(model, 1, tmpdir, **keys)
-        out = trained(model, 4, tmpdir, **keys)
+        keys = {"accumulation": 2, "flops_profiler": {"enabled": True, "profile_step": 1}}
+        assert "Profiler" not in trained(model, 1, **keys)
+        out = trained(model, 4, **keys)
         assert out.count("DeepSpeed Flops Profiler") == 1 and "Profile Summary at step 1:" in out
-        (flops,) = [
-            line.split(":")[1].strip()
-            for line in out.splitlines()
-            if line.startswith("fwd flops per GPU:")
-        ]
-        assert flops == str(TOTAL)
-        assert all(
-            line in out
-            for line in ("bwd latency", "step latency", "samples/second", "batch size per GPU")
-        )
-        assert all(
-            not module._forward_hooks and profile_of(module) is None for module in model.modules()
-        )
+        (flops,) = [line for line in out.splitlines() if line.startswith("fwd flops per GPU:")]
+        assert flops.split(":")[1].strip() == str(TOTAL)
+        lines = ("bwd latency", "step latency", "samples/second", "batch size per GPU")
+        assert all(line in out for line in lines)
+        assert not any(m._forward_hooks or report.profile_of(m) for m in model.modules())
 
-    def test_getters_and_defaults(self, tmpdir: Any) -> None:
+    def test_getters_and_defaults(self) -> None:
         # Kills: a constant that is not the block's default, a getter of another key.
         block = {
-            "enabled": False,
-            "profile_step": 7,
-            "module_depth": 2,
-            "top_modules": 3,
-            "detailed": False,
-            "output_file": "f",
+            **{"enabled": False, "profile_step": 7, "module_depth": 2, "top_modules": 3},
+            **{"detailed": False, "output_file": "f"},
         }
-        optimizer = {"type": "SGD", "params": {"lr": 0.25}}
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "optimizer": optimizer,
-            "flops_profiler": block,
-            "memory_breakdown": True,
-        }
-        engine, *_ = deepspeed.initialize(model=Net(), config=config)
+        engine = start(Net(), flops_profiler=block, memory_breakdown=True)
         assert {key: getattr(engine, f"flops_profiler_{key}")() for key in block} == block
         assert engine.flops_profiler_recompute_fwd_factor() == 0.0
         assert engine.memory_breakdown() is True
@@ -251,13 +205,10 @@ class TestEngine(DistributedTest):
             assert getattr(profiling_config, name) == key
             assert getattr(profiling_config, f"{name}_DEFAULT") == default
 
-    def test_memory_breakdown(self, tmpdir: Any) -> None:
-        out = trained(Net(), 2, tmpdir, memory_breakdown=True)
-        at = [
-            out.index(f"{when} {phase}\nMA ")
-            for phase in ("forward", "backward", "step")
-            for when in ("before", "after")
-        ]
+    def test_memory_breakdown(self) -> None:
+        out = trained(Net(), 2, memory_breakdown=True)
+        phases = [f"{when} {what}" for what in PHASES for when in ("before", "after")]
+        at = [out.index(f"{phase}\nMA ") for phase in phases]
         assert at == sorted(at)
         assert out.count("after step") == 2
         assert out.count("CPU Virtual Memory:") == 12

@@ -20,27 +20,24 @@ from unit.simple_model import Wide
 MIB = 2**20
 LAYERS = 4
 TENSORS = (torch.Tensor, nn.Parameter)
+TWICE: dict[str, Any] = {"gradient_accumulation_steps": 2, "on_host": True}
 
 
 class Allocations:
     """Peak of what tensors on the host take beyond what they took at the start, in bytes."""
 
     def __enter__(self) -> Allocations:
-        self._profile = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-        )
+        on_host = [torch.profiler.ProfilerActivity.CPU]
+        self._profile = torch.profiler.profile(activities=on_host, profile_memory=True)
         self._profile.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._profile.__exit__(*error)
-        events = [
-            event
-            for event in self._profile.profiler.kineto_results.events()
-            if event.name() == "[memory]"
-        ]
+        events = self._profile.profiler.kineto_results.events()
+        memory = [event for event in events if event.name() == "[memory]"]
         self.peak = now = 0
-        for event in sorted(events, key=lambda event: event.start_ns()):
+        for event in sorted(memory, key=lambda event: event.start_ns()):
             now += event.nbytes()
             self.peak = max(self.peak, now)
 
@@ -48,19 +45,14 @@ class Allocations:
 def live_bytes() -> int:
     """What the tensors that Python knows of take."""
     gc.collect()
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in gc.get_objects()
-        if type(t) in TENSORS
-    }
-    return sum(storages.values())
+    storages = [t.untyped_storage() for t in gc.get_objects() if type(t) in TENSORS]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def measured(width: int, steps: int = 3, **zero_keys: Any) -> int:
     """What there was before a step and what it adds at most; the backend's thread lets go late."""
     config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 2,
+        **{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": "bf16"} if zero_keys["stage"] == 1 else {},
@@ -94,16 +86,9 @@ class TestAgainstMeasuredPeaks(DistributedTest):
         numels = [width * width] * 4
         size = width * width if bucket.startswith("each") else 10**9
         overlap = bucket.endswith("overlapped")
-        peak = measured(width, stage=stage, reduce_bucket_size=size, overlap_comm=overlap)
-        plan = plan_model_states(
-            numels,
-            world,
-            stage=stage,
-            reduce_bucket_size=size,
-            overlap_comm=overlap,
-            gradient_accumulation_steps=2,
-            on_host=True,
-        )
+        keys: dict[str, Any] = {"stage": stage, "reduce_bucket_size": size, "overlap_comm": overlap}
+        peak = measured(width, **keys)
+        plan = plan_model_states(numels, world, **keys, **TWICE)
         # Overlapped, torch 2.6's gloo keeps one gradient longer; 2.9's does not.
         kept = 2 * width * width if overlap and world > 1 and TORCH < (2, 9) else 0
         assert peak <= plan.device * 1.01 + kept, (peak / MIB, plan)
@@ -112,9 +97,7 @@ class TestAgainstMeasuredPeaks(DistributedTest):
     def test_offload(self, tmpdir: Any) -> None:
         width, world = 768, dist.get_world_size()
         peak = measured(width, stage=2, offload_optimizer={"device": "cpu"})
-        plan = plan_model_states(
-            [width * width] * 4, world, offload=True, gradient_accumulation_steps=2, on_host=True
-        )
+        plan = plan_model_states([width * width] * 4, world, offload=True, **TWICE)
         # Device and host are one here.
         assert peak == pytest.approx(plan.device + plan.host, rel=0.01), (peak / MIB, plan)
 
