@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,18 +38,13 @@ def run_tests(root: Path, targets: list[str], select: str) -> subprocess.Complet
     path = os.pathsep.join([str(root), str(REPOSITORY / "tests")])
     # A rank that waits for a collective that a fault removed is given up early.
     early = {"OMP_NUM_THREADS": "1", "DS_UNITTEST_TIMEOUT": "30"}
+    environment = {**os.environ, **early, "PYTHONPATH": path}
     options = "-m pytest -x -q --tb=short -p no:cacheprovider".split()
     command = [sys.executable, *options, "--rootdir", str(REPOSITORY)]
     command += ["-c", str(REPOSITORY / "pyproject.toml"), "-k", select]
     command += [str(REPOSITORY / "tests" / "unit" / target) for target in targets]
-    return subprocess.run(
-        command,
-        cwd=root,
-        env={**os.environ, **early, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": LIMIT_S}
+    return subprocess.run(command, cwd=root, env=environment, **how)
 
 
 def check(fault: Fault, package: Path) -> None:
@@ -65,14 +61,12 @@ def check(fault: Fault, package: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", UNDO_FIXES, ids=lambda fault: fault.name)
 def test_undoing_a_fix_is_noticed(fault: Fault, package: Path) -> None:
-    """The regression test of the fix fails without it."""
     check(fault, package)
 
 
 @pytest.mark.contract
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
 def test_a_fault_is_noticed(fault: Fault, package: Path) -> None:
-    """The named test fails with the fault."""
     check(fault, package)
 
 

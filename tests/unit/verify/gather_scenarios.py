@@ -12,6 +12,7 @@ from torch import nn
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from unit.models import config_of, drawn, seeded
 from unit.verify.guards import watched
 
 WIDTH = 16
@@ -34,36 +35,25 @@ class Unheard(nn.Module):
 
 
 def make_model() -> nn.Sequential:
-    torch.manual_seed(7)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)), Unheard())
 
 
-def make_engine(dtype: str | None = None, offload: bool = False, **zero: Any) -> Any:
+def make_engine(dtype: str = "fp32", offload: bool = False, stage: int = 2, **zero: Any) -> Any:
     """One layer per bucket."""
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {
-            **{"stage": 2, "reduce_bucket_size": WIDTH * WIDTH, "overlap_param_gather": True},
-            **zero,
-        },
-    }
-    precision, _, accumulate_in = (dtype or "").partition("+")
-    if precision:
-        config[precision] = {"enabled": True}
+    zero = {"reduce_bucket_size": WIDTH * WIDTH, "overlap_param_gather": True, **zero}
+    precision, _, accumulate_in = dtype.partition("+")
+    more: dict[str, Any] = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     if accumulate_in:
-        config["data_types"] = {"grad_accum_dtype": accumulate_in}
+        more["data_types"] = {"grad_accum_dtype": accumulate_in}
     if offload:
-        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    return deepspeed.initialize(model=make_model(), config=config)[0]
+        zero["offload_optimizer"] = {"device": "cpu"}
+    config = config_of(stage, ROWS, 1, precision, zero_optimization=zero, **more)
+    return deepspeed.initialize(model=seeded(make_model, seed=7), config=config)[0]
 
 
 def train(engine: Any, steps: int = STEPS) -> None:
     for number in range(steps):
-        seed = 10 * number + dist.get_rank()
-        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
-        x = x.to(engine.device, engine.model_dtype)
+        x = drawn(10 * number + dist.get_rank(), ROWS, WIDTH).to(engine.device, engine.model_dtype)
         engine.backward(engine(x).float().square().mean())
         engine.step()
 
@@ -102,12 +92,11 @@ def checker(read: Callable[[Any], None], **settings: Any) -> list[str]:
     return found
 
 
+_OFFLOADED = {"dtype": "bf16", "offload": True}
 SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "streams: gathered beside forward": partial(checker, in_modules),
     "streams: gathered beside forward, bf16": partial(checker, in_modules, dtype="bf16", stage=1),
-    "streams: gathered beside forward, offload": partial(
-        checker, in_modules, dtype="bf16", offload=True
-    ),
+    "streams: gathered beside forward, offload": partial(checker, in_modules, **_OFFLOADED),
     "streams: gathered beside forward, read elsewhere": partial(checker, kept),
     "streams: gathered beside forward, two streams": partial(checker, on_two_streams),
 }

@@ -26,9 +26,8 @@ def findings(scenario: str, world: int, fault: Fault | None = None) -> list[str]
     changed = {} if fault is None else fault.apply(REPOSITORY)
     with tempfile.TemporaryDirectory() as folder:
         env = {**RANK_ENV, "WORLD_SIZE": str(world)}
-        results = server.run(
-            Job((__name__, "run_on_rank"), (folder, scenario, changed), world, LIMIT_S, env)
-        )
+        call = (folder, scenario, changed)
+        results = server.run(Job((__name__, "run_on_rank"), call, world, LIMIT_S, env))
         said = []
         for result in results:
             answer = Path(folder, str(result.rank))
@@ -60,10 +59,8 @@ def run_on_rank(rank: int, payload: tuple[str, str, dict[str, tuple[str, str]]])
 def _put_in(file: str, before: str, after: str) -> None:
     module: Any = importlib.import_module(file.removesuffix(".py").replace("/", "."))
     path = module.__file__
-    pairs = zip(
-        *(_codes(compile(text, path, "exec", dont_inherit=True)) for text in (before, after)),
-        strict=True,
-    )
+    codes = [_codes(compile(text, path, "exec", dont_inherit=True)) for text in (before, after)]
+    pairs = zip(*codes, strict=True)
     changed = {(old.co_name, old.co_firstlineno): new for old, new in pairs}
     for function in set(_functions(module, module.__name__, path)):
         function.__code__ = changed[function.__code__.co_name, function.__code__.co_firstlineno]

@@ -15,22 +15,20 @@ from deepspeed.verify.oracle.ranks import Outcome, Session
 from deepspeed.verify.oracle.report import Report
 from deepspeed.verify.oracle.verdicts import make_report
 from deepspeed.verify.oracle.worker import Worker
+from unit import models
 
 MODELS = Path(__file__).with_name("planted_models.py")
 TRAINING = (RunKind.SGD, RunKind.USER, RunKind.SPLIT)
 
 
 def config_of(stage: int, precision: str = "fp32", **more: Any) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": 2,
+    more = {
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 100},
+        "zero_optimization": {"reduce_bucket_size": 100},
         **more,
     }
-    if precision != "fp32":
-        config[precision] = {"enabled": True}
+    config = models.config_of(stage, 4, 2, precision, **more)
     if precision == "fp16":
         config["fp16"]["loss_scale"] = 128
     return config
@@ -57,16 +55,12 @@ def session_of(plan: Plan) -> Session:
     events = io.StringIO()
     Worker(plan, dist.get_rank(), events).work()
     everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        everywhere, [json.loads(line) for line in events.getvalue().splitlines()]
-    )
+    said = [json.loads(line) for line in events.getvalue().splitlines()]
+    dist.all_gather_object(everywhere, said)
     session = Session(ready=[next(e for e in said if e["event"] == "ready") for said in everywhere])
+    ends = [{e["run"]: e["result"] for e in said if e["event"] == "end"} for said in everywhere]
     for run in plan.runs:
-        results = [
-            next(e["result"] for e in said if e["event"] == "end" and e["run"] == run.name)
-            for said in everywhere
-        ]
-        session.outcomes[run.name] = Outcome(results)
+        session.outcomes[run.name] = Outcome([results[run.name] for results in ends])
     return session
 
 

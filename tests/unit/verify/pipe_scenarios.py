@@ -39,9 +39,7 @@ TWO = case_of(2, 2)
 TWO_HALF = case_of(2, 2, "zero_bubble", 1, "bf16", overlap=True)
 FOUR = case_of(2, 4, "1f1b", 1, overlap=True)
 CASES = (
-    TWO,
-    case_of(2, 2, "interleaved", 1, "bf16+fp32", clip=True),
-    TWO_HALF,
+    *(TWO, case_of(2, 2, "interleaved", 1, "bf16+fp32", clip=True), TWO_HALF),
     case_of(2, 2, "zero_bubble", 0, "fp16", dynamic=True),
     FOUR,
     case_of(4, 4, "interleaved", 0, "bf16"),

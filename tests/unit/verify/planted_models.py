@@ -1,6 +1,7 @@
 """Model functions for `ds_verify`: a right one, and ones with bugs that users write."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,27 +14,27 @@ Made = tuple[nn.Module, Callable[[int, int, int], Any], Callable[[Any, Any], tor
 
 
 def batch(step: int, micro_batch: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step * 100 + micro_batch * 10 + rank)
-    return torch.randn(ROWS, FEATURES, generator=generator), torch.randn(
-        ROWS, 1, generator=generator
-    )
+    drawn = torch.Generator().manual_seed(step * 100 + micro_batch * 10 + rank)
+    x = torch.randn(ROWS, FEATURES, generator=drawn)
+    return x, torch.randn(ROWS, 1, generator=drawn)
 
 
 def loss(output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return nn.functional.mse_loss(output, batch[1])
 
 
-def layers(middle: nn.Module) -> nn.Module:
+def layers(middle: nn.Module | None = None) -> nn.Module:
+    middle = middle or nn.Linear(16, 16)
     return nn.Sequential(nn.Linear(FEATURES, 16), nn.GELU(), middle, nn.GELU(), nn.Linear(16, 1))
 
 
 def right() -> Made:
-    return layers(nn.Linear(16, 16)), batch, loss
+    return layers(), batch, loss
 
 
 def half() -> Made:
     """In bf16 from the start."""
-    return layers(nn.Linear(16, 16)).bfloat16(), batch, loss
+    return layers().bfloat16(), batch, loss
 
 
 def with_dropout() -> Made:
@@ -67,11 +68,8 @@ def forgetful() -> Made:
 
 def sum_loss() -> Made:
     """A loss that is a sum, not a mean: it grows with the micro-batch."""
-    return (
-        layers(nn.Linear(16, 16)),
-        batch,
-        lambda output, pair: nn.functional.mse_loss(output, pair[1], reduction="sum"),
-    )
+    add = partial(nn.functional.mse_loss, reduction="sum")
+    return layers(), batch, lambda output, pair: add(output, pair[1])
 
 
 class Noisy(nn.Linear):
@@ -84,25 +82,23 @@ def random_forward() -> Made:
 
 
 def without_batches() -> nn.Module:
-    return layers(nn.Linear(16, 16))
+    return layers()
 
 
 def frozen() -> Made:
-    return layers(nn.Linear(16, 16)).requires_grad_(False), batch, loss
+    return layers().requires_grad_(False), batch, loss
 
 
 def no_loss() -> tuple[nn.Module, Any]:
-    return layers(nn.Linear(16, 16)), lambda step, micro_batch, rank: batch(
-        step, micro_batch, rank
-    )[0]
+    return layers(), lambda *place: batch(*place)[0]
 
 
 def too_few() -> tuple[nn.Module, Any, Any]:
-    return layers(nn.Linear(16, 16)), [batch(0, 0, 0)], loss
+    return layers(), [batch(0, 0, 0)], loss
 
 
 def wrong_rows() -> Made:
-    return layers(nn.Linear(16, 16)), lambda *place: tuple(part[:3] for part in batch(*place)), loss
+    return layers(), lambda *place: tuple(part[:3] for part in batch(*place)), loss
 
 
 def single_samples() -> list[tuple[torch.Tensor, torch.Tensor]]:

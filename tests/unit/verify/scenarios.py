@@ -17,6 +17,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.utils import safe_get_full_fp32_params
+from unit import models
 from unit.static_gradients import StaticGradients
 from unit.v1.contract import reference
 from unit.v1.contract.model import ROWS, make_model, micro_batch, parameter_groups
@@ -32,33 +33,17 @@ TOLERANCE = {"fp32": (1e-5, 1e-6), "bf16": (0.1, 2.0**-8), "fp16": (0.02, 2.0**-
 
 
 def config_of(
-    precision: str = "fp32",
-    accumulation: int = ACCUMULATION,
-    verify: dict[str, Any] | None = None,
-    **zero: Any,
+    precision: str = "fp32", accumulation: int = ACCUMULATION, *, stage: int, **zero: Any
 ) -> dict[str, Any]:
     """A configuration with many small buckets."""
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 0.0,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {
-            "reduce_bucket_size": SMALL_BUCKET,
-            "allgather_bucket_size": SMALL_BUCKET * 10,
-            **zero,
-        },
-    }
+    small = {"reduce_bucket_size": SMALL_BUCKET, "allgather_bucket_size": SMALL_BUCKET * 10}
     dtype, _, accumulate_in = precision.partition("+")
-    if dtype == "bf16":
-        config["bf16"] = {"enabled": True}
-    if dtype == "fp16":
-        dynamic = {"initial_scale_power": 4, "loss_scale_window": 1, "hysteresis": 1}
-        config["fp16"] = {"enabled": True, **dynamic}
+    more: dict[str, Any] = {"zero_optimization": {**small, **zero}}
     if accumulate_in:
-        config["data_types"] = {"grad_accum_dtype": accumulate_in}
-    if verify is not None:
-        config["verify"] = verify
+        more["data_types"] = {"grad_accum_dtype": accumulate_in}
+    config = models.config_of(stage, ROWS, accumulation, dtype, **more)
+    if dtype == "fp16":
+        config["fp16"].update(initial_scale_power=4, loss_scale_window=1, hysteresis=1)
     return config
 
 
@@ -79,10 +64,10 @@ def train(config: dict[str, Any], side_stream: bool = False) -> dict[str, torch.
     accelerator = get_accelerator()
     deepspeed.init_distributed(dist_backend="gloo")
     model = make_model()
+    optimizer = None
+    if "optimizer" not in config:
+        optimizer = torch.optim.SGD(parameter_groups(model), lr=reference.LEARNING_RATE)
     with _side_stream() if side_stream else nullcontext():
-        optimizer = None
-        if "optimizer" not in config:
-            optimizer = torch.optim.SGD(parameter_groups(model), lr=reference.LEARNING_RATE)
         engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         for step in range(STEPS):
             for micro in range(config["gradient_accumulation_steps"]):
@@ -183,9 +168,8 @@ def nan_norms(seeds: int, schedules: int) -> list[str]:
     """
     deepspeed.init_distributed(dist_backend="gloo")
     layer_numel = 8 * 8 + 8
-    zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 2 * layer_numel}
-    clip = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0}
-    config = {**clip, "zero_optimization": zero}
+    zero = {"overlap_comm": True, "reduce_bucket_size": 2 * layer_numel}
+    config = models.config_of(2, 4, zero_optimization=zero)
     found = []
     others = ((seed, 1 + seed % (schedules - 1)) for seed in range(seeds))
     for seed, schedule in (*((seed, 0) for seed in range(seeds)), *others):
@@ -193,7 +177,7 @@ def nan_norms(seeds: int, schedules: int) -> list[str]:
             torch.manual_seed(seed)
             model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
             optimizer = torch.optim.SGD(model.parameters(), lr=reference.LEARNING_RATE)
-            engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+            engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
             for _ in range(2):
                 engine.backward(engine(torch.randn(4, 8)).square().mean())
                 engine.step()

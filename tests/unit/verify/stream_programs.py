@@ -93,27 +93,62 @@ def touched(step: Touch) -> list[tuple[Range, bool]]:
     return [(view, writes) for view, writes in views if view is not None]
 
 
-class Issuer:
-    """Issues a program to a checker; a memory of each of two streams lives at the start."""
+class Reader:
+    """Goes through a program; subclasses say what becomes of its steps.
+
+    A memory of each of two streams lives at the start; a step on memory does nothing when none is.
+    """
 
     def __init__(self) -> None:
+        self.live = [0, 1]
+        self.made = 2
+
+    def read(self, program: list[Step]) -> None:
+        for step in program:
+            if isinstance(step, Touch):
+                if self.live:
+                    self.touch(step, [(self.storage(view), view, w) for view, w in touched(step)])
+            elif isinstance(step, Release):
+                if self.live:
+                    self.release(step, self.storage(step))
+            elif isinstance(step, Alloc):
+                self.live.append(self.made)
+                self.made += 1
+                self.alloc(step, self.live[-1])
+            else:
+                self.order(step)
+
+    def storage(self, of: Range | Release) -> int:
+        """The memory that is meant."""
+        return self.live[of.memory % len(self.live)]
+
+    def touch(self, step: Touch, views: list[tuple[int, Range, bool]]) -> None:
+        """An operator or the host's: storages, ranges of them, whether they are written."""
+        raise NotImplementedError
+
+    def release(self, step: Release, storage: int) -> None:
+        raise NotImplementedError
+
+    def alloc(self, step: Alloc, storage: int) -> None:
+        raise NotImplementedError
+
+    def order(self, step: Order) -> None:
+        raise NotImplementedError
+
+
+class Issuer(Reader):
+    """Issues a program to a checker."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.checker = StreamChecker()
         self.events = [Event() for _ in range(EVENTS)]
-        self.live: list[int] = []
-        self.made = 0
-        self.alloc(Alloc(0))
-        self.alloc(Alloc(1))
+        for storage in self.live:
+            self.alloc(Alloc(storage), storage)
         self.checker.device_synchronized()
 
-    def issue(self, step: Step) -> None:
-        """Tell the checker of one step; one on memory does nothing when no memory lives."""
-        if isinstance(step, Touch):
-            self.touch(step)
-        elif isinstance(step, Release):
-            self.release(step)
-        elif isinstance(step, Alloc):
-            self.alloc(step)
-        elif isinstance(step, Record):
+    def order(self, step: Order) -> None:
+        if isinstance(step, Record):
             self.checker.event_recorded(self.events[step.event], step.stream)
         elif isinstance(step, Wait):
             self.checker.event_waited(self.events[step.event], step.stream)
@@ -124,38 +159,28 @@ class Issuer:
         else:
             self.checker.device_synchronized()
 
-    def touch(self, step: Touch) -> None:
-        if not self.live:
-            return
-        accesses = [
-            Access(self.live[view.memory % len(self.live)], view.start, view.end, writes, 0)
-            for view, writes in touched(step)
-        ]
+    def touch(self, step: Touch, views: list[tuple[int, Range, bool]]) -> None:
+        accesses = [Access(storage, v.start, v.end, writes, 0) for storage, v, writes in views]
         if isinstance(step, Op):
             self.checker.launched("op", step.stream, accesses)
         else:
             self.checker.host_accessed("op", accesses)
 
-    def release(self, step: Release) -> None:
-        if not self.live:
-            return
-        position = step.memory % len(self.live)
+    def release(self, step: Release, storage: int) -> None:
         if isinstance(step, Free):
-            self.checker.freed(self.live.pop(position))
+            self.live.remove(storage)
+            self.checker.freed(storage)
         else:
-            self.checker.stream_recorded(self.live[position], step.stream)
+            self.checker.stream_recorded(storage, step.stream)
 
-    def alloc(self, step: Alloc) -> None:
-        self.checker.allocated(self.made, NBYTES, step.stream)
-        self.live.append(self.made)
-        self.made += 1
+    def alloc(self, step: Alloc, storage: int) -> None:
+        self.checker.allocated(storage, NBYTES, step.stream)
 
 
 def checked(program: list[Step]) -> StreamChecker:
     """What the checker says."""
     issuer = Issuer()
-    for step in program:
-        issuer.issue(step)
+    issuer.read(program)
     return issuer.checker
 
 
@@ -198,25 +223,14 @@ class Graph:
         return self.streams[stream] | self.host
 
 
-class GraphBuilder:
+class GraphBuilder(Reader):
     """Makes the graph of a program; steps without an effect are folded into their successors."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.graph = Graph()
-        self.live = [0, 1]
         self.owner = {0: 0, 1: 1}
         self.recorded: dict[int, set[int]] = {0: set(), 1: set()}
-
-    def add(self, step: Step) -> None:
-        """One more step."""
-        if isinstance(step, Touch):
-            self.touch(step)
-        elif isinstance(step, Release):
-            self.release(step)
-        elif isinstance(step, Alloc):
-            self.alloc(step)
-        else:
-            self.order(step)
 
     def order(self, step: Order) -> None:
         graph = self.graph
@@ -232,34 +246,25 @@ class GraphBuilder:
         else:
             graph.host = graph.host.union(*graph.streams)
 
-    def touch(self, step: Touch) -> None:
-        if not self.live:
-            return
+    def touch(self, step: Touch, views: list[tuple[int, Range, bool]]) -> None:
         graph = self.graph
-        views = [
-            (self.live[v.memory % len(self.live)], v.start, v.end, writes)
-            for v, writes in touched(step)
-        ]
+        cells = [(storage, view.start, view.end, writes) for storage, view, writes in views]
         if isinstance(step, Op):
-            graph.streams[step.stream] = graph.add(graph.tail(step.stream), views)
+            graph.streams[step.stream] = graph.add(graph.tail(step.stream), cells)
         else:
-            graph.host = graph.add(graph.host, views)
+            graph.host = graph.add(graph.host, cells)
 
-    def release(self, step: Release) -> None:
-        if not self.live:
-            return
-        position = step.memory % len(self.live)
+    def release(self, step: Release, storage: int) -> None:
         if isinstance(step, RecordStream):
-            self.recorded[self.live[position]].add(step.stream)
+            self.recorded[storage].add(step.stream)
             return
-        storage = self.live.pop(position)
+        self.live.remove(storage)
         waits = frozenset[int]().union(*map(self.graph.tail, self.recorded[storage]))
         self.graph.freed.append((storage, self.owner[storage], waits))
 
-    def alloc(self, step: Alloc) -> None:
-        graph, storage = self.graph, len(self.owner)
+    def alloc(self, step: Alloc, storage: int) -> None:
+        graph = self.graph
         self.owner[storage], self.recorded[storage] = step.stream, set()
-        self.live.append(storage)
         views = [(storage, 0, NBYTES, True)]
         graph.streams[step.stream] = graph.add(graph.tail(step.stream), views)
         freed = graph.freed
@@ -269,8 +274,7 @@ class GraphBuilder:
 def graph_of(program: list[Step]) -> Graph:
     """The graph of a program."""
     builder = GraphBuilder()
-    for step in program:
-        builder.add(step)
+    builder.read(program)
     return builder.graph
 
 

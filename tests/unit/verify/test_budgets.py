@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -12,19 +11,14 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import RUN_AHEAD, SCHEDULE_ENV, Sim_Accelerator, simulate
 from deepspeed.runtime.streams import SideStream
-from deepspeed.verify import (
-    Budget,
-    BudgetError,
-    StreamRaceError,
-    check_budgets,
-    disable_stream_checking,
-    memory_peak,
-)
+from deepspeed.verify import Budget, BudgetError, StreamRaceError, check_budgets, memory_peak
 from unit.common import DistributedTest
+from unit.models import config_of
 
 MESSAGES = 4
 ROOM_FOR_TWO = Budget(processors=8)
 ONE_QUEUE = Budget(queues=1)
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
 
 def exchange(groups: list[object], ahead: int) -> None:
@@ -43,8 +37,6 @@ def exchange(groups: list[object], ahead: int) -> None:
 
 
 class TestBudgets(DistributedTest):
-    """Two ranks."""
-
     world_size = 2
 
     def test_receives_ahead_hold_all_processors(self) -> None:
@@ -79,11 +71,9 @@ class TestBudgets(DistributedTest):
         with simulate() as simulator:
             with check_budgets(Budget(), Budget(processors=9)):
                 run()
-            with pytest.raises(
-                BudgetError, match="stands before it in its queue, and there"
-            ) as told:
-                with check_budgets(ONE_QUEUE):
-                    run()
+            before = "stands before it in its queue, and there"
+            with pytest.raises(BudgetError, match=before) as told, check_budgets(ONE_QUEUE):
+                run()
         assert "dist.isend(value + 1, other)" in str(told.value)
         assert "work = dist.irecv(received, other)" in str(told.value)
 
@@ -95,10 +85,8 @@ class TestBudgets(DistributedTest):
         def run() -> None:
             order = groups if dist.get_rank() == 0 else groups[::-1]
             values = [torch.ones(2), torch.ones(2)]
-            works = [
-                dist.all_reduce(value, group=group, async_op=True)
-                for value, group in zip(values, order, strict=True)
-            ]
+            pairs = zip(values, order, strict=True)
+            works = [dist.all_reduce(value, group=g, async_op=True) for value, g in pairs]
             for work in works:
                 work.wait()
             assert sum(values).tolist() == [4.0, 4.0]  # type: ignore[union-attr]
@@ -106,9 +94,9 @@ class TestBudgets(DistributedTest):
         with simulate():
             with check_budgets(Budget(processors=64)):
                 run()
-            with pytest.raises(BudgetError, match="all_reduce of ranks"):
-                with check_budgets(Budget(processors=63)):
-                    run()
+            told = pytest.raises(BudgetError, match="all_reduce of ranks")
+            with told, check_budgets(Budget(processors=63)):
+                run()
 
 
 def test_needs_a_simulated_device() -> None:
@@ -151,11 +139,8 @@ def test_what_lives_at_the_peak_is_counted_by_place() -> None:
             del second, third, before
             fourth = floats(2 * KB)
         del fourth
-        line = large.__code__.co_firstlineno + 1
-        assert peak.by_owner == {
-            f"{__file__}:{line} in large": 16 * KB,
-            "(allocated before)": 4 * KB,
-        }
+        place = f"{__file__}:{large.__code__.co_firstlineno + 1} in large"
+        assert peak.by_owner == {place: 16 * KB, "(allocated before)": 4 * KB}
         assert peak.nbytes == 20 * KB == sum(peak.by_owner.values()) == sim.max_memory_allocated()
         sim.reset_peak_memory_stats()
         assert sim.max_memory_allocated() == sim.memory_allocated() < 20 * KB
@@ -169,9 +154,7 @@ def test_another_device_says_that_it_cannot() -> None:
         pass
 
 
-def test_the_host_runs_ahead_under_the_schedule_of_that_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_host_runs_ahead_under_that_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     # Kills: an event that is done before anybody waited, and a name that means another schedule.
     monkeypatch.setenv(SCHEDULE_ENV, "run-ahead")
     accelerator = Sim_Accelerator()
@@ -195,15 +178,8 @@ class TestEngine(DistributedTest):
     def test_buffers_have_names(self) -> None:
         # Kills: owners that are asked for nothing, so that all memory goes by its place.
         with simulate():
-            engine, *_ = deepspeed.initialize(
-                model=torch.nn.Linear(64, 64),
-                config={
-                    "train_micro_batch_size_per_gpu": 2,
-                    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-                    "bf16": {"enabled": True},
-                    "zero_optimization": {"stage": 2},
-                },
-            )
+            config = config_of(2, 2, 1, "bf16", optimizer=SGD)
+            engine, *_ = deepspeed.initialize(model=torch.nn.Linear(64, 64), config=config)
             with memory_peak() as peak:
                 engine.backward(engine(torch.ones(2, 64, dtype=torch.bfloat16)).float().sum())
                 engine.step()
@@ -213,27 +189,21 @@ class TestEngine(DistributedTest):
             engine.destroy()
 
 
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 4,
-    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 72},
-    "verify": {"streams": True},
-}
-
-
 @contextmanager
 def checked_device() -> Iterator[None]:
     with simulate(backward_streams=2):
         try:
             yield
         finally:
-            disable_stream_checking()
+            deepspeed.verify.disable_stream_checking()
 
 
 def train() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
-    engine, _, _, _ = deepspeed.initialize(model=model, config=CONFIG)
+    zero = {"overlap_comm": True, "reduce_bucket_size": 72}
+    config = config_of(2, 4, optimizer=SGD, zero_optimization=zero, verify={"streams": True})
+    engine, *_ = deepspeed.initialize(model=model, config=config)
     for _ in range(2):
         engine.backward(engine(torch.randn(4, 8)).square().mean())
         engine.step()
@@ -252,9 +222,8 @@ class TestStreamsBlock(DistributedTest):
         # Kills: a key that is ignored; a rank that goes on and hangs in its next collective.
         if dist.get_rank() == 1:
             monkeypatch.setattr(SideStream, "wait_for", lambda self, producers: None)
-        expected = (
-            "never waits for <backward stream" if dist.get_rank() == 1 else "another rank left"
-        )
+        words = ("another rank left", "never waits for <backward stream")
+        expected = words[dist.get_rank()]
         with checked_device(), pytest.raises(StreamRaceError, match=expected):
             train()
 

@@ -23,6 +23,8 @@ from deepspeed.verify.oracle.verdicts import family_of, make_report
 from deepspeed.verify.oracle.workload import GlobalBatches, Shape, Workload, load_workload
 from unit.verify.oracle_runs import MODELS, config_of, plan_of
 
+Patch, Capture = pytest.MonkeyPatch, pytest.CaptureFixture[str]
+
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
@@ -31,9 +33,7 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_the_planted_bug_fails_and_is_named(
-    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_planted_bug_fails_and_is_named(config: str, tmp_path: Path, capsys: Capture) -> None:
     """The whole command. Kills: an exit code or a file that does not say what was found."""
     pytest.importorskip("matplotlib")
     wanted = tmp_path / "r.json", tmp_path / "r.html"
@@ -60,35 +60,28 @@ MISUSES = {
 
 
 @pytest.mark.parametrize("function", MISUSES)
-def test_a_wrong_model_function_is_told_at_once(
-    config: str, function: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_function_is_told_at_once(config: str, function: str, capsys: Capture) -> None:
     """Kills: a mistake that only shows in the log of a rank."""
     assert main(["--config", config, "--model", f"{MODELS}:{function}"]) == 2
     assert MISUSES[function] in capsys.readouterr().err
 
 
-WRONG = [
-    (["--world-size", "0"], "--world-size 0"),
-    (["--steps", "0"], "--steps 0"),
-    (["--schedules", "-1"], "--schedules -1"),
-    (["--timeout", "0"], "--timeout 0"),
-    (["--compile", "nothing"], "--compile nothing"),
-    (["--report", "r.pdf"], ".html or .png"),
-    (["--json", "/no/such/folder/r.json"], "there is no folder"),
-    (["--data", "nothing.pt"], "--data nothing.pt"),
-    (["--model", "nothing"], "expected package.module:function"),
-    (["--model", "no_such_module:f"], "no_such_module"),
-    (["--config", "nothing.json"], "nothing.json"),
-]
+NAMED = ("--world-size 0", "--steps 0", "--schedules -1", "--timeout 0", "--compile nothing")
+WRONG = {
+    **{arguments: arguments for arguments in (*NAMED, "--data nothing.pt")},
+    "--report r.pdf": ".html or .png",
+    "--json /no/such/folder/r.json": "there is no folder",
+    "--model nothing": "expected package.module:function",
+    "--model no_such_module:f": "no_such_module",
+    "--config nothing.json": "nothing.json",
+}
 
 
-@pytest.mark.parametrize(("arguments", "text"), WRONG, ids=[text for _, text in WRONG])
-def test_wrong_arguments(
-    config: str, arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--config", config, "--model", f"{MODELS}:right", *arguments]) == 2
-    assert text in capsys.readouterr().err
+@pytest.mark.parametrize("arguments", WRONG)
+def test_wrong_arguments(config: str, arguments: str, capsys: Capture) -> None:
+    given = ["--config", config, "--model", f"{MODELS}:right", *arguments.split()]
+    assert main(given) == 2
+    assert WRONG[arguments] in capsys.readouterr().err
 
 
 # One rank only can share these batches.
@@ -98,22 +91,17 @@ ELASTIC = {
 }
 
 
-@pytest.mark.parametrize(
-    ("more", "text"),
-    [
-        ({"tensor_parallel": {"autotp_size": 2}}, "--world-size 3: tensor_parallel.autotp_size"),
-        ({"elasticity": ELASTIC}, "World size (3)"),
-    ],
-)
-def test_ranks_that_a_configuration_cannot_have(
-    more: dict[str, Any], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_that_a_configuration_cannot_have(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "c.json"
-    path.write_text(json.dumps({**config_of(1), **more}))
-    model = ["--model", f"{MODELS}:right", "--world-size", "3"]
-    assert main(["--config", str(path), *model]) == 2
-    told = capsys.readouterr().err
-    assert text in told and "Traceback" not in told
+    for config, text in (
+        (config_of(1, tensor_parallel={"autotp_size": 2}), "--world-size 3: tensor_parallel"),
+        (config_of(1, elasticity=ELASTIC), "World size (3)"),
+    ):
+        path.write_text(json.dumps(config))
+        model = ["--model", f"{MODELS}:right", "--world-size", "3"]
+        assert main(["--config", str(path), *model]) == 2
+        told = capsys.readouterr().err
+        assert text in told and "Traceback" not in told
 
 
 def test_as_many_ranks_as_average_every_gradient() -> None:
@@ -139,26 +127,23 @@ def test_a_small_model_is_in_shards() -> None:
     assert in_shards(config_of(2), [9, 9]) == config_of(2)
 
 
-@pytest.mark.parametrize(
-    ("code", "timeout_s", "text"),
-    [
-        ("sys.exit(3)", 60.0, "rank 1 exited with 3"),
-        ("time.sleep(60)", 0.5, "no progress for 0.5 s"),
-    ],
-)
-def test_a_rank_that_does_not_go_on(
-    code: str, timeout_s: float, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+STANDS = {
+    "sys.exit(3)": (60.0, "rank 1 exited with 3"),
+    "time.sleep(60)": (0.5, "no progress for 0.5 s"),
+}
+
+
+@pytest.mark.parametrize("code", STANDS)
+def test_a_rank_that_does_not_go_on(code: str, tmp_path: Path, monkeypatch: Patch) -> None:
     """Kills: a parent that waits for ever, or that leaves the other rank behind."""
-    (tmp_path / "stopping.py").write_text(
-        f"import os, sys, time\nif os.environ['RANK'] == '0': time.sleep(60)\n{code}\n"
-    )
+    timeout_s, text = STANDS[code]
+    program = f"import os, sys, time\nif os.environ['RANK'] == '0': time.sleep(60)\n{code}\n"
+    (tmp_path / "stopping.py").write_text(program)
     monkeypatch.setattr(ranks, "WORKER", "stopping")
     monkeypatch.setattr(ranks, "GRACE_S", 0.1)
     monkeypatch.chdir(tmp_path)
-    session = run_plan(
-        plan_of(config_of(1), "right", (RunKind.SGD,)), timeout_s, lambda event, values: None
-    )
+    plan = plan_of(config_of(1), "right", (RunKind.SGD,))
+    session = run_plan(plan, timeout_s, lambda event, values: None)
     assert text in session.not_started
 
 
@@ -171,9 +156,8 @@ def bare_plan(backend: str = "none", **more: Any) -> Plan:
     return make_plan(settings, config_of(1), 2, Shape(2, 2, 4), sizes=[1], **more)
 
 
-def test_what_becomes_of_the_compiled_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_becomes_of_the_compiled_model(monkeypatch: Patch) -> None:
     # Kills: a compiler's error or lack shown as the model's fault; other failures as harmless.
-
     def row_of(backend: str, **failed: str) -> Row:
         plan = bare_plan(backend=backend)
         session = Session()
@@ -196,16 +180,14 @@ def test_what_becomes_of_the_compiled_model(monkeypatch: pytest.MonkeyPatch) -> 
     assert row.verdict is Verdict.NOT_RUN and "needs a C++ compiler" in row.detail
 
 
-def test_families() -> None:
-    assert family_of("transformer.h.11.attn.c_attn.weight") == "transformer.h.*.attn.c_attn.weight"
-    assert family_of("0.weight") == "*.weight"
-    assert family_of("conv1.weight") == "conv1.weight"
-
-
 def test_splits_keep_the_global_batch() -> None:
     shape = Shape(world=2, accumulation=2, rows=6)
     assert {(s.accumulation, s.rows) for s in shape.splits()} == {(1, 12), (6, 2)}
     assert Shape(2, 1, 1).splits() == []
+    # Ranks see one order of micro-batches.
+    shape = Shape(world=3, accumulation=2, rows=1)
+    places = [shape.place(rank, micro) for rank in range(3) for micro in range(2)]
+    assert sorted(places) == list(range(6))
 
 
 def test_another_cut_has_the_same_samples_in_order() -> None:
@@ -231,15 +213,11 @@ def test_data_from_a_file_is_dealt_in_order(tmp_path: Path) -> None:
     assert torch.equal(batches.whole(1)[0], torch.load(path)[0][16:32])
 
 
-def test_ranks_see_one_order_of_micro_batches() -> None:
-    shape = Shape(world=3, accumulation=2, rows=1)
-    assert sorted(shape.place(rank, micro) for rank in range(3) for micro in range(2)) == list(
-        range(6)
-    )
-
-
-def test_nan_is_never_within_bounds() -> None:
+def test_families_and_nan() -> None:
     """Kills: a comparison that NaN passes."""
+    assert family_of("transformer.h.11.attn.c_attn.weight") == "transformer.h.*.attn.c_attn.weight"
+    assert family_of("0.weight") == "*.weight"
+    assert family_of("conv1.weight") == "conv1.weight"
     assert not Deviation(math.nan, 1.0, 1.0).is_within
 
 
@@ -251,37 +229,30 @@ def test_a_plan_survives_its_journey() -> None:
 
 
 def test_the_table_shows_every_row_and_the_page_escapes() -> None:
-    rows = [
-        Row("a <b>", Verdict.FAIL, "x is wrong", parameters=["w"]),
-        Row("c", Verdict.NOT_RUN, "because"),
-    ]
+    failed = Row("a <b>", Verdict.FAIL, "x is wrong", parameters=["w"])
+    rows = [failed, Row("c", Verdict.NOT_RUN, "because")]
     report = Report(rows, ["a note"], {}, {})
-    assert all(
-        text in render(report)
-        for text in ("x is wrong", "because", "a note", "FAIL: 0 passed, 1 failed, 1 not run", "w")
-    )
+    texts = ("x is wrong", "because", "a note", "FAIL: 0 passed, 1 failed, 1 not run", "w")
+    assert all(text in render(report) for text in texts)
     assert "a &lt;b&gt;" in picture.page(report, b"")
     assert not report.passed and Report([replace(rows[1])], [], {}, {}).passed
 
 
 def test_a_hugging_face_model_from_a_configuration(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    small = "n_layer=1&n_embd=8&n_head=2&vocab_size=16"
-    workload = load_workload(f"hf:gpt2?{small}&sequence=6", None, 0, 2)
+    spec = "hf:gpt2?n_layer=1&n_embd=8&n_head=2&vocab_size=16&sequence=6"
+    workload = load_workload(spec, None, 0, 2)
     batches = GlobalBatches(workload, Shape(2, 1, 2), steps=1)
     assert batches.whole(0)["input_ids"].shape == (4, 6)
     assert workload.loss_of(workload.copy_module(), batches.whole(0), torch.float32).isfinite()
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 16})
-    )
+    small = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps(small))
     again = load_workload(f"hf:{tmp_path}", None, 0, 2)
     assert len(again.module.transformer.h) == 2
 
 
 @pytest.mark.parametrize("spec", ["hf:gpt2?no_such_key=1", "hf:no_such_type", "hf:gpt2?sequence=1"])
-def test_a_wrong_hugging_face_model(
-    config: str, spec: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_hugging_face_model(config: str, spec: str, capsys: Capture) -> None:
     """Without transformers the message is that it is missing; each names the argument."""
     assert main(["--config", config, "--model", spec]) == 2
     assert "--model hf:" in capsys.readouterr().err
@@ -289,12 +260,10 @@ def test_a_wrong_hugging_face_model(
 
 def test_the_simulated_device_sees_several_buckets() -> None:
     """Kills: a search for races on a model that fits one bucket, where none can be."""
-    plan = plan_of(
-        {**config_of(2), "zero_optimization": {"stage": 2}}, "right", tuple(RunKind), schedules=1
-    )
-    sizes = {
-        run.name: run.config["zero_optimization"].get("reduce_bucket_size") for run in plan.runs
-    }
+    config = {**config_of(2), "zero_optimization": {"stage": 2}}
+    plan = plan_of(config, "right", tuple(RunKind), schedules=1)
+    zero = {run.name: run.config["zero_optimization"] for run in plan.runs}
+    sizes = {name: block.get("reduce_bucket_size") for name, block in zero.items()}
     assert sizes["schedule 0"] == 100
     assert sizes["SGD"] is None and sizes["as configured"] is None
 

@@ -15,6 +15,7 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.gradients.reduce_rule import ReduceFactors, ReduceRule
+from deepspeed.runtime.optimizers import step_sequence
 from deepspeed.runtime.sharding import publisher
 from deepspeed.runtime.streams import StagingBuffers
 from deepspeed.verify import lowered_sizes
@@ -22,15 +23,8 @@ from deepspeed.verify.oracle import cli
 from deepspeed.verify.oracle.plan import RunKind
 from deepspeed.verify.sizes import SIZES, piece_numel
 from unit.common import DistributedTest
-from unit.verify.oracle_runs import (
-    MODELS,
-    TRAINING,
-    config_of,
-    failures,
-    plan_of,
-    report_of,
-    session_of,
-)
+from unit.verify import oracle_runs
+from unit.verify.oracle_runs import MODELS, TRAINING, config_of, failures, plan_of, report_of
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 SMALL = (
@@ -66,25 +60,19 @@ class TestCleanRuns(DistributedTest):
 
     def test_other_ways_to_say_it(self) -> None:
         """Kills: an expectation that knows the default configuration only."""
+        warmup = {"warmup_num_steps": 2, "warmup_max_lr": 0.01}
         more: list[dict[str, Any]] = [
             {"prescale_gradients": True},
             {"gradient_allreduce_op": "sum", "gradient_clipping": 0.0},
             {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
             {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}},
-            {
-                "scheduler": {
-                    "type": "WarmupLR",
-                    "params": {"warmup_num_steps": 2, "warmup_max_lr": 0.01},
-                }
-            },
+            {"scheduler": {"type": "WarmupLR", "params": warmup}},
             {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}},
             {"fp16": {"enabled": True}},  # dynamic: the first steps overflow and are skipped
         ]
         for extra in more:
-            report = report_of(
-                plan_of(config_of(1, **extra), "right", (RunKind.SGD, RunKind.USER), steps=4)
-            )
-            assert failures(report) == [], extra
+            plan = plan_of(config_of(1, **extra), "right", (RunKind.SGD, RunKind.USER), steps=4)
+            assert failures(report_of(plan)) == [], extra
 
     def test_offload_and_accumulation_of_one(self) -> None:
         config = config_of(2, gradient_accumulation_steps=1)
@@ -98,13 +86,8 @@ class TestCleanRuns(DistributedTest):
         report = report_of(plan_of(config_of(stage, "bf16"), "right", kinds, schedules=2))
         assert failures(report) == []
         passed = {row.check for row in report.rows if row.verdict.value == "PASS"}
-        assert {
-            "gradient ledger",
-            "collective agreement",
-            "stream races",
-            "memory lifetimes",
-        } <= passed
-        assert {"simulated device = host", "eager = compiled"} <= passed
+        assert {"gradient ledger", "collective agreement", "stream races"} <= passed
+        assert {"memory lifetimes", "simulated device = host", "eager = compiled"} <= passed
 
     @pytest.mark.world_size(4)
     @pytest.mark.parametrize("kind", PARTS)
@@ -122,31 +105,30 @@ class TestCleanRuns(DistributedTest):
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Kills: exit code 0 for single samples, of which no other cut of the batch can be made."""
-        monkeypatch.setattr(cli, "run_plan", lambda plan, timeout_s, progress: session_of(plan))
-        config = tmp_path / "ds_config.json"
+        monkeypatch.setattr(
+            cli, "run_plan", lambda plan, timeout_s, progress: oracle_runs.session_of(plan)
+        )
+        config = tmp_path / f"ds_config.{dist.get_rank()}.json"  # each rank writes its own
         config.write_text(json.dumps(config_of(1)))
         arguments = "--steps 1 --schedules 0 --compile none --data".split()
         model = ["--config", str(config), "--model", f"{MODELS}:right"]
         with redirect_stdout(io.StringIO()) as out:
             assert cli.main([*model, *arguments, f"{MODELS}:single_samples"]) == cli.INCOMPLETE
         *_, verdict = out.getvalue().splitlines()
-        assert verdict.startswith("INCOMPLETE") and verdict.endswith(
-            "2 left out: model: micro-batches = whole batch, accumulation invariance"
-        )
+        left_out = "2 left out: model: micro-batches = whole batch, accumulation invariance"
+        assert verdict.startswith("INCOMPLETE") and verdict.endswith(left_out)
 
 
 class TestFaults(DistributedTest):
     world_size = 2
 
     @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-    def test_a_gradient_divided_twice(
-        self, precision: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_divided_twice(self, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
         """Kills: a reference that takes its divisor from the system."""
         right = ReduceRule.factors
 
-        def twice(self: ReduceRule, *args: Any, **kwargs: Any) -> ReduceFactors:
-            factors = right(self, *args, **kwargs)
+        def twice(*args: Any, **kwargs: Any) -> ReduceFactors:
+            factors = right(*args, **kwargs)
             return ReduceFactors(factors.pre, factors.post / 2)
 
         monkeypatch.setattr(ReduceRule, "factors", twice)
@@ -159,9 +141,7 @@ class TestFaults(DistributedTest):
         """Kills: a comparison with this rank's own data only."""
         right = DeepSpeedEngine.backward
 
-        def without_rank_1(
-            self: DeepSpeedEngine, loss: torch.Tensor, *args: Any, **kwargs: Any
-        ) -> torch.Tensor:
+        def without_rank_1(self: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             return right(self, loss * (dist.get_rank() == 0), *args, **kwargs)
 
         monkeypatch.setattr(DeepSpeedEngine, "backward", without_rank_1)
@@ -185,9 +165,7 @@ class TestFaults(DistributedTest):
 
     def test_an_optimizer_that_steps_too_far(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Kills: parameters that are not compared, as the gradients are right here."""
-        monkeypatch.setattr(
-            "deepspeed.runtime.optimizers.step_sequence.clip_factor", lambda norm, limit: 1.0
-        )
+        monkeypatch.setattr(step_sequence, "clip_factor", lambda norm, limit: 1.0)
         report = report_of(plan_of(config_of(1), "right", (RunKind.SGD, RunKind.USER)))
         wrong = [row for row in report.rows if row.verdict.value == "FAIL"]
         assert any("value after the step" in row.detail and row.check == "SGD" for row in wrong)
@@ -201,9 +179,8 @@ class TestFaults(DistributedTest):
     @pytest.mark.parametrize("precision", ["fp32", "bf16"])
     def test_gradients_dropped_on_odd_micro_batches(self, precision: str) -> None:
         """Kills: a reference that repeats the model's bug in the same places."""
-        report = report_of(
-            plan_of(config_of(1, precision), "forgetful", (RunKind.SGD, RunKind.SPLIT))
-        )
+        plan = plan_of(config_of(1, precision), "forgetful", (RunKind.SGD, RunKind.SPLIT))
+        report = report_of(plan)
         assert failures(report)
         assert report.to_json()["culprits"] == ["2.weight"]
 

@@ -18,36 +18,27 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.config_models.features import VerifyConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.engine_parts.verification import wanted_checks
+from deepspeed.runtime.gradients.ledger import gradient_ledger
 from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedger, GradientLedgerError
 from deepspeed.runtime.gradients.observer import UNOBSERVED
 from deepspeed.utils import safe_set_full_grad
 from deepspeed.verify import ledger
 from unit.common import DistributedTest
+from unit.models import config_of, drawn, seeded
 from unit.v1.contract.matrix import of_world, pairwise_cases
 from unit.v1.contract.runner import run_cases
 from unit.v1.looping import each
 
 ROWS = 2
-FORMS: dict[str, dict[str, Any]] = {
-    "stage 0": {"zero_optimization": {"stage": 0}},
-    "stage 1": {"zero_optimization": {"stage": 1}},
-    "stage 2": {"zero_optimization": {"stage": 2, "reduce_bucket_size": 80, "overlap_comm": True}},
-    "fp16": {
-        "zero_optimization": {"stage": 0},
-        "fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1},
-    },
-    "fp16 stage 2": {
-        "zero_optimization": {"stage": 2},
-        "fp16": {"enabled": True, "loss_scale": 64},
-    },
-    "BF16_Optimizer": {
-        "zero_optimization": {"stage": 1},
-        "bf16": {"enabled": True, "immediate_grad_update": True},
-        "data_types": {"grad_accum_dtype": "fp32"},
-    },
-    "sum": dict(
-        zero_optimization={"stage": 1}, gradient_allreduce_op="sum", prescale_gradients=True
-    ),
+IMMEDIATE = {"enabled": True, "immediate_grad_update": True}
+FORMS: dict[str, tuple[int, dict[str, Any]]] = {
+    "stage 0": (0, {}),
+    "stage 1": (1, {}),
+    "stage 2": (2, {"zero_optimization": {"reduce_bucket_size": 80, "overlap_comm": True}}),
+    "fp16": (0, {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}),
+    "fp16 stage 2": (2, {"fp16": {"enabled": True, "loss_scale": 64}}),
+    "BF16_Optimizer": (1, {"bf16": IMMEDIATE, "data_types": {"grad_accum_dtype": "fp32"}}),
+    "sum": (1, {"gradient_allreduce_op": "sum", "prescale_gradients": True}),
 }
 
 
@@ -69,82 +60,75 @@ class Net(nn.Module):
 
 
 def start(form: str, accumulation: int = 2, **keys: Any) -> Any:
-    torch.manual_seed(1)
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": accumulation,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
-        "verify": {"ledger": True},
-        **FORMS[form],
-        **keys,
-    }
-    return deepspeed.initialize(model=Net(), config=config)[0]
+    stage, more = FORMS[form]
+    more = {"optimizer": {"type": "SGD", "params": {"lr": 0.05}}, **more}
+    config = config_of(stage, ROWS, accumulation, **{"verify": {"ledger": True}, **more, **keys})
+    return deepspeed.initialize(model=seeded(Net, seed=1), config=config)[0]
 
 
-def batch(engine: Any, factor: float = 1.0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * dist.get_rank() + engine.micro_steps)
-    return (torch.randn(ROWS, 6, generator=generator) * factor).to(
-        next(engine.module.parameters()).dtype
-    )
+def loss_of(engine: Any, factor: float = 1.0) -> Any:
+    """Of a batch that depends on rank and micro-batch."""
+    batch = drawn(100 * dist.get_rank() + engine.micro_steps, ROWS, 6) * factor
+    return engine(batch.to(next(engine.module.parameters()).dtype))
+
+
+def micro_batch(engine: Any, factor: float = 1.0) -> None:
+    engine.backward(loss_of(engine, factor))
+    engine.step()
 
 
 def managed(engine: Any) -> None:
     for _ in range(engine.gradient_accumulation_steps()):
-        engine.backward(engine(batch(engine)))
-        engine.step()
+        micro_batch(engine)
 
 
 def plain(engine: Any) -> None:
     for _ in range(engine.gradient_accumulation_steps()):
-        loss = engine(batch(engine))
+        loss = loss_of(engine)
         (engine.scale(loss) if engine._sequence.needs_scaler() else loss).backward()
         engine.step()
 
 
 def divided_by_the_client(engine: Any) -> None:
     for _ in range(engine.gradient_accumulation_steps()):
-        loss = engine(batch(engine)) / engine.gradient_accumulation_steps()
+        loss = loss_of(engine) / engine.gradient_accumulation_steps()
         engine.backward(loss, scale_wrt_gas=False)
         engine.step()
 
 
 def no_sync(engine: Any) -> None:
     with engine.no_sync():
-        engine.backward(engine(batch(engine)))
+        engine.backward(loss_of(engine))
     engine.step()
-    engine.backward(engine(batch(engine)))
-    engine.step()
+    micro_batch(engine)
 
 
 def coalesced(engine: Any) -> None:
     engine.set_gradient_accumulation_boundary(True)
     with engine.coalesce_grad_reduction():
         for _ in range(3):
-            engine.backward(engine(batch(engine)))
+            engine.backward(loss_of(engine))
     engine.step()
 
 
 def twice_at_the_boundary(engine: Any) -> None:
-    engine.backward(engine(batch(engine)))
-    engine.step()
-    for factor in (1.0, 0.5):
-        engine.backward(engine(batch(engine, factor)))
-    engine.step()
+    micro_batch(engine)
+    engine.backward(loss_of(engine))
+    micro_batch(engine, 0.5)
 
 
 def zeroed_in_between(engine: Any) -> None:
-    engine.backward(engine(batch(engine)))
+    engine.backward(loss_of(engine))
     engine.optimizer.zero_grad()  # at stage 0 the client's own optimizer, which tells nobody
     if engine.zero_optimization_stage() > 0:
         engine.zero_grad()
     engine.step()
-    engine.backward(engine(batch(engine)))
-    engine.step()
+    micro_batch(engine)
 
 
 def replaced(engine: Any) -> None:
     engine.set_gradient_accumulation_boundary(True)
-    engine.backward(engine(batch(engine)))
+    engine.backward(loss_of(engine))
     weight = engine.module.twice.weight
     safe_set_full_grad(weight, torch.full_like(weight, 0.25, dtype=torch.float32))
     engine.step()
@@ -154,15 +138,14 @@ def clipped_by_the_client(engine: Any) -> None:
     if isinstance(engine.optimizer, DeepSpeedOptimizer):
         return managed(engine)  # only stage 0 in fp32 lets clients at what the step uses
     engine.set_gradient_accumulation_boundary(True)
-    engine.backward(engine(batch(engine)))
+    engine.backward(loss_of(engine))
     nn.utils.clip_grad_norm_([p for p in engine.module.parameters() if p.grad is not None], 1e-3)
     engine.step()
 
 
 def not_finite(engine: Any) -> None:
     engine.set_gradient_accumulation_boundary(True)
-    engine.backward(engine(batch(engine, float("inf") if dist.get_rank() == 1 else 1.0)))
-    engine.step()
+    micro_batch(engine, float("inf") if dist.get_rank() == 1 else 1.0)
     assert engine._sequence.overflow
 
 
@@ -175,29 +158,22 @@ def masked_by_a_later_hook(engine: Any) -> None:
 def under_autocast(engine: Any) -> None:
     for _ in range(engine.gradient_accumulation_steps()):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            engine.backward(engine(batch(engine)))
+            engine.backward(loss_of(engine))
         engine.step()
 
 
 WAYS: list[Callable[[Any], None]] = [
-    managed,
-    plain,
-    divided_by_the_client,
-    no_sync,
-    coalesced,
-    twice_at_the_boundary,
-    zeroed_in_between,
-    replaced,
-    clipped_by_the_client,
-    not_finite,
-    masked_by_a_later_hook,
+    *(managed, plain, divided_by_the_client, no_sync, coalesced, twice_at_the_boundary),
+    *(zeroed_in_between, replaced, clipped_by_the_client, not_finite, masked_by_a_later_hook),
     under_autocast,
 ]
 
 
-class TestClients(DistributedTest):
-    """What clients may do, without an alarm."""
+def values_of(engine: Any) -> list[torch.Tensor]:
+    return [param.detach().clone() for param in engine.module.parameters()]
 
+
+class TestClients(DistributedTest):
     world_size = 2
     exec_timeout = 150
 
@@ -208,7 +184,7 @@ class TestClients(DistributedTest):
         managed(engine)
         way(engine)
         engine.set_gradient_accumulation_boundary(True)
-        managed_once_more(engine)
+        micro_batch(engine)
         seen = engine._sequence.observer
         assert seen.steps >= 3 and not seen.findings
         assert seen.zero_gradients == ("never",)
@@ -222,19 +198,12 @@ class TestClients(DistributedTest):
             engine = start("stage 2", verify={"ledger": on})
             for _ in range(3):
                 managed(engine)
-            results.append([param.detach().clone() for param in engine.module.parameters()])
+            results.append(values_of(engine))
             engine.destroy()
-        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def managed_once_more(engine: Any) -> None:
-    engine.backward(engine(batch(engine)))
-    engine.step()
+        assert all(map(torch.equal, *results))
 
 
 class TestContract(DistributedTest):
-    """The contract suite's configurations."""
-
     exec_timeout = 240
 
     @pytest.mark.parametrize("share", [0, 1])
@@ -251,19 +220,15 @@ class TestContract(DistributedTest):
 
 
 class TestContext(DistributedTest):
-    """`deepspeed.verify.ledger()`."""
-
     world_size = 2
 
     def test_engines_before_and_within(self) -> None:
         # Kills: forgotten engines; an accumulation seen in its second half only; hooks that stay.
         old = start("stage 2", verify={})
-        old.backward(old(batch(old)))
-        old.step()
+        micro_batch(old)
         with ledger() as book:
             new = start("stage 0", verify={})
-            old.backward(old(batch(old)))
-            old.step()
+            micro_batch(old)
             for engine in (old, new):
                 managed(engine)
         assert len(book.ledgers) == 2 and book.steps == 2 and not book.findings
@@ -284,43 +249,33 @@ class TestContext(DistributedTest):
         # Kills: a check that comes after the update.
         engine = start("stage 1")
         engine._losses.divided = lambda loss, scale_wrt_gas: loss
-        before = [param.detach().clone() for param in engine.module.parameters()]
+        before = values_of(engine)
         with pytest.raises(GradientLedgerError, match="accumulation steps"):
             managed(engine)
-        assert all(
-            torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True)
-        )
+        assert all(map(torch.equal, before, values_of(engine)))
 
 
 class TestCost(DistributedTest):
-    """What a step pays."""
-
     world_size = 2
 
-    def test_two_small_collectives_and_one_read_per_step(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_two_small_collectives_per_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # Kills: collectives per parameter or micro-batch.
         engine = start("stage 1", accumulation=3)
         sizes: list[int] = []
-        original = dist.all_reduce
+        counted: list[list[int]] = []
+        all_reduce, settled = dist.all_reduce, GradientLedger.settled
 
-        def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             sizes.append(tensor.numel())
-            return original(tensor, *args, **kwargs)
+            return all_reduce(tensor, *args, **kwargs)
 
-        monkeypatch.setattr(
-            "deepspeed.runtime.gradients.ledger.gradient_ledger.dist.all_reduce", all_reduce
-        )
-        original_settled = GradientLedger.settled
-
-        def settled(self: GradientLedger, factor: float) -> None:
+        def settling(self: GradientLedger, factor: float) -> None:
             sizes.clear()
-            original_settled(self, factor)
+            settled(self, factor)
             counted.append(list(sizes))
 
-        counted: list[list[int]] = []
-        monkeypatch.setattr(GradientLedger, "settled", settled)
+        monkeypatch.setattr(gradient_ledger.dist, "all_reduce", counting)
+        monkeypatch.setattr(GradientLedger, "settled", settling)
         managed(engine)
         assert len(counted) == 1 and len(counted[0]) == 2 and counted[0][1] == 1
 
@@ -350,27 +305,20 @@ dist.destroy_process_group()  # a process that ends with its group open was abor
 def test_nothing_is_imported_when_off() -> None:
     # Kills: an import at the top of the engine.
     environment = {name: value for name, value in os.environ.items() if name != "DS_VERIFY"}
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=60, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    off, on = [line for line in done.stdout.splitlines() if line.startswith("imported:")]
+    command = [sys.executable, "-c", IMPORTS]
+    said = subprocess.check_output(command, text=True, timeout=60, env=environment)
+    off, on = [line for line in said.splitlines() if line.startswith("imported:")]
     assert off == "imported: []"
     assert "deepspeed.runtime.gradients.ledger.gradient_ledger" in on
     assert "intent" not in on
 
 
-class TestSwitches:
-    def test_environment_and_block(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("DS_VERIFY", "ledger, streams")
-        assert wanted_checks(VerifyConfig(collectives=True)) == {"ledger", "streams", "collectives"}
-        monkeypatch.delenv("DS_VERIFY")
-        assert wanted_checks(VerifyConfig()) == set()
-
-    def test_unknown_words_are_refused_by_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("DS_VERIFY", "ledger,stream")
-        with pytest.raises(
-            DeepSpeedConfigError,
-            match="DS_VERIFY: 'stream' is unknown.*ledger, collectives, streams",
-        ):
-            wanted_checks(VerifyConfig())
+def test_environment_and_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_VERIFY", "ledger, streams")
+    assert wanted_checks(VerifyConfig(collectives=True)) == {"ledger", "streams", "collectives"}
+    monkeypatch.setenv("DS_VERIFY", "ledger,stream")
+    told = "DS_VERIFY: 'stream' is unknown.*ledger, collectives, streams"
+    with pytest.raises(DeepSpeedConfigError, match=told):
+        wanted_checks(VerifyConfig())
+    monkeypatch.delenv("DS_VERIFY")
+    assert wanted_checks(VerifyConfig()) == set()

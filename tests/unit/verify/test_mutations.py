@@ -36,11 +36,8 @@ def what_it_says(found: list[str]) -> str:
     return (f"{lines[0].partition(':')[0]}: {lines[1].strip()}" if announces else lines[0])[:160]
 
 
-@pytest.mark.parametrize(
-    "mutation", MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-")
-)
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda fault: fault.name.replace(" ", "-"))
 def test_the_guard_finds_the_fault(mutation: Mutation, table: list[str]) -> None:
-    """It does, and one finding names the place."""
     found = findings(mutation.test, world_of(mutation.test), mutation)
     table.append(f"{mutation.guard:8} {mutation.name:50} {what_it_says(found)}")
     assert found, f"{mutation.guard} was silent about: {mutation.name}"
@@ -55,14 +52,10 @@ def test_the_nan_of_issue_8061_appears_without_fix_1() -> None:
     assert len(runs) > 0.9 * 20 * 2, sorted(runs)
 
 
-@pytest.mark.parametrize(
-    "scenario", SCENARIOS, ids=lambda scenario: re.sub(r"[ :,]+", "-", scenario)
-)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda name: re.sub(r"[ :,]+", "-", name))
 def test_without_a_fault_the_guard_is_silent(scenario: str, table: list[str]) -> None:
     """The control: it is the fault that is found."""
     found = findings(scenario, world_of(scenario))
-    table.append(
-        f"{scenario.partition(':')[0]:8} (no fault){scenario.partition(':')[2]:40} "
-        f"{what_it_says(found)}"
-    )
+    guard, _, name = scenario.partition(":")
+    table.append(f"{guard:8} (no fault){name:40} {what_it_says(found)}")
     assert not found, "\n".join(found)[:4000]

@@ -11,11 +11,9 @@ from deepspeed.accelerator.stream_trace import Access
 from deepspeed.utils import memory_names
 from deepspeed.verify import StreamChecker, StreamRaceError, check_streams
 from deepspeed.verify.streams.accesses import AccessMap, Launch, Use
-from deepspeed.verify.streams.check import (
-    disable_stream_checking,
-    enable_stream_checking,
-    raise_findings,
-)
+from deepspeed.verify.streams.check import disable_stream_checking as disable
+from deepspeed.verify.streams.check import enable_stream_checking as enable
+from deepspeed.verify.streams.check import raise_findings
 from deepspeed.verify.streams.checker import SWEEP_INTERVAL
 from deepspeed.verify.streams.findings import Kind
 
@@ -26,21 +24,29 @@ class Event:
     pass
 
 
+EVENT, OTHER = Event(), Event()
+Step = tuple[Any, ...]
+
+
 class Script:
     """A checker with a shorter way to say who does what; addresses are storage * 1000 + offset."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, *steps: Step, **kwargs: Any) -> None:
         self.checker = StreamChecker(**kwargs)
+        self.play(*steps)
+
+    def play(self, *steps: Step) -> None:
+        """Each is the name of a method of this or the checker, and its arguments."""
+        for name, *args in steps:
+            getattr(self if hasattr(self, name) else self.checker, name)(*args)
 
     def write(self, stream: Any, start: int = 0, end: int = 8, storage: int = 0) -> None:
-        self.checker.launched(
-            "write", stream, [Access(storage, start, end, True, storage * 1000 + start)]
-        )
+        access = Access(storage, start, end, True, storage * 1000 + start)
+        self.checker.launched("write", stream, [access])
 
     def read(self, stream: Any, start: int = 0, end: int = 8, storage: int = 0) -> None:
-        self.checker.launched(
-            "read", stream, [Access(storage, start, end, False, storage * 1000 + start)]
-        )
+        access = Access(storage, start, end, False, storage * 1000 + start)
+        self.checker.launched("read", stream, [access])
 
     def wait(self, waiting: Any, waited: Any) -> None:
         event = Event()
@@ -57,184 +63,100 @@ def script() -> Script:
     return Script()
 
 
-class TestOrder:
-    def test_a_read_that_does_not_wait_for_the_write(self, script: Script) -> None:
-        # Kills: reads that are checked against nothing.
-        script.write(A)
-        script.read(B)
-        assert script.kinds == [Kind.RACE]
+RACE, LIFETIME = [Kind.RACE], [Kind.LIFETIME]
+WRITE, READ = ("write", A), ("read", B)
+USED = ("allocated", 1, 8, A), ("wait", B, A), ("read", B, 0, 8, 1)
+"""Memory of one stream that another uses."""
+FREED = *USED, ("freed", 1)
+REUSED = ("freed", 1), ("allocated", 2, 8, A)
 
-    def test_a_write_that_does_not_wait_for_a_read(self, script: Script) -> None:
-        # Kills: a bucket that is reused while its last reader is under way.
-        script.read(A)
-        script.write(B)
-        assert script.kinds == [Kind.RACE]
-
-    def test_two_reads_need_no_order(self, script: Script) -> None:
-        # Kills: alarms for every shared tensor.
-        script.read(A)
-        script.read(B)
-        assert script.kinds == []
-
-    def test_disjoint_slices_of_one_buffer(self, script: Script) -> None:
-        # Kills: storages compared as a whole; two streams may fill one bucket.
-        script.write(A, 0, 4)
-        script.write(B, 4, 8)
-        assert script.kinds == []
-        script.read(C, 3, 5)
-        assert len(script.kinds) == 2
-
-    def test_a_wait_covers_what_was_issued_before_it_only(self, script: Script) -> None:
-        # Kills: an edge between streams that is taken to last.
-        script.wait(B, A)
-        script.write(A)
-        script.read(B)
-        assert script.kinds == [Kind.RACE]
-
-    def test_waits_are_transitive(self, script: Script) -> None:
-        # Kills: clocks that carry their own stream's work only.
-        script.write(A)
-        script.wait(B, A)
-        script.wait(C, B)
-        script.read(C)
-        assert script.kinds == []
-
-    def test_a_re_recorded_event_stands_for_its_last_record(self, script: Script) -> None:
-        # Kills: events that remember the first record, waits that follow an event's future.
-        event = Event()
-        script.checker.event_recorded(event, A)
-        script.write(A)
-        script.checker.event_waited(event, B)
-        script.checker.event_recorded(event, A)
-        script.read(B)
-        assert script.kinds == [Kind.RACE]
-
-    def test_an_event_that_was_never_recorded_is_no_wait(self, script: Script) -> None:
-        # Kills: an order out of nothing, or a crash.
-        script.write(A)
-        script.checker.event_waited(Event(), B)
-        script.read(B)
-        assert script.kinds == [Kind.RACE]
-
-    @pytest.mark.parametrize("what", ["event", "stream", "device"])
-    def test_what_the_host_waited_for_precedes_later_launches(
-        self, script: Script, what: str
-    ) -> None:
-        # Kills: a synchronize that does not reach the streams.
-        event = Event()
-        script.write(A)
-        script.checker.event_recorded(event, A)
-        {
-            "event": lambda: script.checker.event_synchronized(event),
-            "stream": lambda: script.checker.stream_synchronized(A),
-            "device": script.checker.device_synchronized,
-        }[what]()
-        script.read(B)
-        assert script.kinds == []
-
-    def test_the_host_itself_has_to_wait(self, script: Script) -> None:
-        # Kills: a read of page-locked memory before the copy into it is done.
-        script.write(A)
-        script.checker.host_accessed("item", [Access(0, 0, 4, False, 0)])
-        assert script.kinds == [Kind.RACE]
-        assert "the host never waits for '<stream a>'" in script.checker.report()
-
-    def test_events_by_value(self, script: Script) -> None:
-        # Kills: keys that cannot be weakly referenced (handles) being refused.
-        script.write(A)
-        script.checker.event_recorded(7, A)
-        script.checker.event_waited(7, B)
-        script.read(B)
-        assert script.kinds == []
+# What is found, and the steps.
+RULES: dict[str, tuple[Any, ...]] = {
+    # Kills: reads that are checked against nothing.
+    "a read that does not wait for the write": (RACE, WRITE, READ),
+    # Kills: a bucket that is reused while its last reader is under way.
+    "a write that does not wait for a read": (RACE, ("read", A), ("write", B)),
+    # Kills: alarms for every shared tensor.
+    "two reads need no order": ([], ("read", A), READ),
+    # Kills: storages compared as a whole; two streams may fill one bucket.
+    "disjoint slices of one buffer": ([], ("write", A, 0, 4), ("write", B, 4, 8)),
+    "and a read of both": (RACE * 2, ("write", A, 0, 4), ("write", B, 4, 8), ("read", C, 3, 5)),
+    # Kills: an edge between streams that is taken to last.
+    "a wait covers what was issued before it": (RACE, ("wait", B, A), WRITE, READ),
+    # Kills: clocks that carry their own stream's work only.
+    "waits are transitive": ([], WRITE, ("wait", B, A), ("wait", C, B), ("read", C)),
+    # Kills: events that remember the first record, waits that follow an event's future.
+    "a re-recorded event stands for its last record": (
+        *(RACE, ("event_recorded", EVENT, A), WRITE, ("event_waited", EVENT, B)),
+        *(("event_recorded", EVENT, A), READ),
+    ),
+    # Kills: an order out of nothing, or a crash.
+    "an event that was never recorded": (RACE, WRITE, ("event_waited", OTHER, B), READ),
+    # Kills: a synchronize that does not reach the streams.
+    "the host waited for an event": (
+        *([], WRITE, ("event_recorded", EVENT, A), ("event_synchronized", EVENT), READ),
+    ),
+    "the host waited for a stream": ([], WRITE, ("stream_synchronized", A), READ),
+    "the host waited for the device": ([], WRITE, ("device_synchronized",), READ),
+    # Kills: keys that cannot be weakly referenced (handles) being refused.
+    "events by value": ([], WRITE, ("event_recorded", 7, A), ("event_waited", 7, B), READ),
+    # Kills: a keep-alive that is dropped, a free before the event.
+    "memory that another stream uses is freed": ([], *FREED),
+    "and handed out": (LIFETIME, *USED, *REUSED),
+    # Kills: alarms at the free; the wait may come between it and the next allocation.
+    "the allocating stream has waited": ([], *FREED, ("wait", A, B), ("allocated", 2, 8, A)),
+    # Kills: one pool for all streams.
+    "other streams get other memory": ([], *FREED, ("allocated", 2, 8, C)),
+    # Kills: record_stream ignored.
+    "record_stream excuses what was issued": ([], *USED, ("stream_recorded", 1, B), *REUSED),
+    # Kills: any record_stream taken for all.
+    "record_stream of another": (LIFETIME, *USED, ("stream_recorded", 1, C), *REUSED),
+}
 
 
-class TestLifetime:
-    def use_elsewhere(self, script: Script) -> None:
-        script.checker.allocated(1, 8, A)
-        script.wait(B, A)
-        script.read(B, storage=1)
-
-    def test_memory_handed_out_while_another_stream_uses_it(self, script: Script) -> None:
-        # Kills: a keep-alive that is dropped, a free before the event.
-        self.use_elsewhere(script)
-        script.checker.freed(1)
-        assert script.kinds == []
-        script.checker.allocated(2, 8, A)
-        assert script.kinds == [Kind.LIFETIME]
-
-    def test_the_finding_says_where_memory_was_freed(self, script: Script) -> None:
-        # Kills: a stack left out for memory that more than its own stream has used.
-        self.use_elsewhere(script)
-        script.checker.freed(1)
-        script.checker.allocated(2, 8, A)
-        assert (
-            script.checker.findings[0].freed_at[0][0].co_name
-            == "test_the_finding_says_where_memory_was_freed"
-        )
-        assert (
-            "'<stream a>' never waits for '<stream b>', which read bytes 0..8"
-            in script.checker.report()
-        )
-
-    def test_the_allocating_stream_has_waited_by_then(self, script: Script) -> None:
-        # Kills: alarms at the free; the wait may come between it and the next allocation.
-        self.use_elsewhere(script)
-        script.checker.freed(1)
-        script.wait(A, B)
-        script.checker.allocated(2, 8, A)
-        assert script.kinds == []
-
-    def test_other_streams_get_other_memory(self, script: Script) -> None:
-        # Kills: one pool for all streams.
-        self.use_elsewhere(script)
-        script.checker.freed(1)
-        script.checker.allocated(2, 8, C)
-        assert script.kinds == []
-
-    def test_record_stream_excuses_what_was_issued_by_then(self, script: Script) -> None:
-        # Kills: record_stream ignored.
-        self.use_elsewhere(script)
-        script.checker.stream_recorded(1, B)
-        script.checker.freed(1)
-        script.checker.allocated(2, 8, A)
-        assert script.kinds == []
-
-    def test_record_stream_of_another_stream_excuses_nothing(self, script: Script) -> None:
-        # Kills: any record_stream taken for all.
-        self.use_elsewhere(script)
-        script.checker.stream_recorded(1, C)
-        script.checker.freed(1)
-        script.checker.allocated(2, 8, A)
-        assert script.kinds == [Kind.LIFETIME]
-
-    def test_fresh_memory_is_ready_on_the_stream_it_was_allocated_for(self, script: Script) -> None:
-        # Kills: memory used elsewhere while its former owner's work is under way.
-        script.checker.allocated(1, 8, A)
-        script.write(B, storage=1)
-        assert script.kinds == [Kind.RACE]
-        assert "former owner" in script.checker.report()
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.replace(" ", "-"))
+def test_rule(rule: str) -> None:
+    kinds, *steps = RULES[rule]
+    assert Script(*steps).kinds == kinds
 
 
 class TestWords:
+    def test_the_host_itself_has_to_wait(self, script: Script) -> None:
+        # Kills: a read of page-locked memory before the copy into it is done.
+        script.play(("write", A), ("host_accessed", "item", [Access(0, 0, 4, False, 0)]))
+        assert script.kinds == [Kind.RACE]
+        assert "the host never waits for '<stream a>'" in script.checker.report()
+
+    def test_the_finding_says_where_memory_was_freed(self, script: Script) -> None:
+        # Kills: a stack left out for memory that more than its own stream has used.
+        script.play(*USED)
+        script.checker.freed(1)
+        script.checker.allocated(2, 8, A)
+        freed_at = script.checker.findings[0].freed_at[0][0].co_name
+        assert freed_at == "test_the_finding_says_where_memory_was_freed"
+        edge = "'<stream a>' never waits for '<stream b>', which read bytes 0..8"
+        assert edge in script.checker.report()
+
+    def test_fresh_memory_is_ready_on_the_stream_it_was_allocated_for(self, script: Script) -> None:
+        # Kills: memory used elsewhere while its former owner's work is under way.
+        script.play(("allocated", 1, 8, A), ("write", B, 0, 8, 1))
+        assert script.kinds == [Kind.RACE]
+        assert "former owner" in script.checker.report()
+
     def test_the_missing_edge(self) -> None:
         # Kills: a report that names the wrong side, range or memory.
         script = Script(name_of={4: "ipg bucket 1"}.get)
         script.write(A)
         script.read(B, 4, 6)
         (finding,) = script.checker.findings
-        assert (
-            finding.edge
-            == "'<stream b>' never waits for '<stream a>', which wrote bytes 4..6 of ipg bucket 1"
-        )
+        wrote = "which wrote bytes 4..6 of ipg bucket 1"
+        assert finding.edge == f"'<stream b>' never waits for '<stream a>', {wrote}"
         assert f"{__file__}:" in finding.describe()
         assert "in test_the_missing_edge" in finding.describe()
 
-    def test_a_stale_wait_is_told_from_none(self, script: Script) -> None:
+    def test_a_stale_wait_is_told_from_none(self) -> None:
         # Kills: "never waits" where there is a wait, at the wrong place.
-        script.write(A)
-        script.wait(B, A)
-        script.write(A)
-        script.read(B)
+        script = Script(("write", A), ("wait", B, A), ("write", A), ("read", B))
         assert "it waits for earlier work of '<stream a>' only" in script.checker.findings[0].edge
 
     def test_the_same_places_are_one_finding(self, script: Script) -> None:
@@ -282,9 +204,8 @@ class TestBookkeeping:
         # Kills: a tensor that is read for a million steps and never written.
         accesses = AccessMap()
         for _ in range(100):
-            accesses.record(
-                Use(Launch("op", A, 1, ()), Access(0, 0, 8, False, 0)), lambda earlier: True
-            )
+            use = Use(Launch("op", A, 1, ()), Access(0, 0, 8, False, 0))
+            accesses.record(use, lambda earlier: True)
         assert len(accesses.uses()) == 1
 
     def test_a_sweep_forgets_what_the_host_waited_for(self, script: Script) -> None:
@@ -295,6 +216,12 @@ class TestBookkeeping:
         script.write(B, storage=0)
         remembered = [memory for memory in script.checker._memory.values() if len(memory.accesses)]
         assert len(remembered) == 1
+
+
+def race(sim: Any) -> None:
+    value = torch.zeros(8)
+    with sim.stream(sim.Stream()):
+        value.mul_(2)
 
 
 class TestOnTheSimulatedDevice:
@@ -319,27 +246,18 @@ class TestOnTheSimulatedDevice:
                 assert checker.findings == []
                 owner.buffer[2:6].add_(1)
             (finding,) = checker.findings
-            assert finding.edge == (
-                f"<default stream> never waits for {side!r}, which wrote bytes 16..24 of second "
-                "half"
-            )
+            wrote = "which wrote bytes 16..24 of second half"
+            assert finding.edge == f"<default stream> never waits for {side!r}, {wrote}"
 
-    def test_raises_at_the_end(self) -> None:
-        # Kills: findings that nobody hears of.
-        with simulate() as sim, pytest.raises(StreamRaceError, match="never waits for"):
+    @pytest.mark.parametrize("own", [None, KeyError])
+    def test_raises_at_the_end(self, own: type[Exception] | None) -> None:
+        # Kills: findings that nobody hears of; a report that hides why the block itself failed.
+        with simulate() as sim, pytest.raises(own or StreamRaceError) as raised:
             with check_streams():
-                value = torch.zeros(8)
-                with sim.stream(sim.Stream()):
-                    value.mul_(2)
-
-    def test_the_blocks_own_error_wins(self) -> None:
-        # Kills: a report that hides why the block failed.
-        with simulate() as sim, pytest.raises(KeyError):
-            with check_streams():
-                value = torch.zeros(8)
-                with sim.stream(sim.Stream()):
-                    value.mul_(2)
-                raise KeyError
+                race(sim)
+                if own is not None:
+                    raise own
+        assert own is not None or "never waits for" in str(raised.value)
 
     def test_a_query_that_says_done_is_a_wait(self) -> None:
         # Kills: alarms about a keep-alive that is dropped after its event has passed.
@@ -358,15 +276,13 @@ class TestOnTheSimulatedDevice:
         # Kills: a switch that does nothing, or cannot be switched off.
         with simulate() as sim:
             try:
-                assert enable_stream_checking() is enable_stream_checking()
-                value = torch.zeros(8)
-                with sim.stream(sim.Stream()):
-                    value.mul_(2)
+                assert enable() is enable()
+                race(sim)
                 with pytest.raises(StreamRaceError):
                     raise_findings()
                 raise_findings()
             finally:
-                disable_stream_checking()
+                disable()
             raise_findings()
 
 

@@ -22,7 +22,9 @@ from torch import nn
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from unit.v1.zero.stage3.models import config_of, engine_of, make_net, tokens_of
+from unit.models import drawn, seeded
+from unit.one_process import OneProcess
+from unit.v1.zero.stage3.models import SHARDED, Block, config_of, engine_of, make_net, tokens_of
 from unit.v1.zero.stage3.models import loss_of as token_loss
 from unit.verify.guards import raised, simulated, watched
 
@@ -36,29 +38,15 @@ CLOSE = 1e-5
 Tensors = dict[str, torch.Tensor]
 
 
-class Block(nn.Module):
-    """Odd sizes, so that cuts end in padding; its bias is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH + 1)
-        self.down = nn.Linear(2 * WIDTH + 1, WIDTH)
-        self.down.bias.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[rows, WIDTH]` -> the same."""
-        result: torch.Tensor = x + self.down(self.up(self.norm(x)).tanh())
-        return result
-
-
 class Forked(nn.Module):
     """Two branches, each on a stream of its own where there are streams."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inlet = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        self.blocks = nn.ModuleList([Block(WIDTH) for _ in range(4)])
+        for block in self.blocks:
+            block.down.bias.requires_grad_(False)
         self.gate = nn.Linear(WIDTH, WIDTH)
         self.outlet = nn.Linear(WIDTH, WIDTH, bias=False)
         self.unused = nn.Parameter(torch.ones(3))
@@ -110,12 +98,6 @@ def _fork() -> tuple[Callable[[], AbstractContextManager[Any]], Callable[[], Non
     )
 
 
-def make_model() -> Forked:
-    """The same on every rank."""
-    torch.manual_seed(0)
-    return Forked()
-
-
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     """With and without weight decay, as transformers does: both in every unit."""
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -127,8 +109,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 def batch(index: int, rank: int) -> torch.Tensor:
     """`[4, WIDTH]`: other data on each rank."""
-    generator = torch.Generator().manual_seed(100 * index + rank)
-    return torch.randn(4, WIDTH, generator=generator)
+    return drawn(100 * index + rank, 4, WIDTH)
 
 
 def loss_of(model: Any, index: int, rank: int) -> torch.Tensor:
@@ -153,37 +134,26 @@ def evaluation(model: Any, forked: Forked) -> torch.Tensor:
 
 def reference(world: int) -> Iterator[Tensors]:
     """One process that sees the batches of all ranks, after each step; see `trained`."""
-    model = make_model()
-    params = dict(model.named_parameters())
+    model = seeded(Forked)
     optimizer = torch.optim.SGD(groups_of(model), lr=LR)
+    process = OneProcess(model, optimizer, lambda model, place: loss_of(model, *place))
     for step in range(STEPS):
-        optimizer.zero_grad()
-        for rank in range(world):
-            (loss_of(model, step, rank) / world).backward()
-        model.unused.grad = torch.zeros_like(model.unused)
-        grads = [param.grad for param in params.values() if param.grad is not None]
-        norm = torch.stack([grad.norm() for grad in grads]).norm()
-        optimizer.step()
+        process.step((step, rank) for rank in range(world))
         with torch.no_grad():
-            edit(step, params[EDITED])
-        shown = {name: param.detach().clone() for name, param in params.items()}
-        padding = {f"padding of {name}": torch.zeros(()) for name in params}
+            edit(step, dict(model.named_parameters())[EDITED])
+        shown = process.params()
+        padding = {f"padding of {name}": torch.zeros(()) for name in shown}
         losses = evaluation(model, model)
-        yield {**shown, **padding, "evaluation": losses, "norm": norm}
+        yield {**shown, **padding, "evaluation": losses, "norm": process.norm}
 
 
 def trained(steps: int, zero: dict[str, Any], verify: dict[str, Any]) -> Iterator[Tensors]:
     """After each step at stage 3: the norm, parameters as scripts see them, whether there is
     anything in the padding of shards, and what an evaluation says.
     """
-    model = make_model()
+    model = seeded(Forked)
     optimizer = torch.optim.SGD(groups_of(model), lr=LR)
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": 3, **zero},
-        "verify": verify,
-    }
+    config = config_of(3, 1, **zero) | {"verify": verify}
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     params: dict[str, Any] = dict(model.named_parameters())
     for step in range(steps):
@@ -214,13 +184,11 @@ def checker(zero: dict[str, Any]) -> list[str]:
     """What the stream checker finds on the simulated device."""
     with watched(in_pieces=False) as found:
         deepspeed.init_distributed(dist_backend="gloo")
+        failed = None
         try:
-            for _ in trained(2, zero, {}):
-                pass
+            list(trained(2, zero, {}))
         except RuntimeError as error:
             failed = error
-        else:
-            failed = None
     if failed is not None and not found:  # otherwise it is what a race leads to
         raise failed
     return found
@@ -282,25 +250,20 @@ def guarded(check: str, zero: dict[str, Any]) -> list[str]:
     return raised(check, lambda: list(trained(STEPS, zero, {check: True})))
 
 
-# Nothing stays whole, and every module of this small model is a unit.
-_SHARDED: dict[str, Any] = {"stage3_param_persistence_threshold": 0, "stage3_unit_fusion_size": 0}
-_BOUNDED = {**_SHARDED, "stage3_max_reuse_distance": 0}
+_BOUNDED = {**SHARDED, "stage3_max_reuse_distance": 0}
 _ON_HOST = {**_BOUNDED, "offload_param": {"device": "cpu"}}
+_ALL_ON_HOST = {**_ON_HOST, "offload_optimizer": {"device": "cpu"}}
+_PERSISTENT = {**SHARDED, "stage3_param_persistence_threshold": 20, "overlap_comm": False}
+_MASTERS = "masters on the device"
 
 SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "streams: stage 3": partial(checker, _BOUNDED),
-    "streams: stage 3, kept": partial(checker, _SHARDED),
-    "streams: stage 3, some persist": partial(
-        checker, {**_SHARDED, "stage3_param_persistence_threshold": 20, "overlap_comm": False}
-    ),
-    "streams: stage 3, on the host, 1 rank": partial(
-        with_evaluations, {**_ON_HOST, "offload_optimizer": {"device": "cpu"}}
-    ),
-    "streams: stage 3, on the host, masters on the device, 1 rank": partial(
-        with_evaluations, _ON_HOST
-    ),
+    "streams: stage 3, kept": partial(checker, SHARDED),
+    "streams: stage 3, some persist": partial(checker, _PERSISTENT),
+    "streams: stage 3, on the host, 1 rank": partial(with_evaluations, _ALL_ON_HOST),
+    f"streams: stage 3, on the host, {_MASTERS}, 1 rank": partial(with_evaluations, _ON_HOST),
     "oracle: stage 3": partial(oracle, _BOUNDED),
-    "oracle: stage 3, kept": partial(oracle, _SHARDED),
+    "oracle: stage 3, kept": partial(oracle, SHARDED),
     "oracle: stage 3, all persist": partial(oracle, {}),
     "oracle: stage 3 on the device": partial(oracle, _BOUNDED, True),
     "ledger: stage 3": partial(guarded, "ledger", _BOUNDED),

@@ -53,13 +53,11 @@ class Fault:
 
     def patch(self, root: Path) -> str:
         """The change as a unified diff."""
-        return "".join(
-            line
-            for file, texts in self.apply(root).items()
-            for line in difflib.unified_diff(
-                *(text.splitlines(keepends=True) for text in texts), f"a/{file}", f"b/{file}"
-            )
-        )
+        lines: list[str] = []
+        for file, texts in self.apply(root).items():
+            before, after = (text.splitlines(keepends=True) for text in texts)
+            lines += difflib.unified_diff(before, after, f"a/{file}", f"b/{file}")
+        return "".join(lines)
 
 
 def rows_of(table: str) -> Iterator[tuple[str, str | tuple[str, ...], str]]:
@@ -131,9 +129,8 @@ def _only(root: Path, place: str, wanted: list[ast.stmt]) -> tuple[Path, Sequenc
     found = {nodes[0]: (path, nodes) for path, node in places for nodes in _matches(node, wanted)}
     if len(found) == 1:
         return next(iter(found.values()))
-    here = ", ".join(
-        f"{path.relative_to(root)}:{getattr(node, 'lineno', 1)}" for path, node in places[:5]
-    )
+    first = [(path.relative_to(root), getattr(node, "lineno", 1)) for path, node in places[:5]]
+    here = ", ".join(f"{path}:{line}" for path, line in first)
     if found:
         raise ValueError(f"{place} ({here}) has {len(found)} times, not once")
     lines = [line.strip() for _, node in places for line in ast.unparse(node).splitlines()]
@@ -156,9 +153,8 @@ def _matches(place: ast.AST, wanted: list[ast.stmt]) -> Iterator[Sequence[ast.AS
                     nodes = getattr(outer, block, None)
                     for i in range(len(nodes) - len(wanted) + 1 if isinstance(nodes, list) else 0):
                         run = nodes[i : i + len(wanted)]
-                        if all(
-                            p.fullmatch(ast.dump(n)) for p, n in zip(patterns, run, strict=True)
-                        ):
+                        pairs = zip(patterns, run, strict=True)
+                        if all(pattern.fullmatch(ast.dump(n)) for pattern, n in pairs):
                             yield run
 
 
