@@ -180,8 +180,6 @@ def test_device_accelerator_asks_its_module(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class TestHost:
-    """`CPU_Accelerator`."""
-
     accelerator = CPU_Accelerator()
 
     def test_identity(self) -> None:

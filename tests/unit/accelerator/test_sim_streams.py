@@ -351,8 +351,6 @@ LOCAL_ACCUMULATION = Case(1, "fp16+fp32", 3, True, True, True, False, "tiny", 2,
 
 
 class TestTraining(DistributedTest):
-    """Two ranks against the contract's reference."""
-
     world_size = 2
 
     @pytest.mark.parametrize("schedule", [0, 1])

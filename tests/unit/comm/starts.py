@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from unit.common import RANK_ENV, get_master_port
 from unit.launcher.rounds import campaign_options, told_seed
@@ -136,11 +137,8 @@ def native_stacks(pids: list[int]) -> str:
     if shutil.which("gdb") is None:
         return "no gdb, so no native stacks\n"
     words = ["gdb", "-batch", "-ex", "thread apply all backtrace 25", "-p"]
-    done = [
-        subprocess.run([*words, str(pid)], capture_output=True, text=True, check=False)
-        for pid in pids
-    ]
-    return "\n".join(one.stdout for one in done)
+    how: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
+    return "\n".join(subprocess.run([*words, str(pid)], **how).stdout for pid in pids)
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 import inspect
 import timeit
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -23,20 +22,15 @@ def _mine(numel: int = 2) -> torch.Tensor:
     return torch.full((numel,), dist.get_rank() + 1.0)
 
 
+EXPECTED = {"SUM": 6.0, "MAX": 3.0, "MIN": 1.0, "PRODUCT": 6.0}
+
+
 class TestOperations(DistributedTest):
     world_size = WORLD
 
-    @pytest.mark.parametrize(
-        "op, expected",
-        [
-            ("SUM", 6.0),
-            ("MAX", 3.0),
-            ("MIN", 1.0),
-            ("PRODUCT", 6.0),
-            pytest.param("AVG", 2.0, marks=needs_newer_gloo),
-        ],
-    )
-    def test_all_reduce(self, op: str, expected: float) -> None:
+    @pytest.mark.parametrize("op", [*EXPECTED, pytest.param("AVG", marks=needs_newer_gloo)])
+    def test_all_reduce(self, op: str) -> None:
+        expected = EXPECTED.get(op, 2.0)
         tensor = _mine()
         assert dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op)) is None
         assert tensor.tolist() == [expected] * 2
@@ -44,13 +38,11 @@ class TestOperations(DistributedTest):
         dist.inference_all_reduce(tensor, op=getattr(dist.ReduceOp, op))
         assert tensor.tolist() == [expected] * 2
 
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64])
-    def test_dtypes(self, dtype: torch.dtype) -> None:
-        tensor = _mine().to(dtype)
-        dist.all_reduce(tensor)
-        assert tensor.dtype == dtype and tensor.tolist() == [6] * 2
-
-    def test_reduce_and_broadcast(self) -> None:
+    def test_dtypes_reduce_and_broadcast(self) -> None:
+        for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int64):
+            tensor = _mine().to(dtype)
+            dist.all_reduce(tensor)
+            assert tensor.dtype == dtype and tensor.tolist() == [6] * 2
         tensor = _mine()
         dist.reduce(tensor, dst=2)
         if dist.get_rank() == 2:
@@ -59,24 +51,22 @@ class TestOperations(DistributedTest):
         dist.broadcast(tensor, src=1)
         assert tensor.tolist() == [2.0, 2.0]
 
-    @pytest.mark.parametrize("scatter", [dist.reduce_scatter_tensor, dist.reduce_scatter_fn])
-    def test_reduce_scatter_of_one_tensor(self, scatter: Callable[..., Any]) -> None:
-        own = torch.empty(2)
-        scatter(own, torch.arange(6.0) * (dist.get_rank() + 1))
-        first = dist.get_rank() * 2
-        assert own.tolist() == [first * 6.0, (first + 1) * 6.0]
+    def test_operations_of_one_tensor(self) -> None:
+        for scatter in (dist.reduce_scatter_tensor, dist.reduce_scatter_fn):
+            own = torch.empty(2)
+            scatter(own, torch.arange(6.0) * (dist.get_rank() + 1))
+            first = dist.get_rank() * 2
+            assert own.tolist() == [first * 6.0, (first + 1) * 6.0]
+        for gather in (dist.all_gather_into_tensor, dist.allgather_fn):
+            everything = torch.empty(6)
+            gather(everything, _mine())
+            assert everything.tolist() == [1, 1, 2, 2, 3, 3]
 
     @needs_newer_gloo
     def test_reduce_scatter_of_a_list(self) -> None:
         own = torch.empty(1)
         dist.reduce_scatter(own, [torch.tensor([10.0 * i + dist.get_rank()]) for i in range(WORLD)])
         assert own.item() == 30 * dist.get_rank() + 3
-
-    @pytest.mark.parametrize("gather", [dist.all_gather_into_tensor, dist.allgather_fn])
-    def test_all_gather_into_tensor(self, gather: Callable[..., Any]) -> None:
-        everything = torch.empty(6)
-        gather(everything, _mine())
-        assert everything.tolist() == [1, 1, 2, 2, 3, 3]
 
     def test_gathers_and_scatter(self) -> None:
         into = [torch.empty(2) for _ in range(WORLD)]
@@ -107,7 +97,7 @@ class TestOperations(DistributedTest):
         dist.all_to_all_single(uneven, torch.full((3,), float(rank)), [rank] * WORLD, [0, 1, 2])
         assert uneven.tolist() == [float(source) for source in range(WORLD) for _ in range(rank)]
 
-    def test_point_to_point(self) -> None:
+    def test_point_to_point_and_objects(self) -> None:
         rank, tensor = dist.get_rank(), torch.zeros(2)
         if rank == 0:
             dist.send(_mine(), dst=1, tag=5)
@@ -119,9 +109,7 @@ class TestOperations(DistributedTest):
             assert tensor.tolist() == [1.0, 1.0]
         else:
             dist.isend(_mine(), dst=0).wait()
-
-    def test_objects(self) -> None:
-        rank = dist.get_rank()
+        # Objects.
         everyone: list[Any] = [None] * WORLD
         dist.all_gather_object(everyone, {"rank": rank})
         assert everyone == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
@@ -143,13 +131,11 @@ class TestOperations(DistributedTest):
         with pytest.raises(ValueError, match="shorter|longer"):
             dist.all_gather_coalesced(outs, [_mine(1)])
 
-    def test_async_handles(self) -> None:
+    def test_async_handles_and_barriers(self) -> None:
         tensor = _mine()
         handle = dist.all_reduce(tensor, async_op=True)
         handle.wait()
         assert handle.is_completed() and tensor.tolist() == [6.0, 6.0]
-
-    def test_barriers(self) -> None:
         assert dist.barrier() is None
         dist.barrier(async_op=True).wait()
         dist.monitored_barrier(timeout=timedelta(seconds=20))
@@ -163,10 +149,7 @@ class TestOperations(DistributedTest):
             dist.all_reduce(tensor, group=group)
             assert tensor.tolist() == [4.0, 4.0]
             assert dist.get_world_size(group) == 2
-            assert dist.get_all_ranks_from_group(group) == [
-                0,
-                2,
-            ]
+            assert dist.get_all_ranks_from_group(group) == [0, 2]
             assert dist.get_global_rank(group, 1) == 2
         assert dist.get_global_rank(None, 1) == 1
         assert dist.get_world_size() == WORLD and dist.get_all_ranks_from_group() == [0, 1, 2]
@@ -206,70 +189,53 @@ class TestAlone(DistributedTest):
         tensor = _mine()
         previous, collectives.torch_dist.all_reduce = collectives.torch_dist.all_reduce, nothing
         try:
-            per_call = (
-                min(timeit.repeat(lambda: dist.all_reduce(tensor), number=5000, repeat=5)) / 5000
-            )
+            taken = timeit.repeat(lambda: dist.all_reduce(tensor), number=5000, repeat=5)
         finally:
             collectives.torch_dist.all_reduce = previous
-        # 0.2 us here; the bound only has to catch signature inspection or dictionaries built per
-        # call.
-        assert per_call < 5e-6
+        # 0.2 us here; it only has to catch signature inspection or dictionaries built per call.
+        assert min(taken) / 5000 < 5e-6
 
 
 def test_questions_without_a_group_say_what_to_do() -> None:
     assert not dist.is_initialized() and dist.is_available()
-    for question in (
-        dist.get_rank,
-        dist.get_world_size,
-        dist.get_world_group,
-        dist.get_backend_name,
-    ):
+    for question in ("get_rank", "get_world_size", "get_world_group", "get_backend_name"):
         with pytest.raises(RuntimeError, match=r"call deepspeed.init_distributed\(\)"):
-            question()
+            getattr(dist, question)()
     dist.destroy_process_group()  # nothing to destroy is no error
-
-
-def test_reduce_op_is_torchs() -> None:
-    import torch.distributed
-
     assert dist.ReduceOp is torch.distributed.ReduceOp
 
 
-@pytest.mark.parametrize(
-    "name, leading",
-    [
-        ("all_reduce", "tensor op group async_op prof log_name debug"),
-        ("broadcast", "tensor src group async_op prof log_name debug"),
-        ("reduce", "tensor dst op group async_op prof log_name debug"),
-        ("all_gather", "tensor_list tensor group async_op prof log_name debug"),
-        ("all_gather_into_tensor", "output_tensor tensor group async_op prof log_name debug"),
-        ("reduce_scatter", "output input_list op group async_op prof log_name debug"),
-        ("reduce_scatter_tensor", "output_tensor tensor op group async_op prof log_name debug"),
-        (
-            "all_to_all_single",
-            "output tensor output_split_sizes input_split_sizes group async_op prof log_name debug",
-        ),
-        ("all_to_all", "output_tensor_list input_tensor_list group async_op"),
-        ("gather", "tensor gather_list dst group async_op prof log_name debug"),
-        ("scatter", "tensor scatter_list src group async_op prof log_name debug"),
-        ("send", "tensor dst group tag prof log_name debug"),
-        ("recv", "tensor src group tag prof log_name debug"),
-        ("isend", "tensor dst group tag prof log_name debug"),
-        ("irecv", "tensor src group tag prof log_name debug"),
-        ("barrier", "group async_op device_ids prof log_name debug"),
-        ("monitored_barrier", "group timeout wait_all_ranks prof log_name debug"),
-        ("all_gather_object", "object_list obj group prof log_name debug"),
-        ("broadcast_object_list", "object_list src group device"),
-        ("all_reduce_coalesced", "tensors op group async_op prof log_name debug"),
-        (
-            "init_distributed",
-            "dist_backend auto_mpi_discovery distributed_port verbose timeout init_method",
-        ),
-    ],
-)
-def test_positional_order_is_upstreams(name: str, leading: str) -> None:
-    names = list(inspect.signature(getattr(dist, name)).parameters)
-    assert names[: len(leading.split())] == leading.split()
+LOGGED = "prof log_name debug"
+REDUCED = f"op group async_op {LOGGED}"
+POSITIONS = {
+    "all_reduce": f"tensor {REDUCED}",
+    "broadcast": f"tensor src group async_op {LOGGED}",
+    "reduce": f"tensor dst {REDUCED}",
+    "all_gather": f"tensor_list tensor group async_op {LOGGED}",
+    "all_gather_into_tensor": f"output_tensor tensor group async_op {LOGGED}",
+    "reduce_scatter": f"output input_list {REDUCED}",
+    "reduce_scatter_tensor": f"output_tensor tensor {REDUCED}",
+    "all_to_all_single": "output tensor output_split_sizes input_split_sizes group async_op "
+    + LOGGED,
+    "all_to_all": "output_tensor_list input_tensor_list group async_op",
+    "gather": f"tensor gather_list dst group async_op {LOGGED}",
+    "scatter": f"tensor scatter_list src group async_op {LOGGED}",
+    **{name: f"tensor dst group tag {LOGGED}" for name in ("send", "isend")},
+    **{name: f"tensor src group tag {LOGGED}" for name in ("recv", "irecv")},
+    "barrier": f"group async_op device_ids {LOGGED}",
+    "monitored_barrier": f"group timeout wait_all_ranks {LOGGED}",
+    "all_gather_object": f"object_list obj group {LOGGED}",
+    "broadcast_object_list": "object_list src group device",
+    "all_reduce_coalesced": f"tensors {REDUCED}",
+    "init_distributed": "dist_backend auto_mpi_discovery distributed_port verbose timeout "
+    "init_method",
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_positional_order_is_upstreams(name: str) -> None:
+    names, leading = [*inspect.signature(getattr(dist, name)).parameters], POSITIONS[name].split()
+    assert names[: len(leading)] == leading
 
 
 class TestOrder(DistributedTest):
@@ -278,8 +244,7 @@ class TestOrder(DistributedTest):
     world_size = 2
 
     def test_handle_makes_the_current_stream_wait(self) -> None:
-        # Kills: a collective that is done before its handle was waited for, and a wait that orders
-        # nothing.
+        # Kills: a collective done before its handle was waited for, a wait that orders nothing.
         with simulate() as sim:
             value = torch.full((4,), float(dist.get_rank() + 1))
             gathered = torch.empty(8)
@@ -351,15 +316,12 @@ def everything(rank: int) -> list[torch.Tensor]:
     return [*out, extra, halves[0], exchanged, *lists, torch.tensor(objects), gathered, reduced]
 
 
-class TestResults(DistributedTest):
-    """The same numbers as over the host backend alone."""
-
+class TestResults(DistributedTest):  # the same numbers as over the host backend alone
     world_size = 2
 
     @pytest.mark.parametrize("schedule", [0, 1, 2])
     def test_every_operation(self, schedule: int) -> None:
-        # Kills: outputs stored in the wrong tensor, an operation that the host backend gets
-        # wrongly.
+        # Kills: outputs in the wrong tensor, an operation that the host backend gets wrongly.
         rank = dist.get_rank()
         expected = everything(rank)
         with simulate(schedule=schedule):

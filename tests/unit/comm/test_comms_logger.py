@@ -1,5 +1,7 @@
 """The comms logger: what it times, its formulas, its summary."""
 
+import contextlib
+import io
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,37 +13,24 @@ from deepspeed.comm.watch import observation
 from deepspeed.utils.comms_logging import CommsLogger, calc_bw_log, convert_size
 from unit.common import DistributedTest, needs_newer_gloo
 
+BUS_SHARES = {
+    **dict.fromkeys(("all_reduce", "inference_all_reduce", "all_reduce_coalesced"), 2 * 3 / 4),
+    **dict.fromkeys(("all_gather_into_tensor", "reduce_scatter_tensor"), 3 / 4),
+    **dict.fromkeys(("all_to_all_single", "gather", "scatter"), 3 / 4),
+    **dict.fromkeys(("broadcast", "reduce", "send", "isend"), 1),
+}
 
-@pytest.mark.parametrize(
-    "operation, bus_share",
-    [
-        ("all_reduce", 2 * 3 / 4),
-        ("inference_all_reduce", 2 * 3 / 4),
-        ("all_reduce_coalesced", 2 * 3 / 4),
-        ("all_gather_into_tensor", 3 / 4),
-        ("reduce_scatter_tensor", 3 / 4),
-        ("all_to_all_single", 3 / 4),
-        ("gather", 3 / 4),
-        ("scatter", 3 / 4),
-        ("broadcast", 1),
-        ("reduce", 1),
-        ("send", 1),
-        ("isend", 1),
-    ],
-)
-def test_bandwidths(operation: str, bus_share: float) -> None:
+
+@pytest.mark.parametrize("operation", BUS_SHARES)
+def test_bandwidths(operation: str) -> None:
     # One million bytes in two milliseconds are four gigabits per second.
     algorithm, bus = calc_bw_log(operation, 1_000_000, 2.0, num_ranks=4)
-    assert algorithm == pytest.approx(4.0) and bus == pytest.approx(4.0 * bus_share)
+    assert (algorithm, bus) == pytest.approx((4.0, 4.0 * BUS_SHARES[operation]))
 
 
 def test_sizes_are_readable() -> None:
-    assert [convert_size(n) for n in (0, 1023, 4000, 123456789)] == [
-        "0B",
-        "1023.0 B",
-        "3.91 KB",
-        "117.74 MB",
-    ]
+    sizes = [convert_size(n) for n in (0, 1023, 4000, 123456789)]
+    assert sizes == ["0B", "1023.0 B", "3.91 KB", "117.74 MB"]
 
 
 def test_summary_of_what_was_recorded() -> None:
@@ -62,16 +51,10 @@ def test_summary_of_what_was_recorded() -> None:
 
 def test_records_can_be_put_there() -> None:
     # Scripts forget what was recorded by an assignment; what is not read yet goes too.
-    class Ended:
-        def is_over(self) -> bool:
-            return False
-
-        def get_elapsed_msec(self) -> float:
-            return 1.0
-
+    ended: Any = SimpleNamespace(is_over=lambda: False, get_elapsed_msec=lambda: 1.0)
     log = CommsLogger()
     log.append("broadcast", "weights", 2.0, 500, num_ranks=2)
-    log.append_span("broadcast", "weights", Ended(), 500, 2)  # type: ignore[arg-type]  # of a device
+    log.append_span("broadcast", "weights", ended, 500, 2)
     log.comms_dict = {}
     assert not log.has_data()
     kept = {"mine": {8: [1, [1.0], [2.0], [3.0]]}}
@@ -122,12 +105,8 @@ class TestLogger(DistributedTest):
         assert dist.get_comm_operation_count() == before + 1  # recorded by the first wait
         found = {name: sorted(sizes) for name, sizes in dist.comms_logger.get_raw_data().items()}
         assert found == {
-            "all_reduce": [16, 32],
-            "mine": [16],
-            "broadcast": [16],
-            "all_gather_into_tensor": [32],
-            "reduce_scatter_tensor": [32],
-            "barrier": [0],
+            **{"all_reduce": [16, 32], "mine": [16], "broadcast": [16], "barrier": [0]},
+            **{"all_gather_into_tensor": [32], "reduce_scatter_tensor": [32]},
         }
         assert double.tolist() == [8.0] * 8  # 1, doubled by three sums
 
@@ -165,9 +144,6 @@ class TestLogger(DistributedTest):
         assert dist.get_logged_comm_ops() == ["reduce_scatter"]
 
     def test_summary(self) -> None:
-        import contextlib
-        import io
-
         dist.configure(enabled=True)
         dist.all_reduce(torch.ones(1000))
         with contextlib.redirect_stdout(io.StringIO()) as shown:
@@ -186,15 +162,13 @@ class TestLogger(DistributedTest):
         assert not dist.has_comm_data() and dist.log_summary() is None
 
     def test_configuration_and_overrides(self) -> None:
-        section = SimpleNamespace(
-            enabled=True, verbose=False, debug=True, prof_all=False, prof_ops=["broadcast"]
-        )
+        section = SimpleNamespace(enabled=True, verbose=False, debug=True, prof_all=False)
+        section.prof_ops = ["broadcast"]
         dist.configure(SimpleNamespace(tree=SimpleNamespace(comms_logger=section)))
         dist.all_reduce(torch.ones(1))
         dist.broadcast(torch.ones(1), 0)
-        assert dist.get_logged_comm_ops() == [
-            "broadcast | [Caller Func: test_configuration_and_overrides]"
-        ]
+        caller = "[Caller Func: test_configuration_and_overrides]"
+        assert dist.get_logged_comm_ops() == [f"broadcast | {caller}"]
         dist.all_reduce(torch.ones(1), prof=True)
         assert dist.get_comm_operation_count() == 2
         dist.configure(enabled=False)

@@ -49,12 +49,10 @@ def grid(world: int) -> None:
 def channels(world: int) -> None:
     """Those of 4 stages with two model chunks, of all pipelines."""
     pipelines = [range(first, world, world // 4) for first in range(world // 4)]
-    pairs = [
-        pair
-        for ranks in pipelines
-        for before, behind in zip(ranks, [*ranks[1:], ranks[0]], strict=True)
-        for pair in ((before, behind), (behind, before))
-    ]
+    pairs = []
+    for ranks in pipelines:
+        for before, behind in zip(ranks, [*ranks[1:], ranks[0]], strict=True):
+            pairs += [(before, behind), (behind, before)]
     groups = p2p._make_channel_groups(pairs, torch.device("cpu"))
     own = dist.get_rank()
     assert [group is not None for group in groups] == [own in pair for pair in pairs]
@@ -175,17 +173,18 @@ class TestUneven(DistributedTest):
         assert value.item() == 2 * (rank % 2) + 2
 
 
-def test_optimizer_instances_are_consecutive_replicas() -> None:
-    # Kills: strided instances; groups across of different places.
+def test_lists_of_ranks() -> None:
+    # Instances are consecutive replicas. Kills: strided ones; groups across of different places.
     split = rank_lists.optimizer_instances([(0, 2, 4, 6), (1, 3, 5, 7)], 2)
     assert split.rows == [[0, 2], [4, 6], [1, 3], [5, 7]]
     assert split.columns == [[0, 4], [2, 6], [1, 5], [3, 7]]
-
-
-def test_data_groups_beside_sequences_take_one_place_of_each() -> None:
+    # Data groups beside sequences take one place of each.
     assert rank_lists.beside_sequences([(0, 1), (2, 3), (4, 5)]) == [[0, 2, 4], [1, 3, 5]]
     with pytest.raises(ValueError, match=r"different sizes, \[1, 2\]"):
         rank_lists.beside_sequences([(0, 1), (2,)])
+    # A partition is told in one order.
+    assert rank_lists.partition_of([[2, 3], (0, 1), (2, 3), [0, 1]]) == [(0, 1), (2, 3)]
+    assert rank_lists.holding(3, [[0, 1], [2, 3]]) == [2, 3]
 
 
 @pytest.mark.parametrize(
@@ -200,12 +199,7 @@ def test_blocks_of_experts(sharded: bool, blocks: list[tuple[int, ...]]) -> None
     assert rank_lists.expert_blocks(list(zip(replicas, slices, strict=True)), sharded) == blocks
 
 
-def test_a_partition_is_told_in_one_order() -> None:
-    assert rank_lists.partition_of([[2, 3], (0, 1), (2, 3), [0, 1]]) == [(0, 1), (2, 3)]
-    assert rank_lists.holding(3, [[0, 1], [2, 3]]) == [2, 3]
-
-
-def test_a_store_of_old_torch_is_connected_to_again() -> None:
+def test_a_store_of_old_torch_is_connected_to_again(tmp_path: Path) -> None:
     """Kills: a second connection without the first's prefixes, which finds an earlier attempt's."""
     server = torch_dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
@@ -217,8 +211,6 @@ def test_a_store_of_old_torch_is_connected_to_again() -> None:
     assert ranks[1].get("key") == b"of the first attempt"
     assert [rank.check(["key"]) for rank in ranks] == [True, True, False, False]
     assert not attempt(1).check(["key"])
-
-
-def test_a_store_without_a_server_stays_as_it_is(tmp_path: Path) -> None:
+    # One without a server stays as it is.
     file = torch_dist.PrefixStore("group", torch_dist.FileStore(str(tmp_path / "store"), 1))
     assert _connected_again(file) is file

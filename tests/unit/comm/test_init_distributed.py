@@ -12,16 +12,11 @@ from pathlib import Path
 import pytest
 
 from deepspeed import comm as dist
-from deepspeed.comm import discovery, initialization
+from deepspeed.comm import discovery, initialization, utils
 from deepspeed.comm.discovery import first_slurm_host
-from deepspeed.comm.utils import (
-    get_local_rank_from_launcher,
-    get_msg_size_from_args,
-    get_world_rank_from_launcher,
-    get_world_size_from_launcher,
-)
 from unit.comm.starts import verdict
 from unit.common import DistributedTest, get_master_port
+from unit.launcher.starting import ROOT
 
 FOREIGN = ("OMPI_", "PMI_", "MPI_", "MV2_", "SLURM_", "AZUREML_", "SM_")
 OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -40,45 +35,32 @@ def bare_env(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     os.environ.update(saved)
 
 
-@pytest.mark.parametrize(
-    "given, missing",
-    [
-        ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
-        ({"WORLD_SIZE": "2"}, "RANK, MASTER_ADDR, MASTER_PORT"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "MASTER_ADDR"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR, MASTER_PORT"),
-    ],
-)
+MISSING = {
+    "RANK=0": "WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
+    "WORLD_SIZE=2": "RANK, MASTER_ADDR, MASTER_PORT",
+    "RANK=0 WORLD_SIZE=2 MASTER_PORT=1": "MASTER_ADDR",
+    "RANK=0 WORLD_SIZE=2": "MASTER_ADDR, MASTER_PORT",
+}
+
+
+@pytest.mark.parametrize("given", MISSING)
 def test_missing_variables_are_named_with_the_remedy(
-    bare_env: pytest.MonkeyPatch, given: dict[str, str], missing: str
+    bare_env: pytest.MonkeyPatch, given: str
 ) -> None:
-    os.environ.update(given)
-    with pytest.raises(
-        ValueError, match=f"environment variables {missing} are not set; start the script with"
-    ) as caught:
+    os.environ.update(word.split("=") for word in given.split())
+    told = f"environment variables {MISSING[given]} are not set; start the script with"
+    with pytest.raises(ValueError, match=told) as caught:
         dist.init_distributed("gloo")
     assert "torchrun" in str(caught.value) and not dist.is_initialized()
 
 
-@pytest.mark.parametrize(
-    "rank, world, text",
-    [
-        ("2", "2", "RANK=2 is not in 0..WORLD_SIZE-1 with WORLD_SIZE=2"),
-        ("x", "2", "RANK='x' is not"),
-    ],
-)
-def test_inconsistent_variables(
-    bare_env: pytest.MonkeyPatch, rank: str, world: str, text: str
-) -> None:
-    os.environ.update(RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    with pytest.raises(ValueError, match=text):
-        dist.init_distributed("gloo")
-
-
-def test_a_group_must_be_there_when_making_one_is_forbidden(bare_env: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        RuntimeError, match="dist_init_required=False, but there is no process group"
-    ):
+def test_inconsistent_variables(bare_env: pytest.MonkeyPatch) -> None:
+    texts = {"2": "RANK=2 is not in 0..WORLD_SIZE-1 with WORLD_SIZE=2", "x": "RANK='x' is not"}
+    for rank, text in texts.items():
+        os.environ.update(RANK=rank, WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+        with pytest.raises(ValueError, match=text):
+            dist.init_distributed("gloo")
+    with pytest.raises(RuntimeError, match="dist_init_required=False, but there is no process gr"):
         dist.init_distributed("gloo", dist_init_required=False)
 
 
@@ -95,13 +77,7 @@ def test_mpi_on_one_machine(bare_env: pytest.MonkeyPatch) -> None:
     os.environ.update(OMPI_COMM_WORLD_LOCAL_RANK="3", OMPI_COMM_WORLD_LOCAL_SIZE="4")
     assert discovery.in_mpi()
     dist.mpi_discovery(distributed_port=123)
-    assert {name: os.environ[name] for name in OWN} == {
-        "RANK": "3",
-        "WORLD_SIZE": "4",
-        "LOCAL_RANK": "3",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "123",
-    }
+    assert [os.environ[name] for name in OWN] == ["3", "4", "3", "127.0.0.1", "123"]
 
 
 def test_mpi_on_several_machines_needs_an_address(bare_env: pytest.MonkeyPatch) -> None:
@@ -111,64 +87,40 @@ def test_mpi_on_several_machines_needs_an_address(bare_env: pytest.MonkeyPatch) 
         dist.mpi_discovery()
     os.environ["MASTER_ADDR"] = "head"
     dist.mpi_discovery()
-    assert (os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["MASTER_ADDR"]) == (
-        "1",
-        "1",
-        "head",
-    )
-
-
-def test_mpi_discovery_without_mpi(bare_env: pytest.MonkeyPatch) -> None:
-    bare_env.setattr(discovery.importlib.util, "find_spec", lambda name: None)
+    found = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR")]
+    assert found == ["1", "1", "head"]
+    del os.environ["PMI_RANK"]
     with pytest.raises(RuntimeError, match="found neither mpi4py nor any of"):
         dist.mpi_discovery()
 
 
 def test_slurm(bare_env: pytest.MonkeyPatch) -> None:
-    os.environ.update(
-        SLURM_PROCID="5",
-        SLURM_NTASKS="8",
-        SLURM_LOCALID="1",
-        SLURM_JOB_NODELIST="gpu[07-09,12],cpu1",
-    )
+    os.environ.update(SLURM_PROCID="5", SLURM_NTASKS="8", SLURM_LOCALID="1")
+    os.environ["SLURM_JOB_NODELIST"] = "gpu[07-09,12],cpu1"
     discovery.discover(distributed_port=456, verbose=True)
     assert [os.environ[name] for name in OWN] == ["5", "8", "1", "gpu07", "456"]
-
-
-def test_explicit_variables_win_over_slurm(bare_env: pytest.MonkeyPatch) -> None:
-    os.environ.update(
-        SLURM_PROCID="5", SLURM_NTASKS="8", SLURM_JOB_NODELIST="a", MASTER_ADDR="b", MASTER_PORT="7"
-    )
+    # Explicit variables win.
+    os.environ.update(MASTER_ADDR="b", MASTER_PORT="7")
     discovery.discover(distributed_port=456, verbose=False)
     assert os.environ["MASTER_ADDR"] == "b" and os.environ["MASTER_PORT"] == "7"
 
 
-@pytest.mark.parametrize(
-    "nodes, first",
-    [
-        ("node1", "node1"),
-        ("node1,node2", "node1"),
-        ("gpu[07-09,12],cpu1", "gpu07"),
-        ("a[1-2]-b[03,7],c", "a1-b03"),
-        ("rack-2-n[10]", "rack-2-n10"),
-    ],
-)
-def test_first_slurm_host(nodes: str, first: str) -> None:
-    assert first_slurm_host(nodes) == first
+FIRST_HOSTS = {
+    **{"node1": "node1", "node1,node2": "node1", "gpu[07-09,12],cpu1": "gpu07"},
+    **{"a[1-2]-b[03,7],c": "a1-b03", "rack-2-n[10]": "rack-2-n10"},
+}
 
 
-def test_slurm_without_hosts(bare_env: pytest.MonkeyPatch) -> None:
+def test_first_slurm_host() -> None:
+    assert {nodes: first_slurm_host(nodes) for nodes in FIRST_HOSTS} == FIRST_HOSTS
     with pytest.raises(ValueError, match="SLURM_JOB_NODELIST='' names no host; set MASTER_ADDR"):
         first_slurm_host("")
 
 
 def test_cloud_schedulers(bare_env: pytest.MonkeyPatch) -> None:
     os.environ.update(OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="4")
-    os.environ.update(
-        OMPI_COMM_WORLD_LOCAL_RANK="1",
-        OMPI_COMM_WORLD_LOCAL_SIZE="2",
-        AZ_BATCH_MASTER_NODE="head:77",
-    )
+    os.environ.update(OMPI_COMM_WORLD_LOCAL_RANK="1", OMPI_COMM_WORLD_LOCAL_SIZE="2")
+    os.environ["AZ_BATCH_MASTER_NODE"] = "head:77"
     assert not (dist.in_aml() or dist.in_aws_sm() or dist.in_dlts())
     bare_env.setenv("AZUREML_EXPERIMENT_ID", "1")
     assert dist.in_aml()
@@ -181,12 +133,11 @@ def test_cloud_schedulers(bare_env: pytest.MonkeyPatch) -> None:
     assert os.environ["RANK"] == "1"
 
 
+NAMES = ("world_rank", "local_rank", "world_size")
+
+
 def test_ranks_from_launchers(bare_env: pytest.MonkeyPatch) -> None:
-    asked = (
-        get_world_rank_from_launcher,
-        get_local_rank_from_launcher,
-        get_world_size_from_launcher,
-    )
+    asked = [getattr(utils, f"get_{name}_from_launcher") for name in NAMES]
     assert [ask() for ask in asked] == [0, 0, 1]
     os.environ.update(SLURM_PROCID="5", SLURM_LOCALID="2", SLURM_NTASKS="8")
     assert [ask() for ask in asked] == [5, 2, 8]
@@ -194,20 +145,25 @@ def test_ranks_from_launchers(bare_env: pytest.MonkeyPatch) -> None:
     assert [ask() for ask in asked] == [1, 1, 2]
     os.environ["RANK"] = "one"
     with pytest.raises(ValueError, match="RANK='one' is not an integer"):
-        get_world_rank_from_launcher()
+        utils.get_world_rank_from_launcher()
+
+
+def test_nothing_is_made_at_import() -> None:
+    assert initialization.cdb is None or dist.is_initialized()
 
 
 def test_message_sizes() -> None:
     import torch
 
-    assert get_msg_size_from_args(dist.all_reduce, torch.ones(3)) == 12
-    assert (
-        get_msg_size_from_args(
-            dist.reduce_scatter, torch.ones(1), input_list=[torch.ones(2), torch.ones(3)]
-        )
-        == 20
-    )
-    assert get_msg_size_from_args(dist.barrier) == 0
+    size, two = utils.get_msg_size_from_args, [torch.ones(2), torch.ones(3)]
+    assert size(dist.all_reduce, torch.ones(3)) == 12
+    assert size(dist.reduce_scatter, torch.ones(1), input_list=two) == 20
+    assert size(dist.barrier) == 0
+
+
+def forget_launch() -> None:
+    for name in OWN:
+        del os.environ[name]
 
 
 class TestJoin(DistributedTest):
@@ -232,21 +188,17 @@ class TestJoin(DistributedTest):
 
     def test_file_and_arguments(self, tmp_path: Path) -> None:
         rank = int(os.environ["RANK"])
-        for name in OWN:
-            del os.environ[name]
-        dist.init_distributed(
-            "gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2
-        )
+        forget_launch()
+        store = f"file://{tmp_path}/store"
+        dist.init_distributed("gloo", init_method=store, rank=rank, world_size=2)
         dist.barrier()  # who leaves first would close a connection that the other is still making
         assert (dist.get_rank(), dist.get_world_size()) == (rank, 2)
 
     def test_slurm(self) -> None:
         rank, port = os.environ["RANK"], os.environ["MASTER_PORT"]
-        for name in OWN:
-            del os.environ[name]
-        os.environ.update(
-            SLURM_PROCID=rank, SLURM_NTASKS="2", SLURM_LOCALID=rank, SLURM_JOB_NODELIST="localhost"
-        )
+        forget_launch()
+        os.environ.update(SLURM_PROCID=rank, SLURM_NTASKS="2", SLURM_LOCALID=rank)
+        os.environ["SLURM_JOB_NODELIST"] = "localhost"
         dist.init_distributed("gloo", distributed_port=int(port))
         dist.barrier()  # who leaves first would close a connection that the other is still making
         assert (dist.get_rank(), dist.get_world_size()) == (int(rank), 2)
@@ -282,21 +234,11 @@ class TestAlone(DistributedTest):
         assert dist.get_world_size() == 1
 
 
-def test_nothing_is_made_at_import() -> None:
-    assert initialization.cdb is None or dist.is_initialized()
-
-
-ROOT = Path(__file__).resolve().parents[3]
-
-
 def test_forked_and_spawned_ranks_start_and_end() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "unit.comm.starts", "--rounds", "2", "--load", "0", "--seed", "4"],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "unit.comm.starts"]
+    command += "--rounds 2 --load 0 --seed 4".split()
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.stdout == "seed 4\n2 of 2 ended well\n", done.stdout + done.stderr
 
 
@@ -318,11 +260,8 @@ def test_what_is_not_well_is_told(tmp_path: Path, told: str) -> None:
         both = [(os.POSIX_SPAWN_DUP2, output, descriptor) for descriptor in (1, 2)]
         words = [sys.executable, "-c", code]
         # Blocked until it is registered.
-        pids.append(
-            os.posix_spawn(
-                sys.executable, words, os.environ, file_actions=both, setsigmask=[signal.SIGUSR1]
-            )
-        )
+        how = {"file_actions": both, "setsigmask": [signal.SIGUSR1]}
+        pids.append(os.posix_spawn(sys.executable, words, os.environ, **how))
         os.close(output)
     said = verdict(pids, tmp_path, limit_s=0.3 if told == "File" else 60.0)
     assert told in said and bool(said) is bool(told)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import ones
 
 from deepspeed import comm as dist
 from deepspeed.comm.shard_ops import gather_from_owners, reduce_to_owners
@@ -43,12 +44,41 @@ def on(rank: int) -> bool:
     return dist.get_rank() == rank
 
 
+DTYPES = (torch.float32, torch.bfloat16)
+OPS = (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
+ONE, TWO, THREE = (f"float32[{numel}]" for numel in (1, 2, 3))
+OTHER_ARGUMENTS = [
+    (lambda r: dist.all_reduce(ones(4 + r)), "shape", "float32[4]", "float32[5]"),
+    (lambda r: dist.all_reduce(ones(4, dtype=DTYPES[r])), "dtype", "float32", "bfloat16"),
+    (lambda r: dist.all_reduce(ones(1), op=OPS[r]), "reduction", "SUM", "MAX"),
+    (lambda r: dist.reduce(ones(1), dst=r), "root", "to rank 0", "to rank 1"),
+    (lambda r: dist.broadcast(ones(1), src=r), "root", "from rank 0", "from rank 1"),
+    (lambda r: dist.all_reduce_coalesced([ones(1)] * (r + 1)), "shape", f"{ONE} ", f"{ONE}, {ONE}"),
+    (lambda r: dist.all_gather_into_tensor(ones(4), ones(4 - 2 * r)), "shape", "float32[4]", TWO),
+    (
+        lambda r: dist.broadcast_object_list([None] * (r + 1), 0),
+        *("count", "of 1 objects", "of 2 objects"),
+    ),
+]
+HANDED = [
+    (
+        lambda r: dist.all_to_all_single(ones(4), ones(4), None, [1, 3] if r else None),
+        *(1, "1 x float32", 0, "2 x float32"),
+    ),
+    (lambda r: dist.all_gather([ones(2), ones(3)], ones(2)), 1, TWO, 0, THREE),
+    (lambda r: dist.reduce_scatter(ones(2), [ones(2), ones(3)]), 0, THREE, 1, TWO),
+    (lambda r: dist.gather(ones(1 + r), None if r else [ones(1), ones(1)]), 1, TWO, 0, ONE),
+    (lambda r: dist.scatter(ones(1), None if r else [ones(1), ones(2)]), 0, TWO, 1, ONE),
+    (lambda r: dist.all_to_all([ones(1), ones(1)], [ones(1), ones(1 + r)]), 1, TWO, 1, ONE),
+]
+
+
 class TestTwo(DistributedTest):
     world_size = 2
 
     def test_another_operation(self) -> None:
         def act() -> None:
-            dist.broadcast(torch.ones(4), 0) if on(1) else dist.all_reduce(torch.ones(4))
+            dist.broadcast(ones(4), 0) if on(1) else dist.all_reduce(ones(4))
 
         text = failure_of(act)
         assert "the operation differs" in text
@@ -56,46 +86,7 @@ class TestTwo(DistributedTest):
         assert "rank 1: broadcast from rank 0 of float32[4] at " in text
         assert text.count(f"{HERE}:") == 2 and "in act" in text
 
-    @pytest.mark.parametrize(
-        "act, fact, zero, one",
-        [
-            (lambda r: dist.all_reduce(torch.ones(4 + r)), "shape", "float32[4]", "float32[5]"),
-            (
-                lambda r: dist.all_reduce(torch.ones(4, dtype=(torch.float32, torch.bfloat16)[r])),
-                "dtype",
-                "float32",
-                "bfloat16",
-            ),
-            (
-                lambda r: dist.all_reduce(
-                    torch.ones(1), op=(dist.ReduceOp.SUM, dist.ReduceOp.MAX)[r]
-                ),
-                "reduction",
-                "SUM",
-                "MAX",
-            ),
-            (lambda r: dist.reduce(torch.ones(1), dst=r), "root", "to rank 0", "to rank 1"),
-            (lambda r: dist.broadcast(torch.ones(1), src=r), "root", "from rank 0", "from rank 1"),
-            (
-                lambda r: dist.all_reduce_coalesced([torch.ones(1)] * (r + 1)),
-                "shape",
-                "float32[1] at",
-                "float32[1], float32[1]",
-            ),
-            (
-                lambda r: dist.all_gather_into_tensor(torch.ones(4), torch.ones(4 - 2 * r)),
-                "shape",
-                "float32[4]",
-                "float32[2]",
-            ),
-            (
-                lambda r: dist.broadcast_object_list([None] * (r + 1), 0),
-                "count",
-                "of 1 objects",
-                "of 2 objects",
-            ),
-        ],
-    )
+    @pytest.mark.parametrize("act, fact, zero, one", OTHER_ARGUMENTS)
     def test_the_same_call_with_other_arguments(
         self, act: Callable[[int], Any], fact: str, zero: str, one: str
     ) -> None:
@@ -104,54 +95,19 @@ class TestTwo(DistributedTest):
         lines = {line.split(":")[0].strip(): line for line in text.splitlines()[1:]}
         assert zero in lines["rank 0"] and one in lines["rank 1"] and "The call is the same" in text
 
-    @pytest.mark.parametrize(
-        "act, text",
-        [
-            (
-                lambda r: dist.all_to_all_single(
-                    torch.ones(4), torch.ones(4), None, [1, 3] if r else None
-                ),
-                "rank 1 hands 1 x float32 to rank 0, which expects 2 x float32",
-            ),
-            (
-                lambda r: dist.all_gather([torch.ones(2), torch.ones(3)], torch.ones(2)),
-                "rank 1 hands float32[2] to rank 0, which expects float32[3]",
-            ),
-            (
-                lambda r: dist.reduce_scatter(torch.ones(2), [torch.ones(2), torch.ones(3)]),
-                "rank 0 hands float32[3] to rank 1, which expects float32[2]",
-            ),
-            (
-                lambda r: dist.gather(
-                    torch.ones(1 + r), None if r else [torch.ones(1), torch.ones(1)]
-                ),
-                "rank 1 hands float32[2] to rank 0, which expects float32[1]",
-            ),
-            (
-                lambda r: dist.scatter(
-                    torch.ones(1), None if r else [torch.ones(1), torch.ones(2)]
-                ),
-                "rank 0 hands float32[2] to rank 1, which expects float32[1]",
-            ),
-            (
-                lambda r: dist.all_to_all(
-                    [torch.ones(1), torch.ones(1)], [torch.ones(1), torch.ones(1 + r)]
-                ),
-                "rank 1 hands float32[2] to rank 1, which expects float32[1]",
-            ),
-        ],
-    )
+    @pytest.mark.parametrize("act, giver, given, taker, expected", HANDED)
     def test_what_one_hands_is_not_what_the_other_expects(
-        self, act: Callable[[int], Any], text: str
+        self, act: Callable[[int], Any], giver: int, given: str, taker: int, expected: str
     ) -> None:
+        text = f"rank {giver} hands {given} to rank {taker}, which expects {expected}"
         assert text in failure_of(lambda: act(dist.get_rank()))
 
     def test_one_rank_skips(self) -> None:
         def act() -> None:
             for step in range(3):
                 if not (step == 2 and on(1)):
-                    dist.all_reduce(torch.ones(2))
-                dist.all_reduce(torch.ones(2))
+                    dist.all_reduce(ones(2))
+                dist.all_reduce(ones(2))
 
         text = failure_of(act)
         # The same operation on the same shapes: only the call sites, and the program's habit, tell.
@@ -162,8 +118,8 @@ class TestTwo(DistributedTest):
     def test_one_rank_does_one_twice(self) -> None:
         def act() -> None:
             for _ in range(1 + on(1)):
-                dist.all_reduce(torch.ones(2))
-            dist.broadcast(torch.ones(2), 0)
+                dist.all_reduce(ones(2))
+            dist.broadcast(ones(2), 0)
 
         assert "rank 1 does the one before once more" in failure_of(act)
 
@@ -172,7 +128,7 @@ class TestTwo(DistributedTest):
 
         def act() -> None:
             for group in (first, second) if on(0) else (second, first):
-                dist.all_reduce(torch.ones(2), group=group)
+                dist.all_reduce(ones(2), group=group)
 
         # Long before the limit: ranks that wait for each other need not wait for that.
         text = failure_of(act, timeout_s=60.0)
@@ -180,24 +136,21 @@ class TestTwo(DistributedTest):
 
     def test_one_rank_never_comes(self) -> None:
         with checked(timeout_s=0.6):
-            dist.all_reduce(torch.ones(3))
+            dist.all_reduce(ones(3))
             if on(0):
                 with pytest.raises(CollectiveMismatchError) as failed:
                     dist.barrier()
                 text = str(failed.value)
                 assert "rank 1 did not come within 0.6 s" in text
                 assert "rank 0 waits in barrier" in text
-                assert (
-                    "rank 1 is elsewhere; its last collective was all_reduce(SUM) of float32[3]"
-                    in text
-                )
+                last = "its last collective was all_reduce(SUM) of float32[3]"
+                assert f"rank 1 is elsewhere; {last}" in text
                 assert "raise verify.collectives_timeout" in text
             meet_unchecked()
             # It comes after all: everybody fails alike, and again.
             for _ in range(2):
-                with pytest.raises(
-                    CollectiveMismatchError, match=r"rank 1 did not come within 0\.6 s"
-                ):
+                late = r"rank 1 did not come within 0\.6 s"
+                with pytest.raises(CollectiveMismatchError, match=late):
                     dist.barrier()
 
     def test_a_leader_that_ends_before_it_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,23 +169,21 @@ class TestTwo(DistributedTest):
 
     def test_one_rank_switched_it_off(self) -> None:
         intent.enable(60.0)
-        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(ones(1))
         if on(1):
             intent.disable()
             return
-        with pytest.raises(
-            CollectiveMismatchError,
-            match="rank 1 has switched the check off; its last collective was all_red",
-        ):
-            dist.all_reduce(torch.ones(1))
+        off = "rank 1 has switched the check off; its last collective was all_red"
+        with pytest.raises(CollectiveMismatchError, match=off):
+            dist.all_reduce(ones(1))
         intent.disable()
 
     def test_messages_that_do_not_match(self) -> None:
         def act() -> None:
             if on(0):
-                dist.isend(torch.ones(4), 1, tag=2).wait()
+                dist.isend(ones(4), 1, tag=2).wait()
             else:
-                dist.irecv(torch.ones(2), 0, tag=2).wait()
+                dist.irecv(ones(2), 0, tag=2).wait()
 
         text = failure_of(act)
         assert "ranks 0 and 1 do not agree" in text or "ranks 1 and 0 do not agree" in text
@@ -250,9 +201,9 @@ class TestTwo(DistributedTest):
             while on(late) and num_keys() == before:
                 pass
             if on(0):
-                dist.send(torch.ones(4), 1)
+                dist.send(ones(4), 1)
             else:
-                dist.recv(torch.ones(4, dtype=torch.int32), 0)
+                dist.recv(ones(4, dtype=torch.int32), 0)
 
         text = failure_of(act)
         assert "float32[4]" in text and "int32[4]" in text
@@ -261,14 +212,14 @@ class TestTwo(DistributedTest):
         other = 1 - dist.get_rank()
 
         def act() -> None:
-            dist.recv(torch.ones(1), other)
-            dist.send(torch.ones(1), other)
+            dist.recv(ones(1), other)
+            dist.send(ones(1), other)
 
         assert "wait for each other" in failure_of(act, timeout_s=60.0)
 
     def test_a_message_against_a_collective(self) -> None:
         def act() -> None:
-            dist.recv(torch.ones(1), 1) if on(0) else dist.barrier()
+            dist.recv(ones(1), 1) if on(0) else dist.barrier()
 
         text = failure_of(act, timeout_s=60.0)
         assert "wait for each other" in text and "waits in recv of float32[1] from rank 1" in text
@@ -287,7 +238,7 @@ class TestThree(DistributedTest):
 
     def test_all_ranks_are_told_and_the_odd_one_is_named(self) -> None:
         def act() -> None:
-            dist.barrier() if on(1) else dist.all_reduce(torch.ones(1))
+            dist.barrier() if on(1) else dist.all_reduce(ones(1))
 
         text = failure_of(act)
         assert "ranks 0, 2: all_reduce" in text and "rank 1: barrier" in text
@@ -298,14 +249,12 @@ class TestThree(DistributedTest):
 
         def act() -> None:
             if not on(0):
-                dist.all_reduce(torch.ones(dist.get_rank()), group=group)
+                dist.all_reduce(ones(dist.get_rank()), group=group)
             dist.barrier()
 
         text = failure_of(act)
-        assert (
-            "ranks [1, 2] are about to do different things in collective 0 of their group: the "
-            "shape differs" in text
-        )
+        differ = "are about to do different things in collective 0 of their group"
+        assert f"ranks [1, 2] {differ}: the shape differs" in text
 
     def test_a_circle_over_three_groups(self) -> None:
         pairs = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0, 2])]
@@ -313,7 +262,7 @@ class TestThree(DistributedTest):
 
         def act() -> None:
             for which in order:
-                dist.all_reduce(torch.ones(1), group=pairs[which])
+                dist.all_reduce(ones(1), group=pairs[which])
 
         text = failure_of(act, timeout_s=60.0)
         assert "wait for each other" in text and text.count("waits in") == 3
@@ -326,30 +275,24 @@ class TestThree(DistributedTest):
         pair = dist.new_group([0, 2])
         with checked():
             for _ in range(3):
-                dist.all_reduce(torch.ones(2), async_op=True).wait()
-                if rank == 0:
-                    dist.broadcast(torch.ones(2), 0)
-                else:
-                    dist.broadcast(torch.zeros(2), 0)
+                dist.all_reduce(ones(2), async_op=True).wait()
+                dist.broadcast(ones(2), 0) if rank == 0 else dist.broadcast(torch.zeros(2), 0)
                 if rank == 1:
                     dist.barrier()
                 if rank != 1:
                     dist.barrier()
                 uneven = torch.empty(world * rank)
-                dist.all_to_all_single(
-                    uneven, torch.full((3,), float(rank)), [rank] * world, [0, 1, 2]
-                )
-                assert uneven.tolist() == [
-                    float(source) for source in range(world) for _ in range(rank)
-                ]
+                own = torch.full((3,), float(rank))
+                dist.all_to_all_single(uneven, own, [rank] * world, [0, 1, 2])
+                assert uneven.tolist() == [0.0] * rank + [1.0] * rank + [2.0] * rank
                 collected = [torch.empty(2) for _ in range(world)] if rank == 1 else None
-                dist.gather(torch.ones(2), collected, dst=1)
-                dist.scatter(torch.ones(2), collected, src=1)
+                dist.gather(ones(2), collected, dst=1)
+                dist.scatter(ones(2), collected, src=1)
                 everyone: list[Any] = [None] * world
                 dist.all_gather_object(everyone, {"rank": rank, "text": "x" * rank})
                 assert [entry["rank"] for entry in everyone] == [0, 1, 2]
                 if rank != 1:
-                    dist.all_reduce(torch.ones(1), group=pair)
+                    dist.all_reduce(ones(1), group=pair)
             self._shards(rank)
 
     @staticmethod
@@ -365,14 +308,10 @@ class TestThree(DistributedTest):
     def test_receiving_from_anyone_is_left_alone(self) -> None:
         with checked():
             if on(0):
-                senders = set()
-                for _ in range(4):
-                    tensor = torch.zeros(1)
-                    senders.add(dist.recv(tensor, None))
-                assert senders == {1, 2}
+                assert {dist.recv(torch.zeros(1), None) for _ in range(4)} == {1, 2}
             else:
                 for _ in range(2):
-                    dist.send(torch.ones(1), 0)
+                    dist.send(ones(1), 0)
             dist.barrier()
 
     def test_notes_do_not_pile_up(self) -> None:
@@ -381,8 +320,8 @@ class TestThree(DistributedTest):
             counts = []
             for _ in range(3):
                 for _ in range(20):
-                    dist.all_reduce(torch.ones(1))
-                    reduce_to_owners(torch.ones(3))
+                    dist.all_reduce(ones(1))
+                    reduce_to_owners(ones(3))
                 dist.barrier()
                 counts.append(num_keys())
                 dist.barrier()

@@ -1,7 +1,6 @@
 """The intent check around whole programs: training is silent, and ranks that end are named."""
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +14,8 @@ from deepspeed import comm as dist
 from deepspeed.comm.watch import intent, observation
 from deepspeed.comm.watch.intent import CollectiveMismatchError
 from deepspeed.comm.watch.observation import CollectiveCall
-from unit.common import DistributedTest
+from unit.common import DistributedTest, get_master_port
+from unit.models import config_of
 
 
 class Counter:
@@ -29,29 +29,20 @@ class Counter:
         return proceed()
 
 
-def config(stage: int) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-        "zero_optimization": {
-            "stage": stage,
-            "overlap_comm": True,
-            "reduce_bucket_size": 64,
-            "allgather_bucket_size": 64,
-        },
-        "verify": {"collectives": True, "collectives_timeout": 20},
-    }
+SMALL = {"overlap_comm": True, "reduce_bucket_size": 64, "allgather_bucket_size": 64}
+SETTINGS: dict[str, Any] = {
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+    "zero_optimization": SMALL,
+    "verify": {"collectives": True, "collectives_timeout": 20},
+}
 
 
 def train(stage: int, steps: int = 3) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(7, 9), torch.nn.Tanh(), torch.nn.Linear(9, 3))
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=config(stage)
-    )
+    config = config_of(stage, 2, 2, "bf16", **SETTINGS)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
     for _ in range(2 * steps):
         engine.backward(engine(torch.randn(2, 7, dtype=torch.bfloat16)).float().square().mean())
         engine.step()
@@ -112,26 +103,14 @@ dist.all_reduce(torch.ones(5))
 
 def test_a_rank_that_ends_by_an_exception_is_named() -> None:
     """The one that hosts the store: it stays until the others have read why it ends."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-    }
+    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": get_master_port()}
+    common.update(WORLD_SIZE="2", OMP_NUM_THREADS="1")
     common["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
+    how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = [sys.executable, "-c", PROGRAM]
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
+        subprocess.Popen(command, env={**common, "RANK": rank, "LOCAL_RANK": rank}, **how)
+        for rank in ("0", "1")
     ]
     try:
         _, text = [rank.communicate(timeout=50)[0] for rank in ranks]
@@ -140,10 +119,8 @@ def test_a_rank_that_ends_by_an_exception_is_named() -> None:
             rank.kill()
     assert "CollectiveMismatchError: rank 0 ended and will not come" in text
     assert "rank 1 waits in all_reduce(SUM) of float32[5]" in text
-    assert (
-        "rank 0 has ended after ValueError: planted; its last collective was all_reduce(SUM) of "
-        "float32[3]" in text
-    )
+    last = "its last collective was all_reduce(SUM) of float32[3]"
+    assert f"rank 0 has ended after ValueError: planted; {last}" in text
 
 
 class TestStore(DistributedTest):
@@ -161,8 +138,6 @@ class TestStore(DistributedTest):
         finally:
             if rank == "0":
                 os._exit(3)
-        with pytest.raises(
-            CollectiveMismatchError,
-            match="the key-value store of the process group cannot be reached",
-        ):
+        lost = "the key-value store of the process group cannot be reached"
+        with pytest.raises(CollectiveMismatchError, match=lost):
             dist.all_reduce(torch.ones(5))

@@ -4,7 +4,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from deepspeed.comm import process_groups
 from deepspeed.comm.watch import lone_waits
 from deepspeed.comm.watch.lone_waits import LoneWaits
 from deepspeed.comm.watch.lookout import Lookout, stop_all
+from unit.launcher.starting import until
 
 LIMIT_S = 10.0
 
@@ -31,17 +31,12 @@ class Waiter:
     def wait_for_look(self) -> None:
         self.waits = True
         self.lookout.call()
-        before, end = self.num_looks, time.monotonic() + LIMIT_S
-        while self.num_looks == before:
-            assert time.monotonic() < end, "nobody looks"
-            time.sleep(1e-4)
+        before = self.num_looks
+        until(lambda: self.num_looks != before, LIMIT_S)
         self.waits = False
 
     def wait_for_end(self) -> None:
-        end = time.monotonic() + LIMIT_S
-        while self.lookout.is_alive:
-            assert time.monotonic() < end, "the thread does not end"
-            time.sleep(1e-3)
+        until(lambda: not self.lookout.is_alive, LIMIT_S)
 
 
 def test_it_ends_and_begins_anew() -> None:
@@ -66,10 +61,7 @@ def test_no_wait_is_missed_while_it_ends() -> None:
 
     waiter.lookout.is_wanted = is_wanted
     waiter.lookout.call()
-    end = time.monotonic() + LIMIT_S
-    while not waiter.num_looks:
-        assert time.monotonic() < end, "nobody looks"
-        time.sleep(1e-3)
+    until(lambda: waiter.num_looks, LIMIT_S)
     waiter.waits = False
     waiter.wait_for_end()
 
@@ -154,23 +146,16 @@ class Heard(LoneWaits):
                 pass
 
 
-def soon(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_the_oldest_is_told_once(stream: Stream) -> None:
     # Kills: one that is complete; what stands behind the oldest; a report for every look.
     watch = Heard()
     watch.issue("first", "second", "third")
     stream.passed = 3  # the device is within the second
-    soon(lambda: watch.told)
+    until(lambda: watch.told)
     time.sleep(2 * REPORT_S)
     assert watch.told == ["second"]
     stream.passed = 6
-    soon(lambda: not watch.lookout.is_alive)
+    until(lambda: not watch.lookout.is_alive)
     assert watch.told == ["second"]
 
 
@@ -181,7 +166,7 @@ def test_what_the_device_has_not_come_to(stream: Stream) -> None:
     time.sleep(4 * REPORT_S)
     assert not watch.told
     stream.passed = 1
-    soon(lambda: watch.told)
+    until(lambda: watch.told)
 
 
 def test_nobody_is_asked_before_it_is_due(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +180,7 @@ def test_nobody_is_asked_before_it_is_due(stream: Stream, monkeypatch: pytest.Mo
     watch.issue("the next")
     assert stream.num_questions == 1
     watch.forget()
-    soon(lambda: not watch.lookout.is_alive)
+    until(lambda: not watch.lookout.is_alive)
 
 
 def test_the_end_of_an_engine(stream: Stream) -> None:
@@ -203,7 +188,7 @@ def test_the_end_of_an_engine(stream: Stream) -> None:
     watch = Heard()
     watch.issue("it")
     watch.forget()
-    soon(lambda: not watch.lookout.is_alive)
+    until(lambda: not watch.lookout.is_alive)
     assert not watch.told
 
 
@@ -214,7 +199,7 @@ def test_a_wait_that_raises(stream: Stream) -> None:
         raise RuntimeError
     time.sleep(2 * REPORT_S)
     assert not watch.told
-    soon(lambda: not watch.lookout.is_alive)
+    until(lambda: not watch.lookout.is_alive)
 
 
 def test_one_within_another(stream: Stream) -> None:
@@ -224,7 +209,7 @@ def test_one_within_another(stream: Stream) -> None:
         with watch.waiting(lambda: "inner"):
             pass
         stream.passed = stream.num_events
-        soon(lambda: watch.told)
+        until(lambda: watch.told)
     assert watch.told == ["outer"]
 
 

@@ -1,7 +1,6 @@
 """The map that an engine owns: its axes, what `groups` shows of it, several in one process."""
 
 import operator
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,56 +14,47 @@ from deepspeed import comm as dist
 from deepspeed.comm import comm as operations
 from deepspeed.comm.parallel_map import ParallelMap, make_mesh
 from deepspeed.moe.layer import MoE
+from deepspeed.runtime.pipe import topology as topologies
 from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.runtime.pipe.topology import (
-    PipeDataParallelTopology,
-    PipelineParallelGrid,
-    PipeModelDataParallelTopology,
-)
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
 from deepspeed.utils import groups
 from unit.common import DistributedTest
+from unit.models import config_of, drawn
 from unit.v1.sequence.test_training import make_mpu
 from unit.v1.tensor.megatron import Mpu
 
 # What each of upstream's getters asks of the map.
 GETTERS = {
     "_get_data_parallel_group": "data.group",
-    "_get_data_parallel_world_size": "data.size",
-    "_get_data_parallel_rank": "data.rank",
     "_get_data_parallel_group_ranks": "data.ranks",
-    "_get_sequence_parallel_world_size": "sequence.size",
-    "_get_sequence_parallel_rank": "sequence.rank",
     "_get_sequence_data_parallel_group": "replicas.group",
-    "_get_sequence_data_parallel_world_size": "replicas.size",
-    "_get_sequence_data_parallel_rank": "replicas.rank",
     "_get_broadcast_src_rank": "replicas.first_rank",
     "get_tensor_model_parallel_group": "tensor.group",
-    "get_tensor_model_parallel_world_size": "tensor.size",
-    "get_tensor_model_parallel_rank": "tensor.rank",
     "get_tensor_model_parallel_src_rank": "tensor.first_rank",
     "get_model_parallel_group": "model.group",
-    "get_model_parallel_world_size": "model.size",
-    "get_model_parallel_rank": "model.rank",
 }
+SIZED = {
+    **{"_get_data": "data", "_get_sequence": "sequence", "_get_sequence_data": "replicas"},
+    **{"get_tensor_model": "tensor", "get_model": "model"},
+}
+for _getter, _axis in SIZED.items():
+    GETTERS[f"{_getter}_parallel_world_size"] = f"{_axis}.size"
+    GETTERS[f"{_getter}_parallel_rank"] = f"{_axis}.rank"
 
 
 def start(model: nn.Module | None = None, seed: int = 1, **more: Any) -> Any:
     """An engine whose optimizer state is sharded over its own replicas."""
     torch.manual_seed(seed)
     model = model or nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 1},
-        **more.pop("config", {}),
-    }
+    optimizer = {"type": "AdamW", "params": {"lr": 0.1}}
+    config = config_of(1, 2, optimizer=optimizer, zero_optimization=more.pop("zero", {}))
     return deepspeed.initialize(model=model, config=config, **more)[0]
 
 
 def train(engine: Any, step: int) -> None:
     """One step on other data for each data-parallel rank."""
-    data = torch.Generator().manual_seed(100 * step + engine.parallel_map.data.rank)
-    engine.backward(engine(torch.randn(2, 6, generator=data)).square().mean())
+    data = drawn(100 * step + engine.parallel_map.data.rank, 2, 6)
+    engine.backward(engine(data).square().mean())
     engine.step()
 
 
@@ -75,9 +65,8 @@ def weights(engine: Any) -> torch.Tensor:
 
 def pipeline(num_stages: int) -> PipelineModule:
     """Two layers."""
-    return PipelineModule(
-        [nn.Linear(6, 6), nn.Linear(6, 6)], num_stages=num_stages, loss_fn=nn.functional.mse_loss
-    )
+    layers = [nn.Linear(6, 6), nn.Linear(6, 6)]
+    return PipelineModule(layers, num_stages=num_stages, loss_fn=nn.functional.mse_loss)
 
 
 class TestCoordinates(DistributedTest):
@@ -94,11 +83,10 @@ class TestCoordinates(DistributedTest):
 
     def test_pipeline_and_slices(self) -> None:
         rank = dist.get_rank()
-        topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
+        topology = topologies.PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
         here = ParallelMap(PipelineParallelGrid(topology))
-        assert str(here) == (
-            f"rank {rank}: pipe {rank // 2} of 2, data 0 of 1, tensor {rank % 2} of 2"
-        )
+        places = f"pipe {rank // 2} of 2, data 0 of 1, tensor {rank % 2} of 2"
+        assert str(here) == f"rank {rank}: {places}"
         assert (here.model.size, here.model.rank) == (4, rank)
         assert here.pipe.ranks == [rank % 2, rank % 2 + 2] and here.tensor.size == 2
 
@@ -115,10 +103,8 @@ class TestCoordinates(DistributedTest):
     def test_experts(self) -> None:
         rank, here = dist.get_rank(), ParallelMap()
         here.make_experts(2)
-        assert str(here) == (
-            f"rank {rank}: data {rank} of 4; "
-            f"ep_size_2: expert {rank % 2} of 2, data {rank // 2} of 2"
-        )
+        experts = f"ep_size_2: expert {rank % 2} of 2, data {rank // 2} of 2"
+        assert str(here) == f"rank {rank}: data {rank} of 4; {experts}"
 
     def test_one_rank_alone_may_ask(self) -> None:
         # Kills: a description that communicates, which would wait for ranks that do not ask.
@@ -174,20 +160,15 @@ class TestSeveralEngines(DistributedTest):
 
     def test_each_trains_over_its_own_ranks(self, tmp_path: Any) -> None:
         # Kills: an engine that asks for the ranks of the engine made last, in training or saving.
-        ways: list[Callable[[], dict[str, Any]]] = [
-            lambda: {"mesh_param": (2, 2)},
-            lambda: {"mpu": tensor},
-            lambda: {"mesh_param": (4, 1)},
-        ]
-        tensor = Mpu(2)
+        ways = [{"mesh_param": (2, 2)}, {"mpu": Mpu(2)}, {"mesh_param": (4, 1)}]
         alone = []
         for seed, way in enumerate(ways):
-            engine = start(seed=seed, **way())
+            engine = start(seed=seed, **way)
             for step in range(3):
                 train(engine, step)
             alone.append(weights(engine))
             engine.destroy()
-        engines = [start(seed=seed, **way()) for seed, way in enumerate(ways)]
+        engines = [start(seed=seed, **way) for seed, way in enumerate(ways)]
         for step in range(3):
             for engine in engines:
                 train(engine, step)
@@ -201,16 +182,14 @@ class TestSeveralEngines(DistributedTest):
         for number, name in enumerate(("00", part, "00")):
             file = tmp_path / str(number) / "t" / f"mp_rank_{name}_model_states.pt"
             state = torch.load(file, weights_only=False)
-            assert (state["dp_world_size"], state["mp_world_size"]) == [(4, 1), (2, 2), (4, 1)][
-                number
-            ]
+            sizes = [(4, 1), (2, 2), (4, 1)]
+            assert (state["dp_world_size"], state["mp_world_size"]) == sizes[number]
 
     def test_a_plain_one_beside_a_pipeline(self) -> None:
         # Kills: gradients of a plain model averaged over the ranks of one stage.
         first = start(pipeline(2))
-        with pytest.raises(
-            ValueError, match=r"\(rank \d: pipe . of 2, data . of 2\).*mesh_param=\(4, 1\)"
-        ):
+        told = r"\(rank \d: pipe . of 2, data . of 2\).*mesh_param=\(4, 1\)"
+        with pytest.raises(ValueError, match=told):
             start()
         second = start(mesh_param=(4, 1))
         assert second.parallel_map.replicas.size == 4 and first.parallel_map.replicas.size == 2
@@ -245,15 +224,10 @@ class TestSeveralEngines(DistributedTest):
 
     def test_equal_ones_share_their_groups(self) -> None:
         # Kills: communicators made anew for each engine.
-        first = start(
-            mesh_param=(2, 2),
-            config={"zero_optimization": {"stage": 1, "num_optimizer_instances": 2}},
-        )
+        how: dict[str, Any] = {"mesh_param": (2, 2), "zero": {"num_optimizer_instances": 2}}
+        first = start(**how)
         with mock.patch.object(operations, "new_group", side_effect=AssertionError("a new group")):
-            second = start(
-                mesh_param=(2, 2),
-                config={"zero_optimization": {"stage": 1, "num_optimizer_instances": 2}},
-            )
+            second = start(**how)
         assert second.parallel_map is first.parallel_map
         first.destroy()
         first.destroy()

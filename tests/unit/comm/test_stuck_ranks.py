@@ -67,8 +67,6 @@ class TestPosted(DistributedTest):
 
 
 class TestCircles(DistributedTest):
-    """Hosts that wait for each other."""
-
     world_size = 2
 
     def test_each_receives_before_it_sends(self) -> None:
@@ -140,8 +138,7 @@ class TestSilence(DistributedTest):
     world_size = 2
 
     def test_a_slow_rank(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        # Kills: a rank that is taken for blocked because it takes its time; and a wait that nobody
-        # hears of.
+        # Kills: a rank taken for blocked because it takes its time; a wait that nobody hears of.
         lines: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]  # a handler of one line
