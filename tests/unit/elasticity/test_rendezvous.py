@@ -103,14 +103,12 @@ def test_no_sign_of_life_is_under_way_when_the_process_ends() -> None:
     assert done.returncode == 0, done.stderr  # torch tells of each wait there
 
 
-@pytest.mark.parametrize(
-    ("waiting", "lost", "closed", "expected"),
-    [(0, 0, 0, 0), (2, 0, 0, 2), (0, 1, 0, 1), (0, 1, 1, 0), (2, 1, 1, 2)],
-)
-def test_a_lost_node_asks_for_a_new_round_unless_the_job_is_over(
-    waiting: int, lost: int, closed: int, expected: int
-) -> None:
-    # Kills: a round started again because a node had gone after its good end.
+ASKED = [(0, 0, 0, 0), (2, 0, 0, 2), (0, 1, 0, 1), (0, 1, 1, 0), (2, 1, 1, 2)]
+
+
+@pytest.mark.parametrize(("waiting", "lost", "closed", "expected"), ASKED)
+def test_a_lost_node(waiting: int, lost: int, closed: int, expected: int) -> None:
+    # It asks for a new round. Kills: one that is asked for after a node's good end.
     torchs: Any = SimpleNamespace(num_nodes_waiting=lambda: waiting, is_closed=lambda: bool(closed))
     watch: Any = SimpleNamespace(round=None)
     rendezvous = WatchedRendezvous(torchs, watch)

@@ -60,9 +60,7 @@ def play(agent: Any, lasts: float, waiting: int = 0) -> None:
         ([(QUICK, 0), (QUICK, 0), (QUICK, 1), (QUICK, 0)], True),
     ],
 )
-def test_failures_soon_after_the_start_are_no_reason_to_start_again(
-    agent: Any, rounds: list[tuple[float, int]], gives_up: bool
-) -> None:
+def test_quick_failures_end_it(agent: Any, rounds: list[Any], gives_up: bool) -> None:
     for lasts, waiting in rounds:
         assert agent._remaining_restarts == RESTARTS and not agent.gave_up
         play(agent, lasts, waiting)

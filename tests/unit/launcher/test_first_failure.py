@@ -6,15 +6,8 @@ from pathlib import Path
 import pytest
 from unit.launcher.blame import Round, hearing_hangups, play
 
-from deepspeed.launcher.failures import (
-    End,
-    Exit,
-    cause_of,
-    describe_exit,
-    ends_of,
-    failed_before,
-    make_failure,
-)
+from deepspeed.launcher import failures
+from deepspeed.launcher.failures import End, Exit, cause_of, describe_exit, make_failure
 from deepspeed.launcher.logs import RankHistory
 
 
@@ -22,41 +15,34 @@ def seen(exited_at: float | None, traceback_at: float | None = None) -> RankHist
     return RankHistory(pid=1, exited_at=exited_at, traceback_at=traceback_at)
 
 
-@pytest.mark.parametrize(
-    ("codes", "history", "rank"),
-    [
-        pytest.param({0: 1, 1: 1}, [seen(2.0), seen(1.0)], 1, id="ended-first"),
-        pytest.param(
-            {0: 1, 1: 1}, [seen(5.0, 4.9), seen(5.2, 4.0)], 1, id="raised-first-but-slow-to-end"
-        ),
-        pytest.param(
-            {0: 1, 1: -15}, [seen(5.0, 4.9), seen(5.2, 4.0)], 1, id="raised-then-ended-by-agent"
-        ),
-        pytest.param(
-            {0: 1, 1: 3}, [seen(50.0, 49.9), seen(49.8)], 1, id="silent-death-before-a-traceback"
-        ),
-        pytest.param(
-            {0: -15, 1: 3}, [seen(50.1, 2.0), seen(50.0)], 1, id="old-traceback-was-handled"
-        ),
-        pytest.param({0: -15, 1: 3}, [seen(None), seen(None)], 1, id="no-times-known"),
-        pytest.param({0: -15, 1: -9}, [seen(50.1), seen(50.0)], 1, id="killed"),
-        # Kills: the first traceback as the cause: connections of the killed close before its end.
-        pytest.param({0: -15, 1: -9}, [seen(50.3, 49.9), seen(50.0)], 1, id="peer-of-killed"),
-        pytest.param({0: 1, 1: -9}, [seen(50.3, 49.9), seen(50.4)], 1, id="killed-is-slow-to-go"),
-        pytest.param({0: 1, 1: -9}, [seen(50.0, 49.9), seen(56.0)], 0, id="killed-much-later"),
-        pytest.param({0: -6, 1: -9}, [seen(50.3), seen(50.4)], 1, id="killed-and-peer-aborts"),
-        pytest.param({0: -15, 1: -6}, [seen(50.3, 49.9), seen(50.0)], 1, id="peer-of-aborted"),
-        pytest.param({0: 1, 1: -11}, [seen(50.3, 49.9), seen(50.0)], 1, id="peer-of-crashed"),
-        pytest.param({0: 1, 1: -6}, [seen(50.3, 49.9), seen(50.4)], 0, id="aborted-after-an-end"),
-        pytest.param({0: -15, 1: -15}, [seen(50.3, 49.9), seen(50.0)], 1, id="terminated-by-user"),
-        pytest.param({0: -15, 1: -9}, [seen(50.3, 49.9), seen(None)], 1, id="killed-as-it-began"),
-        pytest.param({0: -15, 1: -9}, [seen(50.3), seen(None)], 1, id="killed-before-its-id"),
-        pytest.param({0: -15, 1: 1}, [seen(50.3), seen(None)], 1, id="ended-before-its-id"),
-        pytest.param({0: -6, 1: -11}, [seen(50.3, 49.9), seen(50.0)], 1, id="raises-then-aborts"),
-    ],
-)
-def test_the_cause(codes: dict[int, int], history: list[RankHistory], rank: int) -> None:
-    ends = ends_of(codes, history)
+CAUSES: dict[str, tuple[dict[int, int], list[RankHistory], int]] = {
+    "ended-first": ({0: 1, 1: 1}, [seen(2.0), seen(1.0)], 1),
+    "raised-first-but-slow-to-end": ({0: 1, 1: 1}, [seen(5.0, 4.9), seen(5.2, 4.0)], 1),
+    "raised-then-ended-by-agent": ({0: 1, 1: -15}, [seen(5.0, 4.9), seen(5.2, 4.0)], 1),
+    "silent-death-before-a-traceback": ({0: 1, 1: 3}, [seen(50.0, 49.9), seen(49.8)], 1),
+    "old-traceback-was-handled": ({0: -15, 1: 3}, [seen(50.1, 2.0), seen(50.0)], 1),
+    "no-times-known": ({0: -15, 1: 3}, [seen(None), seen(None)], 1),
+    "killed": ({0: -15, 1: -9}, [seen(50.1), seen(50.0)], 1),
+    # Kills: the first traceback as the cause: connections of the killed close before its end.
+    "peer-of-killed": ({0: -15, 1: -9}, [seen(50.3, 49.9), seen(50.0)], 1),
+    "killed-is-slow-to-go": ({0: 1, 1: -9}, [seen(50.3, 49.9), seen(50.4)], 1),
+    "killed-much-later": ({0: 1, 1: -9}, [seen(50.0, 49.9), seen(56.0)], 0),
+    "killed-and-peer-aborts": ({0: -6, 1: -9}, [seen(50.3), seen(50.4)], 1),
+    "peer-of-aborted": ({0: -15, 1: -6}, [seen(50.3, 49.9), seen(50.0)], 1),
+    "peer-of-crashed": ({0: 1, 1: -11}, [seen(50.3, 49.9), seen(50.0)], 1),
+    "aborted-after-an-end": ({0: 1, 1: -6}, [seen(50.3, 49.9), seen(50.4)], 0),
+    "terminated-by-user": ({0: -15, 1: -15}, [seen(50.3, 49.9), seen(50.0)], 1),
+    "killed-as-it-began": ({0: -15, 1: -9}, [seen(50.3, 49.9), seen(None)], 1),
+    "killed-before-its-id": ({0: -15, 1: -9}, [seen(50.3), seen(None)], 1),
+    "ended-before-its-id": ({0: -15, 1: 1}, [seen(50.3), seen(None)], 1),
+    "raises-then-aborts": ({0: -6, 1: -11}, [seen(50.3, 49.9), seen(50.0)], 1),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_the_cause(name: str) -> None:
+    codes, history, rank = CAUSES[name]
+    ends = failures.ends_of(codes, history)
     assert list(ends)[cause_of(list(ends.values()))] == rank
     failure = make_failure({rank: Exit(1, code) for rank, code in codes.items()}, history)
     code = codes[rank]
@@ -72,32 +58,30 @@ def test_an_abort_that_speaks_of_a_lost_peer_is_no_cause() -> None:
     assert make_failure({0: Exit(1, 1), 1: Exit(1, -6)}, history).code == 1
 
 
-@pytest.mark.parametrize(
-    ("ends", "cause"),
-    [
-        ([End(50.0, 50.0), End(49.9, 50.5)], 1),
-        ([End(50.0, 50.0, signal.SIGSEGV), End(49.9, 50.5)], 0),
-        ([End(50.0, 50.0, signal.SIGSEGV), End(49.9, 49.95)], 1),
-        ([End(50.0, 50.0, signal.SIGKILL), End(49.9, 49.95)], 0),
-        ([End(50.0, 50.0, signal.SIGKILL), End(30.0, 49.95)], 1),
-    ],
-)
-def test_the_cause_among_launchers(ends: list[End], cause: int) -> None:
-    assert cause_of(ends) == cause
+def test_the_cause_among_launchers() -> None:
+    crash, kill = signal.SIGSEGV, signal.SIGKILL
+    for first, second, cause in (
+        (End(50.0, 50.0), End(49.9, 50.5), 1),
+        (End(50.0, 50.0, crash), End(49.9, 50.5), 0),
+        (End(50.0, 50.0, crash), End(49.9, 49.95), 1),
+        (End(50.0, 50.0, kill), End(49.9, 49.95), 0),
+        (End(50.0, 50.0, kill), End(30.0, 49.95), 1),
+    ):
+        assert cause_of([first, second]) == cause
 
 
 def test_a_death_just_before_a_stop_is_reported() -> None:
     # Kills: a stop from a peer's launcher that comes before the agent has reported the cause.
     history = [seen(50.0), seen(50.6, 49.9), seen(50.5)]
     history[0].code, history[2].code = -9, -15
-    failure = failed_before(50.4, history, 4)
+    failure = failures.failed_before(50.4, history, 4)
     assert failure is not None
     assert (failure.subject, failure.code, failure.signal) == ("rank 4 (process 1)", 137, 9)
     history[0].code, history[0].exited_at = 0, 49.5
-    failure = failed_before(50.4, history, 4)
+    failure = failures.failed_before(50.4, history, 4)
     assert failure is not None
     assert (failure.subject, failure.code, failure.how) == ("rank 5 (process 1)", 1, "an exception")
-    assert failed_before(49.0, history) is None
+    assert failures.failed_before(49.0, history) is None
 
 
 def test_last_traceback_keeps_its_chain() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
-from unit.launcher.starting import TIMEOUT, Commands, Process, free_pair, shown, until
+from unit.launcher.starting import SHOW, TIMEOUT, Commands, Process, free_pair, shown, until
 
 SSH = """
 #!/bin/bash
@@ -30,16 +30,6 @@ for ((rank = 0; rank < count; rank++)); do
   MARK_FD=9 "$@" 9< <(echo "descriptor of $rank") &
 done
 wait
-"""
-SHOW = """
-import json, os, sys
-names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE",
-         "MASTER_ADDR", "MASTER_PORT", "DS_MARK")
-seen = {name: os.environ.get(name) for name in names}
-seen |= {"argv": sys.argv[1:], "cores": sorted(os.sched_getaffinity(0))}
-if "MARK_FD" in os.environ:
-    seen["descriptor"] = os.fdopen(int(os.environ["MARK_FD"])).read()
-print(json.dumps(seen))
 """
 FAIL = """
 import os, sys, time

@@ -11,16 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 from unit.common import TORCH
-from unit.launcher.starting import TIMEOUT, Commands, Process, free_pair, shown
+from unit.launcher.starting import SHOW, TIMEOUT, Commands, Process, free_pair, shown
 
-SHOW = """
-import json, os, sys
-names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR",
-         "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE", "OMP_NUM_THREADS")
-seen = {name: os.environ.get(name) for name in names}
-seen |= {"argv": sys.argv[1:], "cores": sorted(os.sched_getaffinity(0))}
-print(json.dumps(seen))
-"""
 SLEEP = """
 import os, subprocess, time
 child = subprocess.Popen(["sleep", "600"], start_new_session=True)
@@ -113,11 +105,10 @@ def test_death_by_signal_gives_its_shell_code(launcher: Commands) -> None:
     assert "wrote nothing to stderr" in err
 
 
-@pytest.mark.parametrize(("number", "is_forked"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
-def test_a_signal_ends_every_process(
-    launcher: Commands, number: signal.Signals, is_forked: bool
-) -> None:
-    process = launcher.start("-q", "--num_gpus", "2", launcher.script(SLEEP), is_forked=is_forked)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_every_process(launcher: Commands, number: signal.Signals) -> None:
+    launcher.is_forked = number == signal.SIGINT
+    process = launcher.start("-q", "--num_gpus", "2", launcher.script(SLEEP))
     pids = read_pids(process, 2)
     process.send_signal(number)
     process.communicate(timeout=TIMEOUT)
@@ -170,10 +161,8 @@ def elastic(*flags: str) -> list[str]:
 
 
 @pytest.mark.parametrize("failures", [2, 100])
-def test_elastic_processes_that_fail_at_once_are_given_up(
-    launcher: Commands, monkeypatch: pytest.MonkeyPatch, failures: int
-) -> None:
-    monkeypatch.setenv("FAILURES", str(failures))
+def test_elastic_processes_that_fail_at_once(launcher: Commands, failures: int) -> None:
+    launcher.variables["FAILURES"] = str(failures)
     flags = elastic("--num_gpus", "2", "--master_port", str(free_pair()))
     code, out, err = launcher.run(*flags, launcher.script(QUICK))
     # Kills: a program that can never run restarted a hundred times; a report that blames the rank
@@ -190,15 +179,12 @@ def test_elastic_processes_that_fail_at_once_are_given_up(
     assert last_words.endswith("ValueError: boom\n")
 
 
-def test_a_node_that_gives_up_ends_those_that_wait_for_it(
-    launcher: Commands, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_gives_up_ends_those_that_wait_for_it(launcher: Commands) -> None:
     # Kills: a node whose rank waits in a collective, whose peer will not come again; and one that
     # is told that the rendezvous cannot be reached.
-    monkeypatch.setenv("FAILURES", "100")
     flags = ("--num_gpus", "1", "--min_elastic_nodes", "2", "--master_port", str(free_pair()))
     script = launcher.script(QUICK)
-    monkeypatch.setenv("DS_LAUNCH_TIMEOUT", "6")  # beats are a fifth apart
+    launcher.variables.update(FAILURES="100", DS_LAUNCH_TIMEOUT="6")  # beats are a fifth apart
     nodes = [launcher.start(*elastic(*flags), script, is_forked=False) for _ in range(2)]
     said = {node.communicate(timeout=2 * TIMEOUT)[1]: node.returncode for node in nodes}
     assert sorted(said.values()) == [2, 7], said
@@ -209,9 +195,7 @@ def test_a_node_that_gives_up_ends_those_that_wait_for_it(
     assert {len(path.read_text()) for path in launcher.folder.glob("starts*")} == {3}
 
 
-def test_a_busy_default_port_is_replaced_and_a_busy_named_one_is_an_error(
-    launcher: Commands,
-) -> None:
+def test_a_busy_default_port_is_replaced_and_a_named_one_refused(launcher: Commands) -> None:
     script = launcher.script(SHOW)
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

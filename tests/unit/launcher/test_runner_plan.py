@@ -7,18 +7,7 @@ import pytest
 
 from deepspeed.launcher import launch, runner
 from deepspeed.launcher import plan as plans
-from deepspeed.launcher.resources import (
-    device_environment,
-    fetch_hostfile,
-    parse_core_list,
-    parse_inclusion_exclusion,
-    parse_node_config,
-    parse_node_config_list,
-    parse_num_nodes,
-    parse_resource_filter,
-    split_cores,
-    visible_slots,
-)
+from deepspeed.launcher import resources as parsing
 
 
 def plan(*flags: str) -> plans.LaunchPlan:
@@ -86,11 +75,11 @@ def test_slots_follow_the_visibility_variable(
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert visible_slots() == usable
+    assert parsing.visible_slots() == usable
     last = list(usable)[-1]
-    assert device_environment([last]) == {"CUDA_VISIBLE_DEVICES": usable[last]}
+    assert parsing.device_environment([last]) == {"CUDA_VISIBLE_DEVICES": usable[last]}
     with pytest.raises(ValueError, match=r"\[9\] are not usable"):
-        device_environment([9])
+        parsing.device_environment([9])
 
 
 @pytest.mark.parametrize(
@@ -224,27 +213,28 @@ REFUSED = {
 
 
 def test_filters_keep_what_upstream_keeps_and_name_mistakes() -> None:
-    assert {filters: parse_resource_filter(HOSTS, *filters) for filters in KEPT} == KEPT
+    assert {filters: parsing.parse_resource_filter(HOSTS, *filters) for filters in KEPT} == KEPT
     for filters, message in REFUSED.items():
         with pytest.raises(ValueError, match=message):
-            parse_resource_filter(HOSTS, *filters)
+            parsing.parse_resource_filter(HOSTS, *filters)
 
 
 def test_node_config() -> None:
-    assert parse_node_config("a") == ("a", [])
-    assert parse_node_config("a:0,2") == ("a", [0, 2])
-    assert parse_node_config_list("a:0@b") == {"a": [0], "b": []}
+    assert parsing.parse_node_config("a") == ("a", [])
+    assert parsing.parse_node_config("a:0,2") == ("a", [0, 2])
+    assert parsing.parse_node_config_list("a:0@b") == {"a": [0], "b": []}
     # Slot counts become lists.
-    assert parse_inclusion_exclusion({"a": 2, "b": 3}, "", "a:1") == {"a": [0], "b": [0, 1, 2]}
+    kept = parsing.parse_inclusion_exclusion({"a": 2, "b": 3}, "", "a:1")
+    assert kept == {"a": [0], "b": [0, 1, 2]}
 
 
 def test_num_nodes() -> None:
-    assert parse_num_nodes("2", False) == (2, -1)
-    assert parse_num_nodes("2:4", True) == (2, 4)
+    assert parsing.parse_num_nodes("2", False) == (2, -1)
+    assert parsing.parse_num_nodes("2:4", True) == (2, 4)
     with pytest.raises(RuntimeError, match="only supported in elastic training"):
-        parse_num_nodes("2:4", False)
+        parsing.parse_num_nodes("2:4", False)
     with pytest.raises(RuntimeError, match="not in MIN:MAX format"):
-        parse_num_nodes("1:2:3", True)
+        parsing.parse_num_nodes("1:2:3", True)
 
 
 BAD_HOSTS = {
@@ -258,19 +248,19 @@ BAD_HOSTS = {
 def test_hostfile(tmp_path) -> None:
     path = tmp_path / "hosts"
     path.write_text("w0 slots=4 # first\n\n# comment\nw1 slots=2\n")
-    assert fetch_hostfile(str(path)) == {"w0": 4, "w1": 2}
-    assert fetch_hostfile(str(tmp_path / "absent")) is None
+    assert parsing.fetch_hostfile(str(path)) == {"w0": 4, "w1": 2}
+    assert parsing.fetch_hostfile(str(tmp_path / "absent")) is None
     for text, message in BAD_HOSTS.items():
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
-            fetch_hostfile(str(path))
+            parsing.fetch_hostfile(str(path))
 
 
 def test_core_lists() -> None:
-    assert parse_core_list("1,3-5,7") == [1, 3, 4, 5, 7]
-    assert split_cores([1, 3, 4, 5, 7], 2) == [[1, 3], [4, 5]]
+    assert parsing.parse_core_list("1,3-5,7") == [1, 3, 4, 5, 7]
+    assert parsing.split_cores([1, 3, 4, 5, 7], 2) == [[1, 3], [4, 5]]
     for bad in ("5-3", "a", "1,,2", "1,1-2"):
         with pytest.raises(ValueError, match="--bind_core_list"):
-            parse_core_list(bad)
+            parsing.parse_core_list(bad)
     with pytest.raises(ValueError, match="3 ranks cannot be bound to 2 cores"):
-        split_cores([0, 1], 3)
+        parsing.split_cores([0, 1], 3)

@@ -19,15 +19,8 @@ import pytest
 from unit.launcher.starting import ROOT, start
 from unit.launcher.zombies import LEFT_SECONDS, MARK, hearing_hangups, kill, leftovers
 
-from deepspeed.launcher import nodes
-from deepspeed.launcher.signals import (
-    Interrupted,
-    dying_at_once,
-    ending_signals,
-    noting_signals,
-    raising_signals,
-    take_noted,
-)
+from deepspeed.launcher import nodes, signals
+from deepspeed.launcher.signals import Interrupted, noting_signals, raising_signals
 
 PLANTED = """
 import os, signal, sys, weakref
@@ -130,7 +123,7 @@ def test_a_job_over_nodes_hears_what_was_noted() -> None:
         signal.raise_signal(signal.SIGINT)
         with nodes._signals_stop(coordinator):
             assert stops == [signal.SIGINT]
-    assert take_noted() == []
+    assert signals.take_noted() == []
 
 
 def test_a_job_in_the_background_of_a_script_hears_sigint() -> None:
@@ -139,7 +132,7 @@ def test_a_job_in_the_background_of_a_script_hears_sigint() -> None:
     try:
         with pytest.raises(Interrupted), raising_signals():
             signal.raise_signal(signal.SIGINT)
-        with dying_at_once():
+        with signals.dying_at_once():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
@@ -148,9 +141,9 @@ def test_a_job_in_the_background_of_a_script_hears_sigint() -> None:
 
 def test_an_ignored_signal_stays_ignored() -> None:
     with hearing_hangups():
-        assert signal.SIGHUP in ending_signals()
+        assert signal.SIGHUP in signals.ending_signals()
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        assert signal.SIGHUP not in ending_signals()
+        assert signal.SIGHUP not in signals.ending_signals()
         with raising_signals():
             signal.raise_signal(signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -14,7 +14,9 @@ from deepspeed import comm as dist
 from deepspeed.monitor.config import get_monitor_config
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.pipe import PipelineModule
+from deepspeed.utils.logging import logger
 from unit.common import DistributedTest
+from unit.models import config_of
 
 EVENTS = [
     ("Train/Samples/loss", 0.5, 8),
@@ -24,9 +26,8 @@ EVENTS = [
 
 
 def master(**blocks: Any) -> MonitorMaster:
-    return MonitorMaster(
-        get_monitor_config({name: {"enabled": True, **block} for name, block in blocks.items()})
-    )
+    enabled = {name: {"enabled": True, **block} for name, block in blocks.items()}
+    return MonitorMaster(get_monitor_config(enabled))
 
 
 def rows(path: Path) -> list[list[str]]:
@@ -47,14 +48,9 @@ def test_csv_has_a_file_per_name_and_goes_on_after_a_restart(tmp_path: Path) -> 
         monitors = master(csv_monitor={"output_path": str(tmp_path), "job_name": "job"})
         monitors.write_events([(name, value, at + step) for name, value, at in EVENTS])
         monitors.close()
-    found = rows(tmp_path / "job" / "Train_Samples_loss.csv")
-    assert found == [
-        ["step", "loss"],
-        ["8", "0.5"],
-        ["16", "0.25"],
-        ["108", "0.5"],
-        ["116", "0.25"],
-    ]
+    title, *found = rows(tmp_path / "job" / "Train_Samples_loss.csv")
+    assert title == ["step", "loss"]
+    assert found == [["8", "0.5"], ["16", "0.25"], ["108", "0.5"], ["116", "0.25"]]
     assert rows(tmp_path / "job" / "accuracy.csv")[1:] == [["16", "1.0"], ["116", "1.0"]]
 
 
@@ -68,10 +64,8 @@ def test_tensorboard_files_read_back(tmp_path: Path) -> None:
     reader = EventAccumulator(str(tmp_path / "job"))
     reader.Reload()
     assert sorted(reader.Tags()["scalars"]) == ["Train/Samples/loss", "accuracy"]
-    assert [(event.step, event.value) for event in reader.Scalars("Train/Samples/loss")] == [
-        (8, 0.5),
-        (16, 0.25),
-    ]
+    found = [(event.step, event.value) for event in reader.Scalars("Train/Samples/loss")]
+    assert found == [(8, 0.5), (16, 0.25)]
     monitors.close()
 
 
@@ -125,22 +119,17 @@ def test_wandb_joins_the_scripts_run_and_leaves_it_open(fakes: list[Any]) -> Non
 def test_comet_thins_out_each_name_by_itself(fakes: list[Any]) -> None:
     # Kills: an interval one name uses up, or of calls, not samples; nulls for comet_ml.start.
     monitors = master(comet={"samples_log_interval": 10, "project": "p", "experiment_name": "e"})
-    monitors.write_events(
-        [("a", 1.0, 0), ("b", 2.0, 5), ("a", 3.0, 9), ("a", 4.0, 10), ("a", 5.0, 4)]
-    )
+    events = [("a", 1.0, 0), ("b", 2.0, 5), ("a", 3.0, 9), ("a", 4.0, 10), ("a", 5.0, 4)]
+    monitors.write_events(events)
     monitors.close()
     assert fakes[:2] == [("start", {"project": "p"}), ("name", "e")]
     assert fakes[2:] == [("a", 1.0, 0), ("b", 2.0, 5), ("a", 4.0, 10), ("a", 5.0, 4), "end"]
 
 
-@pytest.mark.parametrize(
-    ("block", "package"),
-    [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet-ml")],
-)
-def test_a_missing_package_is_named(
-    block: str, package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("package", ["tensorboard", "wandb", "comet-ml"])
+def test_a_missing_package_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    block = package.removesuffix("-ml")
     with pytest.raises(ImportError, match=f'{block}.enabled: true .*"pip install {package}"'):
         master(**{block: {}})
 
@@ -150,13 +139,9 @@ def test_a_monitor_that_fails_does_not_end_the_training(
 ) -> None:
     # Kills: a full disk that ends the run or silences other monitors, a warning every step.
     said: list[str] = []
-    monkeypatch.setattr(
-        "deepspeed.monitor.monitor.logger.warning", lambda text, *args: said.append(text % args)
-    )
-    monitors = master(
-        csv_monitor={"output_path": str(tmp_path), "job_name": "job"},
-        comet={"samples_log_interval": 1},
-    )
+    monkeypatch.setattr(logger, "warning", lambda text, *args: said.append(text % args))
+    own = {"output_path": str(tmp_path), "job_name": "job"}
+    monitors = master(csv_monitor=own, comet={"samples_log_interval": 1})
     (tmp_path / "job" / "accuracy.csv").mkdir()  # cannot be opened as a file
     for step in (1, 2):
         monitors.write_events([("accuracy", 1.0, step)])
@@ -173,18 +158,18 @@ def test_a_wrong_event_is_an_error(event: Any, tmp_path: Path) -> None:
 
 
 def series(folder: Path, name: str) -> list[tuple[int, float]]:
-    with open(folder / "job" / f"Train_Samples_{name}.csv", newline="") as file:
-        return [(int(step), float(value)) for step, value in list(csv.reader(file))[1:]]
+    found = rows(folder / "job" / f"Train_Samples_{name}.csv")[1:]
+    return [(int(step), float(value)) for step, value in found]
 
 
-def configuration(folder: Path, **keys: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
-        "csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "job"},
-        **keys,
-    }
+def start(model: Any, folder: Path, stage: int = 0, **keys: Any) -> Any:
+    csv_monitor = {"enabled": True, "output_path": str(folder), "job_name": "job"}
+    optimizer = {"type": "SGD", "params": {"lr": 0.5}}
+    config = config_of(stage, 2, 2, csv_monitor=csv_monitor, optimizer=optimizer, **keys)
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+PHASES = ("forward", "backward", "backward_inner", "step")
 
 
 class TestEngine(DistributedTest):
@@ -196,9 +181,7 @@ class TestEngine(DistributedTest):
         folder = Path(str(tmpdir))
         model = torch.nn.Linear(3, 1, bias=False)
         torch.nn.init.ones_(model.weight)
-        engine, *_ = deepspeed.initialize(
-            model=model, config=configuration(folder, zero_optimization={"stage": 1})
-        )
+        engine = start(model, folder, 1)
         expected = []
         for step in range(2):
             losses = []
@@ -227,36 +210,24 @@ class TestEngine(DistributedTest):
     def test_fp16_and_phases(self, tmpdir: Any) -> None:
         # Kills: phases written on steps that were not logged, a loss scale that is not the step's.
         folder = Path(str(tmpdir))
-        keys = {
-            "wall_clock_breakdown": True,
-            "steps_per_print": 2,
-            "fp16": {"enabled": True, "initial_scale_power": 4},
-        }
-        engine, *_ = deepspeed.initialize(
-            model=torch.nn.Linear(3, 1), config=configuration(folder, **keys)
-        )
+        fp16 = {"enabled": True, "initial_scale_power": 4}
+        keys: dict[str, Any] = {"wall_clock_breakdown": True, "steps_per_print": 2, "fp16": fp16}
+        engine = start(torch.nn.Linear(3, 1), folder, **keys)
         for _ in range(2 * 4):
             engine.backward(engine(torch.ones(2, 3, dtype=torch.float16)).mean())
             engine.step()
         engine.destroy()
         if dist.get_rank() == 0:
             assert series(folder, "loss_scale") == [(8, 16.0), (16, 16.0), (24, 16.0), (32, 16.0)]
-            phases = {
-                name: series(folder, f"elapsed_time_ms_{name}")
-                for name in ("forward", "backward", "backward_inner", "step")
-            }
+            phases = {name: series(folder, f"elapsed_time_ms_{name}") for name in PHASES}
             assert all([step for step, _ in points] == [16, 32] for points in phases.values())
             assert all(value > 0 for points in phases.values() for _, value in points)
-            assert all(
-                inner <= whole
-                for (_, inner), (_, whole) in zip(
-                    phases["backward_inner"], phases["backward"], strict=True
-                )
-            )
+            both = zip(phases["backward_inner"], phases["backward"], strict=True)
+            assert all(inner <= whole for (_, inner), (_, whole) in both)
 
     def test_scripts_write_too(self, tmpdir: Any) -> None:
         folder = Path(str(tmpdir))
-        engine, *_ = deepspeed.initialize(model=torch.nn.Linear(3, 1), config=configuration(folder))
+        engine = start(torch.nn.Linear(3, 1), folder)
         engine.monitor.write_events([("Train/Samples/mine", float(dist.get_rank()), 3)])
         engine.destroy()
         dist.barrier()
@@ -265,20 +236,15 @@ class TestEngine(DistributedTest):
     def test_pipeline_writes_the_mean_of_all_ranks(self, tmpdir: Any) -> None:
         # Kills: a pipeline whose rank 0, which has no loss, writes none; a loss of the step before.
         folder = Path(str(tmpdir))
-        module = PipelineModule(
-            [torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)],
-            num_stages=2,
-            loss_fn=lambda out, label: (out - label).square().mean(),
-        )
-        keys = {"wall_clock_breakdown": True, "steps_per_print": 2}
-        engine, *_ = deepspeed.initialize(model=module, config=configuration(folder, **keys))
+        layers = [torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)]
+        module = PipelineModule(layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss)
+        engine = start(module, folder, wall_clock_breakdown=True, steps_per_print=2)
         data = [(torch.ones(2, 3), torch.zeros(2, 1)), (torch.zeros(2, 3), torch.ones(2, 1))]
         losses = [float(engine.train_batch(iter(data))) for _ in range(2)]
         engine.destroy()
         if dist.get_rank() == 0:
             assert series(folder, "train_loss") == list(zip([4, 8], losses, strict=True))
             assert [step for step, _ in series(folder, "lr")] == [4, 8]
-            for phase in ("forward", "backward", "backward_inner", "step"):
-                assert [
-                    step for step, value in series(folder, f"elapsed_time_ms_{phase}") if value > 0
-                ] == [8]
+            for phase in PHASES:
+                times = series(folder, f"elapsed_time_ms_{phase}")
+                assert [step for step, value in times if value > 0] == [8]

@@ -6,44 +6,28 @@ import re
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from deepspeed.monitor.config import get_monitor_config
 from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.monitor.watch import monitor
+from deepspeed.monitor.watch import page as pages
+from deepspeed.monitor.watch import run as runs
 from deepspeed.monitor.watch.charts import charts_of
 from deepspeed.monitor.watch.cli import MISUSED, main
-from deepspeed.monitor.watch.page import (
-    PAGE_NAME,
-    change,
-    milliseconds,
-    number,
-    number_of_bytes,
-    render,
-)
+from deepspeed.monitor.watch.page import PAGE_NAME, number, render
 from deepspeed.monitor.watch.record import RecordReader, encoded, new_record, run_before
-from deepspeed.monitor.watch.run import (
-    POINTS,
-    RECENT,
-    SCRIPT_CURVES,
-    WARM_UP,
-    Curves,
-    Run,
-    same_steps,
-)
+from deepspeed.monitor.watch.run import POINTS, RECENT, SCRIPT_CURVES, WARM_UP, Curves, Run
+from deepspeed.utils.logging import logger
 
 
 def step_line(step: int, **values: Any) -> dict[str, Any]:
     """A step as the engine records it, with numbers that follow from its own."""
     return {
-        "step": step,
-        "time": 1000.0 + step,
-        "samples": 8,
-        "tokens": 512,
-        "loss": 4.0 / step,
-        "norm": 1.0 + step,
-        "group_norms": [1.0 + step, 0.5],
-        "lr": [1e-3 * step, 2e-3],
+        **{"step": step, "time": 1000.0 + step, "samples": 8, "tokens": 512, "loss": 4.0 / step},
+        **{"norm": 1.0 + step, "group_norms": [1.0 + step, 0.5], "lr": [1e-3 * step, 2e-3]},
         "loss_scale": 1.0,
         "ms": {"forward": 2.0, "backward": 5.0, "communication": 1.0, "step": 1.0, "total": 10.0},
         **values,
@@ -112,15 +96,10 @@ def test_a_point_of_several_steps_is_drawn_as_their_mean_and_range() -> None:
     for step in range(1, 4 * POINTS + 1):
         run.add(step_line(step, loss=10.0 if step % 2 else 30.0))
     loss = charts_of(run, run)[0]
-    assert [(s["label"], s["dashed"]) for s in loss["series"]] == [
-        ("loss", False),
-        ("before", True),
-    ]
+    curves = [(s["label"], s["dashed"]) for s in loss["series"]]
+    assert curves == [("loss", False), ("before", True)]
     series = loss["series"][0]
-    assert set(series["y"]) == {20.0} and (set(series["low"]), set(series["high"])) == (
-        {10.0},
-        {30.0},
-    )
+    assert [{*series[key]} for key in ("y", "low", "high")] == [{20.0}, {10.0}, {30.0}]
     assert series["x"] == list(range(2, 4 * POINTS + 1, 2))
 
 
@@ -154,23 +133,17 @@ def test_what_is_kept_of_a_run() -> None:
 
 
 def test_numbers() -> None:
-    assert [number(v) for v in (None, 0, 1, 0.123456, 12345.6, 999.96, 0.00032, math.nan)] == [
-        *"– 0 1 0.1235 12,346 1,000 3.2e-4 nan".split()
-    ]
-    assert number_of_bytes(3 * 2**29) == "1.5 GiB" and milliseconds(12345) == "12.35 s"
-    assert [change(*pair) for pair in ((3.0, 2.0), (2.0, 2.0001), (1.0, 0.0), (30.0, 2.0))] == [
-        "+50.0%",
-        "",
-        "",
-        "+1,400%",
-    ]
+    values = (None, 0, 1, 0.123456, 12345.6, 999.96, 0.00032, math.nan)
+    assert [number(v) for v in values] == "– 0 1 0.1235 12,346 1,000 3.2e-4 nan".split()
+    assert pages.number_of_bytes(3 * 2**29) == "1.5 GiB" and pages.milliseconds(12345) == "12.35 s"
+    pairs = ((3.0, 2.0), (2.0, 2.0001), (1.0, 0.0), (30.0, 2.0))
+    assert [pages.change(*pair) for pair in pairs] == ["+50.0%", "", "", "+1,400%"]
 
 
 def figures(page: str) -> dict[str, tuple[str, str]]:
     """What a page shows at its top: name -> value, value of the run before with the change."""
-    found = re.findall(
-        r'data-figure="(.*?)">.*?class="value">(.*?)</div><div class="before">(.*?)</div>', page
-    )
+    value = r'class="value">(.*?)</div><div class="before">(.*?)</div>'
+    found = re.findall(rf'data-figure="(.*?)">.*?{value}', page)
     return {name: (value, re.sub("<.*?>", "", before)) for name, value, before in found}
 
 
@@ -206,22 +179,21 @@ def test_only_equal_steps_are_compared(tmp_path: Path) -> None:
     resumed = Run()
     for step in range(5, 9):
         resumed.add(step_line(step, loss=1.0))
-    assert same_steps(resumed, Run.of_record(record)) is None
+    assert runs.same_steps(resumed, Run.of_record(record)) is None
     assert figures(render(resumed, Run.of_record(record)))["loss"] == ("1", "&nbsp;")
     long, short = Run(), Run()
     for step in range(1, 4 * POINTS + 1):
         long.add(step_line(step, loss=10.0 if step % 2 else 30.0))
         if step < POINTS:
             short.add(step_line(step, loss=20.0))
-    assert [point.mean("loss") for point in same_steps(short, long) or ()] == [20.0, 20.0]
+    assert [point.mean("loss") for point in runs.same_steps(short, long) or ()] == [20.0, 20.0]
 
 
 def test_the_command_follows_a_run_to_its_end(tmp_path: Path) -> None:
     # Kills: a page drawn once, a command that goes on after the end.
     path = write_run(tmp_path, 2)
-    follower = threading.Thread(
-        target=main, args=([str(path), "--follow", "--every", "0.05"],), daemon=True
-    )
+    arguments = [str(path), "--follow", "--every", "0.05"]
+    follower = threading.Thread(target=main, args=(arguments,), daemon=True)
     follower.start()
     with open(path, "a") as file:
         file.write(encoded(step_line(3)) + encoded({"ended": 5.0, "error": "ValueError: <x>"}))
@@ -231,34 +203,25 @@ def test_the_command_follows_a_run_to_its_end(tmp_path: Path) -> None:
     assert figures(page)["step"][0] == "3" and "ValueError: &lt;x&gt;" in page
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["nowhere"], "no record of a run there"),
-        (["RUN", "--before", "nowhere"], "no record of a run there"),
-        (["RUN", "--output", "nowhere/page.html"], "there is no folder"),
-        (["RUN", "--every", "0"], "give a positive number"),
-    ],
-)
-def test_misuse(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_misuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path, 1)
-    assert main([str(tmp_path) if each == "RUN" else each for each in arguments]) == MISUSED
-    assert said in capsys.readouterr().err
+    for arguments, said in {
+        "nowhere": "no record of a run there",
+        "RUN --before nowhere": "no record of a run there",
+        "RUN --output nowhere/page.html": "there is no folder",
+        "RUN --every 0": "give a positive number",
+    }.items():
+        assert main(arguments.replace("RUN", str(tmp_path)).split()) == MISUSED
+        assert said in capsys.readouterr().err
 
 
-def test_scripts_values_and_a_disk_that_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scripts_values_and_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Kills: the engine's events twice, a record that ends training, a page drawn with each line.
     block = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     monitors = MonitorMaster(get_monitor_config({"watch": block}))
     monitors.describe({"watch": 1, "began": 2.0})
     drawn: list[int] = []
-    monkeypatch.setattr(
-        "deepspeed.monitor.watch.monitor.render", lambda *args: drawn.append(1) or ""
-    )
+    monkeypatch.setattr(monitor, "render", lambda *args: drawn.append(1) or "")
     monitors.write_events([("accuracy", 1, 16)])
     monitors.write_events([("Train/Samples/lr", 0.1, 16)], of_engine=True)
     monitors.record(step_line(1))
@@ -266,13 +229,8 @@ def test_scripts_values_and_a_disk_that_is_full(
     lines = RecordReader(folder / "run-0001.jsonl").new_lines()
     assert [next(iter(line)) for line in lines] == ["watch", "event", "step"] and drawn == [1]
     said: list[str] = []
-    monkeypatch.setattr(
-        "deepspeed.monitor.monitor.logger.warning", lambda text, *args: said.append(text % args)
-    )
-    monkeypatch.setattr(
-        "deepspeed.monitor.watch.monitor.encoded",
-        lambda line: (_ for _ in ()).throw(OSError("full")),
-    )
+    monkeypatch.setattr(logger, "warning", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(monitor, "encoded", Mock(side_effect=OSError("full")))
     monitors.record(step_line(2))
     monitors.record(step_line(3))
     monitors.close()

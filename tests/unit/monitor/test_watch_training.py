@@ -22,6 +22,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.step_observers import step_figures
 from deepspeed.utils.timer import MAX_UNREAD
 from unit.common import DistributedTest
+from unit.models import tokens
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ACCUMULATION, ROWS, LENGTH, WIDTH = 2, 2, 4, 8
@@ -48,34 +49,25 @@ class Model(nn.Module):
 
 def configuration(folder: Path, **keys: Any) -> dict[str, Any]:
     watch = {"enabled": True, "output_path": str(folder), "job_name": "job", "refresh_seconds": 0}
+    warmup = {"warmup_num_steps": 8, "warmup_type": "linear"}
     return {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": ACCUMULATION,
+        **{"train_micro_batch_size_per_gpu": ROWS, "gradient_accumulation_steps": ACCUMULATION},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.5}},
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {"warmup_num_steps": 8, "warmup_type": "linear"},
-        },
-        "watch": watch,
-        **keys,
+        "scheduler": {"type": "WarmupLR", "params": warmup},
+        **{"watch": watch, **keys},
     }
 
 
 def make_engine(folder: Path, **keys: Any) -> Any:
     model = Model()
-    groups = [
-        {"params": list(model.head.parameters()), "name": "head"},
-        {"params": list(model.embedding.parameters())},
-    ]
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=groups, config=configuration(folder, **keys)
-    )
-    return engine
+    groups: list[dict[str, Any]] = [{"params": [*model.head.parameters()], "name": "head"}]
+    groups.append({"params": list(model.embedding.parameters())})
+    config = configuration(folder, **keys)
+    return deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
 
 
 def batch(number_of_batch: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(10 * number_of_batch + dist.get_rank())
-    return torch.randint(0, 16, (ROWS, LENGTH), generator=generator)
+    return tokens(10 * number_of_batch + dist.get_rank(), 16, ROWS, LENGTH)
 
 
 def train(engine: Any, steps: int, bad_step: int | None = None) -> list[dict[str, Any]]:
@@ -90,15 +82,12 @@ def train(engine: Any, steps: int, bad_step: int | None = None) -> list[dict[str
             losses.append(loss.detach())
             engine.backward(loss)
             engine.step()
-        said.append(
-            {
-                "loss": torch.stack(losses).mean(),
-                "norm": engine.get_global_grad_norm(),
-                "group_norms": engine.get_group_grad_norms(),
-                "lr": rates,
-                "applied": engine.was_step_applied(),
-            }
-        )
+        norms = {
+            "norm": engine.get_global_grad_norm(),
+            "group_norms": engine.get_group_grad_norms(),
+        }
+        applied = engine.was_step_applied()
+        said.append({**norms, "loss": torch.stack(losses).mean(), "lr": rates, "applied": applied})
     return said
 
 
@@ -117,27 +106,19 @@ class TestRecord(DistributedTest):
     def test_is_what_the_engine_says(self, tmpdir: Any) -> None:
         # Kills: a loss, a norm or a rate of another step, scaled norms, rank 1's record, tokens of
         # one rank, phases that overlap, skips that are not marked.
-        cases: list[dict[str, Any]] = [
-            {"zero_optimization": {"stage": 0}, "wall_clock_breakdown": True},
-            {
-                "zero_optimization": {"stage": 2},
-                "fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1},
-            },
-            {
-                "zero_optimization": {"stage": 3},
-                "bf16": {"enabled": True},
-                "curriculum_learning": {
-                    "enabled": True,
-                    "min_difficulty": 1,
-                    "max_difficulty": LENGTH,
-                    "schedule_type": "fixed_discrete",
-                    "schedule_config": {"difficulty": [1, LENGTH], "max_step": [3]},
-                },
-            },
-        ]
-        for index, keys in enumerate(cases):
-            folder = Path(str(tmpdir)) / str(index)
-            engine = make_engine(folder, **keys)
+        fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+        grows = {
+            **{"enabled": True, "min_difficulty": 1, "max_difficulty": LENGTH},
+            "schedule_type": "fixed_discrete",
+            "schedule_config": {"difficulty": [1, LENGTH], "max_step": [3]},
+        }
+        for stage, keys in (
+            (0, {"wall_clock_breakdown": True}),
+            (2, {"fp16": fp16}),
+            (3, {"bf16": {"enabled": True}, "curriculum_learning": grows}),
+        ):
+            folder = Path(str(tmpdir)) / str(stage)
+            engine = make_engine(folder, zero_optimization={"stage": stage}, **keys)
             bad = BAD_STEP if "fp16" in keys else None
             said = train(engine, 5, bad)
             engine.monitor.write_events([("mine", 1.0, engine.global_samples)])
@@ -150,18 +131,17 @@ class TestRecord(DistributedTest):
             found = steps_in(lines)
             assert [line["step"] for line in found] == [1, 2, 3, 4, 5]
             for step, (line, truth) in enumerate(zip(found, said, strict=True)):
-                grows = "curriculum_learning" in keys
-                length = 1 if grows and step < 3 else LENGTH
+                is_grown = "curriculum_learning" in keys
+                length = 1 if is_grown and step < 3 else LENGTH
                 assert line["tokens"] == 2 * ACCUMULATION * ROWS * length
-                assert line.get("difficulty") == (length if grows else None)
+                assert line.get("difficulty") == (length if is_grown else None)
                 assert line["samples"] == 2 * ACCUMULATION * ROWS
                 assert line["lr"] == truth["lr"] and len(line["lr"]) == 2
                 assert bool(line.get("skipped")) is (step == bad) is not truth["applied"]
                 assert {*line["ms"]} == {*PHASES, "total"}
                 assert sum(line["ms"][phase] for phase in PHASES) <= line["ms"]["total"] + 0.01
-                assert line["loss_scale"] == (
-                    1.0 if "fp16" not in keys else 8.0 if step == BAD_STEP + 1 else 16.0
-                )
+                after = 8.0 if step == BAD_STEP + 1 else 16.0
+                assert line["loss_scale"] == (after if "fp16" in keys else 1.0)
                 if step == bad:
                     assert line["loss"] == "inf" and line["norm"] in ("nan", "inf")
                     continue
@@ -173,13 +153,9 @@ class TestRecord(DistributedTest):
     def test_of_a_pipeline_has_its_loss(self, tmpdir: Any) -> None:
         # Kills: steps recorded before the loss of the batch is known, a loss of the step before.
         folder = Path(str(tmpdir))
-        module = PipelineModule(
-            [nn.Embedding(16, 3), nn.Linear(3, 1)],
-            num_stages=2,
-            loss_fn=lambda out, label: (out - label).square().mean(),
-        )
-        config = configuration(folder)
-        engine, *_ = deepspeed.initialize(model=module, config=config)
+        layers = [nn.Embedding(16, 3), nn.Linear(3, 1)]
+        module = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss)
+        engine, *_ = deepspeed.initialize(model=module, config=configuration(folder))
         data = [(torch.ones(ROWS, 5, dtype=torch.long), torch.zeros(ROWS, 5, 1))] * ACCUMULATION
         losses = [float(engine.train_batch(iter(data))) for _ in range(3)]
         engine.destroy()
@@ -193,12 +169,9 @@ class TestRecord(DistributedTest):
         for checks, waits_per_step in ((True, 1), (False, 0)):
             folder = Path(str(tmpdir)) / str(waits_per_step)
             with simulate():
-                engine = make_engine(
-                    folder,
-                    zero_optimization={"stage": 2},
-                    bf16={"enabled": True, "check_grad_overflow": checks},
-                    scheduler={"type": None},
-                )
+                bf16 = {"enabled": True, "check_grad_overflow": checks}
+                keys = {"zero_optimization": {"stage": 2}, "scheduler": {"type": None}}
+                engine = make_engine(folder, bf16=bf16, **keys)
                 inputs = [batch(i).to(engine.device) for i in range(12)]
                 with get_accelerator().count_host_waits() as waits:
                     seen = []
@@ -221,9 +194,7 @@ class TestRecord(DistributedTest):
 class TestOneRank(DistributedTest):
     world_size = 1
 
-    def test_of_a_device_that_is_far_behind_is_bounded(
-        self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_of_a_slow_device(self, tmpdir: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         # Kills: steps that are kept until the end of a run whose numbers never arrive.
         folder = Path(str(tmpdir))
         monkeypatch.setattr(step_figures._UnreadStep, "is_there", lambda step: False)
@@ -252,18 +223,10 @@ class TestOneRank(DistributedTest):
         page = folder / "job" / "watch.html"
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000"]
         flags += [f"--user-data-dir={folder / 'profile'}", "--window-size=500,900", "--dump-dom"]
-        opened = subprocess.run(
-            [browser, *flags, page.as_uri()],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        )
-        dom = opened.stdout
-        last, before = (
-            steps_in(RecordReader(path).new_lines())[-1]
-            for path in records_in(folder / "job")[::-1]
-        )
+        command = [browser, *flags, page.as_uri()]
+        dom = subprocess.check_output(command, text=True, timeout=120)
+        records = [RecordReader(path).new_lines() for path in records_in(folder / "job")]
+        before, last = (steps_in(lines)[-1] for lines in records)
         charts = {
             title: (re.findall("<em>(.*?)</em>", rest), rest)
             for title, rest in re.findall(r'<figure data-chart="(.*?)">(.*?)</figure>', dom, re.S)

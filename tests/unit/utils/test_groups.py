@@ -7,6 +7,7 @@ import pytest
 
 from deepspeed import comm as dist
 from deepspeed.utils import groups
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
 from unit.common import DistributedTest
 
 
@@ -24,22 +25,16 @@ class TestPlain(DistributedTest):
         assert groups._get_broadcast_src_rank() == 0
 
     def test_everything_else_is_alone(self) -> None:
-        assert (
-            groups._get_model_parallel_world_size()
-            == groups.get_tensor_model_parallel_world_size()
-            == 1
-        )
+        assert groups._get_model_parallel_world_size() == 1
+        assert groups.get_tensor_model_parallel_world_size() == 1
         assert groups._get_model_parallel_rank() == groups.get_tensor_model_parallel_rank() == 0
         group = groups.get_model_parallel_group()
-        assert (
-            group is groups.get_tensor_model_parallel_group() is groups._get_model_parallel_group()
-        )
+        assert group is groups.get_tensor_model_parallel_group()
+        assert group is groups._get_model_parallel_group()
         assert dist.get_all_ranks_from_group(group) == [dist.get_rank()]
         assert groups.get_tensor_model_parallel_src_rank() == dist.get_rank()
-        assert (
-            groups._get_sequence_parallel_world_size() == 1
-            and groups._get_sequence_parallel_rank() == 0
-        )
+        assert groups._get_sequence_parallel_world_size() == 1
+        assert groups._get_sequence_parallel_rank() == 0
         with pytest.raises(KeyError, match="get_sequence_parallel_group"):
             groups._get_sequence_parallel_group()
 
@@ -48,48 +43,38 @@ class TestPlain(DistributedTest):
         rank = dist.get_rank()
         dist.barrier()
         dist.destroy_process_group()
-        dist.init_distributed(
-            "gloo", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2
-        )
+        store = f"file://{tmp_path}/store"
+        dist.init_distributed("gloo", init_method=store, rank=rank, world_size=2)
         new = groups.get_model_parallel_group()
         assert new is not old and dist.get_all_ranks_from_group(new) == [rank]
 
     def test_reset_forgets(self) -> None:
+        def tensor() -> tuple[int, int]:
+            size = groups.get_tensor_model_parallel_world_size()
+            return size, groups.get_tensor_model_parallel_rank()
+
         groups.initialize(mpu=SimpleNamespace(get_data_parallel_world_size=lambda: 7))
         groups.set_tensor_model_parallel_world_size(4)
         groups.set_tensor_model_parallel_rank(3)
         assert groups.get_data_parallel_world_size() == 7
-        assert (
-            groups.get_tensor_model_parallel_world_size(),
-            groups.get_tensor_model_parallel_rank(),
-        ) == (4, 3)
+        assert tensor() == (4, 3)
         groups.reset()
         assert groups.get_data_parallel_world_size() == 2
-        assert (
-            groups.get_tensor_model_parallel_world_size(),
-            groups.get_tensor_model_parallel_rank(),
-        ) == (1, 0)
+        assert tensor() == (1, 0)
 
 
 class TestMesh(DistributedTest):
     world_size = 4
 
     def test_axes(self) -> None:
-        groups.mesh_device = dist.initialize_mesh_device(
-            (2, 2), ("data_parallel", "sequence_parallel")
-        )
-        rank = dist.get_rank()
-        assert (
-            groups._get_data_parallel_world_size()
-            == groups._get_sequence_parallel_world_size()
-            == 2
-        )
+        names = ("data_parallel", "sequence_parallel")
+        groups.mesh_device, rank = dist.initialize_mesh_device((2, 2), names), dist.get_rank()
+        assert groups._get_data_parallel_world_size() == 2
+        assert groups._get_sequence_parallel_world_size() == 2
         assert groups._get_data_parallel_rank() == rank // 2
         assert groups._get_sequence_parallel_rank() == rank % 2
-        assert dist.get_all_ranks_from_group(groups._get_sequence_parallel_group()) == [
-            rank // 2 * 2,
-            rank // 2 * 2 + 1,
-        ]
+        own = dist.get_all_ranks_from_group(groups._get_sequence_parallel_group())
+        assert own == [rank // 2 * 2, rank // 2 * 2 + 1]
         assert groups._get_data_parallel_group_ranks() == [rank % 2, rank % 2 + 2]
         assert groups._get_sequence_data_parallel_world_size() == 4
 
@@ -110,15 +95,11 @@ class TestMegatronMpu(DistributedTest):
         groups.initialize(mpu=mpu)
         assert groups.mpu is mpu
         assert groups._get_data_parallel_group() is data
-        assert (
-            groups._get_data_parallel_world_size() == 2
-            and groups._get_data_parallel_rank() == rank // 2
-        )
+        assert groups._get_data_parallel_world_size() == 2
+        assert groups._get_data_parallel_rank() == rank // 2
         assert groups._get_sequence_data_parallel_group() is data
-        assert (
-            groups._get_model_parallel_group() is tensor
-            and groups._get_model_parallel_world_size() == 2
-        )
+        assert groups._get_model_parallel_group() is tensor
+        assert groups._get_model_parallel_world_size() == 2
         assert groups._get_model_parallel_rank() == rank % 2
         assert groups.get_tensor_model_parallel_src_rank() == rank // 2 * 2
         assert groups._get_broadcast_src_rank() == rank % 2
@@ -133,12 +114,9 @@ class TestMegatronMpu(DistributedTest):
         )
         groups.initialize(mpu=mpu)
         assert groups._get_sequence_parallel_group() is sequence
-        assert (
-            groups._get_sequence_parallel_world_size() == 2
-            and groups._get_sequence_parallel_rank() == rank % 2
-        )
-        # Dense gradients are reduced over data times sequence: everybody, without model
-        # parallelism.
+        assert groups._get_sequence_parallel_world_size() == 2
+        assert groups._get_sequence_parallel_rank() == rank % 2
+        # Dense gradients are reduced over data times sequence: everybody, without other slices.
         assert groups._get_sequence_data_parallel_world_size() == 4
         # An mpu that knows sequences only: the same places of all sequences share the data.
         assert groups._get_data_parallel_group_ranks() == [rank % 2, rank % 2 + 2]
@@ -151,21 +129,11 @@ class TestMegatronMpu(DistributedTest):
             groups._get_sequence_data_parallel_group()
 
 
-@pytest.mark.parametrize(
-    "names, size",
-    [
-        ((), 1),
-        (("get_model_parallel_world_size",), 2),
-        (("get_slice_parallel_world_size", "get_model_parallel_world_size"), 2),
-        (("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"), 2),
-    ],
-)
-def test_older_mpus_are_understood(names: tuple[str, ...], size: int) -> None:
-    from deepspeed.utils.bwc import bwc_tensor_model_parallel_world_size
-
+def test_older_mpus_are_understood() -> None:
     # The first name that is there answers; later ones would give a wrong number.
-    mpu = SimpleNamespace(
-        **{name: lambda value=index + 2: value for index, name in enumerate(names)}
-    )
-    assert bwc_tensor_model_parallel_world_size(mpu) == size
+    for kinds in ((), ("model",), ("slice", "model"), ("tensor_model", "model")):
+        names = [f"get_{kind}_parallel_world_size" for kind in kinds]
+        sizes = {name: lambda value=number: value for number, name in enumerate(names, 2)}
+        mpu = SimpleNamespace(**sizes)
+        assert bwc_tensor_model_parallel_world_size(mpu) == (2 if kinds else 1), kinds
     assert bwc_tensor_model_parallel_world_size(None) == 1

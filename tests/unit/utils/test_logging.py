@@ -13,23 +13,12 @@ import pytest
 
 from deepspeed import comm as dist
 from deepspeed.utils import logging as ds_logging
-from deepspeed.utils.logging import (
-    LoggerFactory,
-    get_current_level,
-    get_dist_msg,
-    get_log_level_from_string,
-    log_dist,
-    log_dist_once,
-    log_once,
-    logger,
-    print_configuration,
-    print_dist,
-    print_json_dist,
-    set_log_level_from_string,
-    should_log_le,
-    warning_once,
-)
+from deepspeed.utils.logging import LoggerFactory, get_dist_msg, log_dist, logger, print_json_dist
+from deepspeed.utils.logging import get_log_level_from_string as level_of
+from deepspeed.utils.logging import set_log_level_from_string as set_level
 from unit.common import DistributedTest
+
+Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
@@ -45,57 +34,45 @@ def rank_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
 
 
-def test_messages_carry_level_place_and_rank(
-    rank_one: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_messages_carry_level_place_and_rank(rank_one: None, capsys: Capture) -> None:
     log_dist("hello", ranks=[1])
     text = capsys.readouterr().out
     assert "[INFO]" in text and "[Rank 1] hello" in text
     assert "test_logging.py" in text and "test_messages_carry_level_place_and_rank" in text
 
 
-def test_once_helpers_name_their_callers(
-    rank_one: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_once_helpers_name_their_callers(rank_one: None, capsys: Capture) -> None:
     for _ in range(3):
-        log_dist_once("dist once", ranks=[1])
-        log_once("plain once")
-        warning_once("warned once")
+        ds_logging.log_dist_once("dist once", ranks=[1])
+        ds_logging.log_once("plain once")
+        ds_logging.warning_once("warned once")
     lines = capsys.readouterr().out.splitlines()
-    assert [line.count("test_once_helpers_name_their_callers") for line in lines] == [1, 1, 1], (
-        lines
-    )
+    named = [line.count("test_once_helpers_name_their_callers") for line in lines]
+    assert named == [1, 1, 1], lines
     assert ["[INFO]" in lines[0], "[WARNING]" in lines[1], "[WARNING]" in lines[2]] == [True] * 3
 
 
-@pytest.mark.parametrize(
-    "ranks, spoken", [(None, True), ([], True), ([-1], True), ([1, 3], True), ([0], False)]
-)
-def test_chosen_ranks(rank_one: None, ranks: list[int] | None, spoken: bool) -> None:
-    assert (get_dist_msg("text", ranks) is not None) == spoken
-
-
-def test_a_process_of_no_job_speaks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
+def test_chosen_ranks(rank_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for ranks in (None, [], [-1], [1, 3]):
+        assert get_dist_msg("text", ranks) is not None
+    assert get_dist_msg("text", [0]) is None
+    monkeypatch.delenv("RANK")  # a process of no job speaks for all
     assert get_dist_msg("text", [0]) is not None
 
 
-def test_levels(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [get_log_level_from_string(name) for name in ("debug", "INFO", "Critical")] == [
-        10,
-        20,
-        50,
-    ]
+def test_levels(capsys: Capture) -> None:
+    assert [level_of(name) for name in ("debug", "INFO", "Critical")] == [10, 20, 50]
     with pytest.raises(ValueError, match="log level 'loud' is unknown; use one of debug"):
-        get_log_level_from_string("loud")
-    set_log_level_from_string("error")
-    assert get_current_level() == logging.ERROR
+        level_of("loud")
+    set_level("error")
+    assert ds_logging.get_current_level() == logging.ERROR
     log_dist("too low")
     assert capsys.readouterr().out == ""
-    assert should_log_le("critical") and should_log_le("error") and not should_log_le("warning")
+    logged = [ds_logging.should_log_le(name) for name in ("critical", "error", "warning")]
+    assert logged == [True, True, False]
     other = LoggerFactory.create_logger("other")
-    set_log_level_from_string("debug", other)
-    assert other.level == logging.DEBUG and get_current_level() == logging.ERROR
+    set_level("debug", other)
+    assert other.level == logging.DEBUG and ds_logging.get_current_level() == logging.ERROR
 
 
 def test_factory_makes_one_handler() -> None:
@@ -107,25 +84,17 @@ def test_factory_makes_one_handler() -> None:
 
 
 def test_default_level_and_environment() -> None:
-    script = "from deepspeed.utils.logging import logger; print(logger.level)"
-
-    def level_with(**env: str) -> subprocess.CompletedProcess[str]:
-        environment = {
-            name: value for name, value in os.environ.items() if name != "DS_LOG_LEVEL"
-        } | env
-        return subprocess.run(
-            [sys.executable, "-c", script],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-
-    assert level_with().stdout.strip() == "30"
-    assert level_with(DS_LOG_LEVEL="debug").stdout.strip() == "10"
-    assert (
-        "DS_LOG_LEVEL=loud: log level 'loud' is unknown" in level_with(DS_LOG_LEVEL="loud").stderr
-    )
+    # Logging loads no communication.
+    script = "import sys; from deepspeed.utils.logging import logger; print(logger.level); "
+    command = [sys.executable, "-c", script + "print('deepspeed.comm' in sys.modules)"]
+    environment = {name: value for name, value in os.environ.items() if name != "DS_LOG_LEVEL"}
+    for given, level, error in (
+        ({}, ["30", "False"], ""),
+        ({"DS_LOG_LEVEL": "debug"}, ["10", "False"], ""),
+        ({"DS_LOG_LEVEL": "loud"}, [], "DS_LOG_LEVEL=loud: log level 'loud' is unknown"),
+    ):
+        ran = subprocess.run(command, env=environment | given, capture_output=True, text=True)
+        assert ran.stdout.split() == level and error in ran.stderr
 
 
 def test_json_on_chosen_ranks(rank_one: None, tmp_path: Path) -> None:
@@ -137,23 +106,15 @@ def test_json_on_chosen_ranks(rank_one: None, tmp_path: Path) -> None:
         print_json_dist({})
 
 
-def test_prints(rank_one: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prints(rank_one: None, capsys: Capture) -> None:
     logger.setLevel(logging.ERROR)
-    print_dist("whatever the level", ranks=[1])
-    print_dist("not mine", ranks=[0])
+    ds_logging.print_dist("whatever the level", ranks=[1])
+    ds_logging.print_dist("not mine", ranks=[0])
     assert capsys.readouterr().out == "[Rank 1] whatever the level\n"
     logger.setLevel(logging.INFO)
-    print_configuration(SimpleNamespace(beta=2, alpha=1), "things")
+    ds_logging.print_configuration(SimpleNamespace(beta=2, alpha=1), "things")
     text = capsys.readouterr().out
     assert "things:" in text and text.index("alpha ...") < text.index("beta ...")
-
-
-def test_logging_loads_no_communication() -> None:
-    script = "import sys; import deepspeed.utils.logging; print('deepspeed.comm' in sys.modules)"
-    ran = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert ran.stdout.strip() == "False"
 
 
 class TestRanks(DistributedTest):

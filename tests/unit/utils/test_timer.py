@@ -12,19 +12,10 @@ from deepspeed.utils.timer import NoopTimer, SynchronizedWallClockTimer, Through
 from unit.common import standing_in
 
 
-class Clock:
-    """Seconds that pass when told to."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Seconds that pass when told to."""
+    made = SimpleNamespace(now=100.0, perf_counter=lambda: made.now)
     monkeypatch.setattr(timer_module, "time", made)
     return made
 
@@ -74,7 +65,7 @@ def event_device() -> Iterator[EventDevice]:
         yield device
 
 
-def test_runs_add_up_until_reset(clock: Clock) -> None:
+def test_runs_add_up_until_reset(clock: Any) -> None:
     timer = SynchronizedWallClockTimer()("fwd")
     for seconds in (1.0, 2.0):
         timer.start()
@@ -91,7 +82,7 @@ def test_runs_add_up_until_reset(clock: Clock) -> None:
     assert timer.elapsed() == pytest.approx(2000.0)
 
 
-def test_misuse_names_the_timer(clock: Clock) -> None:
+def test_misuse_names_the_timer(clock: Any) -> None:
     timer = SynchronizedWallClockTimer()("bwd")
     with pytest.raises(RuntimeError, match="'bwd' is not running"):
         timer.stop()
@@ -102,7 +93,7 @@ def test_misuse_names_the_timer(clock: Clock) -> None:
     timer.start()
 
 
-def test_log_is_one_line_in_milliseconds(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_is_one_line_in_milliseconds(clock: Any, capsys: pytest.CaptureFixture[str]) -> None:
     timers = SynchronizedWallClockTimer()
     for name in ("fwd", "bwd"):
         timers(name).start()
@@ -112,16 +103,13 @@ def test_log_is_one_line_in_milliseconds(clock: Clock, capsys: pytest.CaptureFix
     text = capsys.readouterr().out
     assert "time (ms) | fwd: 250.00 | bwd: 250.00 | mem_allocated: " in text and "never" not in text
     assert timers("fwd").elapsed() == 0.0
-    assert (
-        timers.has_timer("fwd")
-        and not timers.has_timer("never")
-        and sorted(timers.get_timers()) == ["bwd", "fwd"]
-    )
+    assert timers.has_timer("fwd") and not timers.has_timer("never")
+    assert sorted(timers.get_timers()) == ["bwd", "fwd"]
     with pytest.raises(ValueError, match="normalizer=0"):
         timers.log(["fwd"], normalizer=0)
 
 
-def test_means_of_records(clock: Clock) -> None:
+def test_means_of_records(clock: Any) -> None:
     timers = SynchronizedWallClockTimer()
     for seconds in (1.0, 3.0):
         timers("step").start()
@@ -142,20 +130,14 @@ def test_device_events_are_read_late(event_device: EventDevice) -> None:
     assert event_device.synchronized == ["event"] * 3
 
 
-@pytest.mark.parametrize(
-    "data, share, expected",
-    [
+def test_trim_mean() -> None:
+    for data, share, expected in (
         ([], 0.1, 0.0),
         ([1, 2, 3, 100], 0.1, 26.5),
         ([1, 2, 3, 4, 5, 6, 7, 8, 9, 100], 0.1, 5.5),
         ([1, 2, 3, 4, 100, 7, 7, 7, 7, 7], 0.25, 35 / 6),
-    ],
-)
-def test_trim_mean(data: list[float], share: float, expected: float) -> None:
-    assert trim_mean(data, share) == pytest.approx(expected)
-
-
-def test_trim_mean_refuses_percentages() -> None:
+    ):
+        assert trim_mean(data, share) == pytest.approx(expected)
     with pytest.raises(ValueError, match="trim_percent=10"):
         trim_mean([1.0], 10)
 
@@ -166,45 +148,44 @@ def test_noop_timer_has_the_same_methods() -> None:
     timers("x").stop(record=True)
     timers.log(["x"])
     assert timers("x").elapsed() == timers("x").mean() == 0.0 and not timers("x").started_
-    for real, noop in (
-        (SynchronizedWallClockTimer, NoopTimer),
-        (SynchronizedWallClockTimer.Timer, NoopTimer.Timer),
-    ):
-        missing = (
-            {name for name in vars(real) if not name.startswith("_")} - set(vars(noop)) - {"Timer"}
-        )
-        assert missing <= {"memory_usage"}
+    real = SynchronizedWallClockTimer
+    for one, noop in ((real, NoopTimer), (real.Timer, NoopTimer.Timer)):
+        public = {name for name in vars(one) if not name.startswith("_")}
+        assert public - {*vars(noop), "Timer"} <= {"memory_usage"}
 
 
-def _steps(timer: ThroughputTimer, clock: Clock, seconds: list[float]) -> None:
-    for duration in seconds:
+def throughput(synchronized: bool = False, start_step: int = 0, **how: Any) -> ThroughputTimer:
+    config = SimpleNamespace(enabled=True, synchronized=synchronized)
+    return ThroughputTimer(config, start_step=start_step, **how)
+
+
+def _steps(timer: ThroughputTimer, steps: int, clock: Any = None, seconds: float = 0.0) -> None:
+    for _ in range(steps):
         timer.start()
-        clock.now += duration
+        if clock is not None:
+            clock.now += seconds
         timer.stop(global_step=True)
 
 
-def test_throughput_skips_the_first_steps(clock: Clock) -> None:
+def test_throughput_skips_the_first_steps(clock: Any) -> None:
     lines: list[str] = []
-    config = SimpleNamespace(enabled=True, synchronized=False)
-    timer = ThroughputTimer(
-        config, batch_size=8, start_step=2, steps_per_output=2, logging_fn=lines.append
-    )
-    _steps(timer, clock, [50.0, 50.0])
+    how: dict[str, Any] = {"steps_per_output": 2, "logging_fn": lines.append}
+    timer = throughput(batch_size=8, start_step=2, **how)
+    _steps(timer, 2, clock, 50.0)
     assert timer.avg_samples_per_sec() == float("-inf")
     assert lines == []  # no step counts yet: it would say -inf
-    _steps(timer, clock, [1.0, 3.0])
+    _steps(timer, 1, clock, 1.0)
+    _steps(timer, 1, clock, 3.0)
     assert timer.avg_samples_per_sec() == pytest.approx(4.0)
     (line,) = lines
     assert "global_step=4, RunningAvgSamplesPerSec=4.0, CurrSamplesPerSec=4.0" in line
     timer.update_epoch_count()
-    _steps(timer, clock, [1.0])
+    _steps(timer, 1, clock, 1.0)
     assert (timer.epoch_count, timer.micro_step_count, timer.global_step_count) == (1, 1, 5)
 
 
-def test_throughput_adds_up_micro_steps(clock: Clock) -> None:
-    timer = ThroughputTimer(
-        SimpleNamespace(enabled=True, synchronized=False), batch_size=6, start_step=0
-    )
+def test_throughput_adds_up_micro_steps(clock: Any) -> None:
+    timer = throughput(batch_size=6)
     for last in (False, False, True):
         timer.start()
         clock.now += 1
@@ -215,38 +196,29 @@ def test_throughput_adds_up_micro_steps(clock: Clock) -> None:
 @pytest.mark.parametrize("synchronized", [False, True])
 def test_throughput_waits_for_no_device(event_device: EventDevice, synchronized: bool) -> None:
     # Kills: a device that is waited for as a whole, or at all, while it is being given work.
-    config = SimpleNamespace(enabled=True, synchronized=synchronized)
-    timer = ThroughputTimer(config, batch_size=1, start_step=0)
-    for _ in range(3):
-        timer.start()
-        timer.stop(global_step=True)
+    timer = throughput(synchronized, batch_size=1)
+    _steps(timer, 3)
     assert event_device.synchronized == []
     assert event_device.ticks == (6 if synchronized else 0)
 
 
 def test_throughput_of_the_steps_that_the_device_has_done(event_device: EventDevice) -> None:
     # Kills: a rate that counts steps whose time is not known yet.
-    config = SimpleNamespace(enabled=True, synchronized=True)
-    timer = ThroughputTimer(config, batch_size=3, start_step=0)
-    for _ in range(4):
-        timer.start()
-        timer.stop(global_step=True)
+    timer = throughput(True, batch_size=3)
+    _steps(timer, 4)
     event_device.done = 5
     assert timer.avg_samples_per_sec() == pytest.approx(3000.0)  # a millisecond per step
     # None was added up yet, so all were read: two were over, and two were waited for.
     assert len(event_device.synchronized) == 2
-    timer.start()
-    timer.stop(global_step=True)
+    _steps(timer, 1)
     assert timer.avg_samples_per_sec() == pytest.approx(3000.0)
     assert len(event_device.synchronized) == 2
     assert timer.total_elapsed_time == pytest.approx(5e-3)
-    for _ in range(100):
-        timer.start()
-        timer.stop(global_step=True)
+    _steps(timer, 100)
     assert len(timer._unread) == timer_module.MAX_UNREAD  # a long run does not keep its events
 
 
-def test_disabled_throughput_counts_nothing(clock: Clock) -> None:
+def test_disabled_throughput_counts_nothing(clock: Any) -> None:
     timer = ThroughputTimer(SimpleNamespace(enabled=False, synchronized=True), batch_size=1)
-    _steps(timer, clock, [1.0] * 4)
+    _steps(timer, 4, clock, 1.0)
     assert timer.global_step_count == 0
