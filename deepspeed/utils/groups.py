@@ -153,6 +153,11 @@ def _asks_experts(question: Callable[[ExpertAxes], Answer]) -> Callable[[str], A
     return getter
 
 
+def _asks_all_experts(question: Callable[[ExpertAxes], Answer]) -> Callable[[], dict[str, Answer]]:
+    """A getter of all of them, by name."""
+    return lambda: {name: question(axes) for name, axes in current().all_experts.items()}
+
+
 # Groups, their sizes, this process's rank in them, and the global ranks of their members: what each
 # is, `ParallelMap` says.
 
@@ -212,25 +217,13 @@ def _create_expert_data_and_model_parallel(
 
 
 _get_expert_parallel_group = _asks_experts(lambda axes: axes.expert.group)
-
-
-def _get_expert_parallel_group_dict() -> dict[str, Any]:
-    """All expert groups of this rank, by name."""
-    return {name: axes.expert.group for name, axes in current().all_experts.items()}
-
-
+_get_expert_parallel_group_dict = _asks_all_experts(lambda axes: axes.expert.group)
 _get_expert_parallel_group_ranks = _asks_experts(lambda axes: axes.expert.ranks)
 _get_expert_parallel_world_size = _asks_experts(lambda axes: axes.expert.size)
 _get_expert_parallel_rank = _asks_experts(lambda axes: axes.expert.rank)
 _get_expert_parallel_src_rank = _asks_experts(lambda axes: axes.expert.first_rank)
 _get_expert_data_parallel_group = _asks_experts(lambda axes: axes.data.group)
-
-
-def _get_expert_data_parallel_group_dict() -> dict[str, Any]:
-    """All expert-data groups of this rank, by name."""
-    return {name: axes.data.group for name, axes in current().all_experts.items()}
-
-
+_get_expert_data_parallel_group_dict = _asks_all_experts(lambda axes: axes.data.group)
 _get_expert_data_parallel_group_ranks = _asks_experts(lambda axes: axes.data.ranks)
 _get_expert_data_parallel_world_size = _asks_experts(lambda axes: axes.data.size)
 _get_expert_data_parallel_rank = _asks_experts(lambda axes: axes.data.rank)

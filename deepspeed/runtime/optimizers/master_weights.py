@@ -186,13 +186,7 @@ class MasterWeights:
     def cpu_offload(self) -> bool:
         return self.settings.offload is not None
 
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
+    state: Any = forwarded("optimizer")
 
     # Under upstream's names
 

@@ -20,7 +20,7 @@ from deepspeed.runtime.gradients.scope import GradientPiece
 from deepspeed.runtime.optimizers.settings import StepSettings
 from deepspeed.runtime.optimizers.state_layout import OwnTensor, StateFiles
 from deepspeed.runtime.optimizers.step_outcome import GradientScaling
-from deepspeed.runtime.optimizers.step_sequence import StepSequence
+from deepspeed.runtime.optimizers.step_sequence import StepSequence, forwarded
 from deepspeed.runtime.sharding.group import expert_group_of
 
 
@@ -100,13 +100,7 @@ class ModelParameters:
             for param in gradients.params:
                 param._ds_replicated_by = ReplicatedLink(sequence)  # type: ignore[attr-defined]  # the link is dynamic
 
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
+    state: Any = forwarded("optimizer")
 
     def scaled_global_norm(self) -> torch.Tensor:
         squares = torch.zeros(self.num_norm_groups, dtype=torch.float32, device=self.device)
