@@ -10,14 +10,10 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from deepspeed import comm as dist
 from deepspeed.utils.logging import logger
-
-if TYPE_CHECKING:
-    from deepspeed.monitor.watch.monitor import WatchMonitor
-
 
 Event = tuple[str, Any, int]
 
@@ -68,6 +64,19 @@ KINDS = (
 )
 
 
+class RunRecord(Monitor):
+    """The record that `watch` keeps of a run: a first line, lines, an end."""
+
+    @abstractmethod
+    def describe(self, about: Mapping[str, Any]) -> None: ...
+
+    @abstractmethod
+    def record(self, line: Mapping[str, Any]) -> None: ...
+
+    @abstractmethod
+    def end(self, error: BaseException | None = None) -> None: ...
+
+
 class MonitorMaster(Monitor):
     """All enabled monitors, written by rank 0; on other ranks `write_events` does nothing.
 
@@ -84,7 +93,7 @@ class MonitorMaster(Monitor):
         self.wandb_monitor: Monitor | None = None
         self.csv_monitor: Monitor | None = None
         self.comet_monitor: Monitor | None = None
-        self.watch_monitor: WatchMonitor | None = None
+        self.watch_monitor: RunRecord | None = None
         self._warned: set[str] = set()
         asked = [kind for kind in KINDS if getattr(monitor_config, kind.block).enabled]
         # Ranks must not wait for a rank 0 that has raised, so all of them look.

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from deepspeed.runtime.engine_parts import verification
+from deepspeed.runtime.engine_parts.engine_state import WatchedEngine
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -55,7 +56,7 @@ def ledger(engine: DeepSpeedEngine | None = None, raises: bool = True) -> Iterat
     book = LedgerBook()
     attached = []
 
-    def attach(one: DeepSpeedEngine) -> None:
+    def attach(one: WatchedEngine) -> None:
         if one._sequence is None:
             return
         before = one._sequence.observer

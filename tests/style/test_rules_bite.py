@@ -76,6 +76,7 @@ EACH_OTHER = {
 }
 CIRCLE = {"comm/a.py": "from deepspeed.comm.b import x\n", "comm/b.py": "from . import c\n"}
 CIRCLE["comm/c.py"] = DEF + "    import deepspeed.comm.a\n"
+TYPES = {**CIRCLE, "comm/c.py": "if TYPE_CHECKING:\n    from deepspeed.comm.a import x\n"}
 ABOVE = {"comm/a.py": 'x = "deepspeed.runtime.engine"\n', "runtime/engine.py": ""}
 HALL = {
     "comm/__init__.py": '"""Here are `a` and `b`."""\n',
@@ -87,6 +88,7 @@ SEVERAL: list[tuple[Rule, dict[str, str], str]] = [
     (layers.test_the_tables_name_what_is_there, {"comm/config.py": ""}, "comm.config"),
     (layers.test_no_two_packages_import_each_other, EACH_OTHER, "moe/a.py:3"),
     (layers.test_no_modules_import_in_a_circle, CIRCLE, "comm/c.py"),
+    (layers.test_no_modules_import_in_a_circle, TYPES, "comm/c.py"),
     (layers.test_only_doors_name_what_is_above_them, ABOVE, "comm/a.py:2"),
     (layers.test_every_folder_has_a_hall, HALL, "comm/__init__.py: .*`abc`"),
     (

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from deepspeed.monitor.monitor import Event, Monitor
+from deepspeed.monitor.monitor import Event, RunRecord
 from deepspeed.monitor.watch.page import PAGE_NAME, render
 from deepspeed.monitor.watch.record import encoded, new_record, run_before
 from deepspeed.monitor.watch.run import Run
@@ -17,7 +17,7 @@ from deepspeed.monitor.watch.run import Run
 DRAWING_SHARE = 0.01
 
 
-class WatchMonitor(Monitor):
+class WatchMonitor(RunRecord):
     """Writes a record and its page to `output_path/job_name`, by default below `~/ds_watch`.
 
     Drawing takes the same time however long the run is, and comes at most every `refresh_seconds`,

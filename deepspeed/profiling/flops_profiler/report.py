@@ -7,21 +7,28 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from torch import nn
 
 from deepspeed.comm.watch.operation_log import print_rank_0
 from deepspeed.utils.timer import Span
 
-if TYPE_CHECKING:
-    from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
-
 WIDTH = 88
 LABEL_WIDTH = 72
 
 
 _ATTRIBUTE = "_ds_module_profile"
+
+
+class Profiled(Protocol):
+    """A profiled model: a `FlopsProfiler` that has ended."""
+
+    model: nn.Module
+    ds_engine: Any
+    recompute_fwd_factor: float
+    backward_duration: float
+    step_duration: float
 
 
 @dataclass
@@ -145,7 +152,7 @@ def write(text: str, output_file: str | None) -> None:
 
 
 def model_report(
-    profiler: FlopsProfiler, step: int, module_depth: int, top_modules: int, detailed: bool
+    profiler: Profiled, step: int, module_depth: int, top_modules: int, detailed: bool
 ) -> str:
     """Write the whole report; arguments as in `FlopsProfiler.print_model_profile`."""
     parts = [
@@ -166,7 +173,7 @@ def model_report(
     return "\n".join([*parts, "-" * WIDTH])
 
 
-def _sizes(profiler: FlopsProfiler) -> Iterator[tuple[str, str]]:
+def _sizes(profiler: Profiled) -> Iterator[tuple[str, str]]:
     engine, model = profiler.ds_engine, profiler.model
     flops, params = get_module_flops(model), get_module_params(model)
     model_parallel = 1
@@ -184,7 +191,7 @@ def _sizes(profiler: FlopsProfiler) -> Iterator[tuple[str, str]]:
     yield "fwd flops of model = fwd flops per GPU * mp_size", of_model
 
 
-def _rates(profiler: FlopsProfiler) -> Iterator[tuple[str, str]]:
+def _rates(profiler: Profiled) -> Iterator[tuple[str, str]]:
     flops, forward = get_module_flops(profiler.model), get_module_duration(profiler.model)
     backward, step = profiler.backward_duration, profiler.step_duration
     # The gradients of a product are two products of its size; what backward computes again is
@@ -253,7 +260,7 @@ def aggregated(model: nn.Module, module_depth: int, top_modules: int) -> str:
 # The model
 
 
-def _tree(profiler: FlopsProfiler) -> list[str]:
+def _tree(profiler: Profiled) -> list[str]:
     notes = [
         "After each module's name: params, share of all params, MACs, share of all MACs, fwd "
         "latency, share of it, fwd FLOPS.",

@@ -8,10 +8,12 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.checkpointing.training_state import TrainingState
 from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 from deepspeed.runtime.engine_parts.timing import EngineTimers
 from deepspeed.runtime.gradients.accumulation import Foreign
+from deepspeed.runtime.gradients.scope import GradientScope
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
 
@@ -50,3 +52,29 @@ class EngineState(TrainingState, Protocol):
     def _abort_backward(self) -> None: ...
 
     def _backward_epilogue(self) -> None: ...
+
+
+class WatchedEngine(EngineState, Protocol):
+    """An engine, as what watches its steps sees it."""
+
+    monitor: MonitorMaster
+    basic_optimizer: torch.optim.Optimizer | None
+    global_rank: int
+    world_size: int
+    _check_at_step: Callable[[], None] | None
+
+    def _gradient_scope(self) -> GradientScope: ...
+
+    def train_batch_size(self) -> int: ...
+
+    def train_micro_batch_size_per_gpu(self) -> int: ...
+
+    def gradient_accumulation_steps(self) -> int: ...
+
+    def gradient_clipping(self) -> float: ...
+
+    def fp16_enabled(self) -> bool: ...
+
+    def zero_optimization_stage(self) -> int: ...
+
+    def optimizer_name(self) -> str | None: ...

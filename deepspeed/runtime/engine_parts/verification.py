@@ -21,7 +21,7 @@ from deepspeed.runtime.gradients.observer import UNOBSERVED
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config_models.features import VerifyConfig
-    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.engine_parts.engine_state import WatchedEngine
     from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedger
 
 VARIABLE = "DS_VERIFY"
@@ -31,7 +31,7 @@ STREAM_CHECK = "deepspeed.verify.streams.check"
 
 # Engines that have not been destroyed, and what is to be called with each new one.
 engines: weakref.WeakSet[Any] = weakref.WeakSet()
-watchers: list[Callable[[DeepSpeedEngine], None]] = []
+watchers: list[Callable[[WatchedEngine], None]] = []
 
 
 def wanted_checks(block: VerifyConfig) -> set[str]:
@@ -46,7 +46,7 @@ def wanted_checks(block: VerifyConfig) -> set[str]:
     return words | {check for check in CHECKS if getattr(block, check)}
 
 
-def configure(engine: DeepSpeedEngine, block: VerifyConfig) -> Callable[[], None]:
+def configure(engine: WatchedEngine, block: VerifyConfig) -> Callable[[], None]:
     """Switch on what is wanted for a new engine; returns what its next step has to call."""
     wanted = wanted_checks(block)
     check_patches(engine)
@@ -91,7 +91,7 @@ def check_patches(engine: Any) -> None:
     tell_of_patches(engine, engine.module, engine.optimizer, raises=raises)
 
 
-def attach_ledger(engine: DeepSpeedEngine, raises: bool = True) -> GradientLedger | None:
+def attach_ledger(engine: WatchedEngine, raises: bool = True) -> GradientLedger | None:
     """Give the engine a ledger from now on; None if it has no optimizer. An accumulation that has
     begun is not checked. Unless it `raises`, deviations are only kept in `findings`.
     """
@@ -117,14 +117,14 @@ def attach_ledger(engine: DeepSpeedEngine, raises: bool = True) -> GradientLedge
     return ledger
 
 
-def engine_ended(engine: DeepSpeedEngine) -> None:
+def engine_ended(engine: WatchedEngine) -> None:
     """End the threads that nobody wants any more, since the engine was destroyed."""
     engines.discard(engine)
     lone_waits.watch.forget()
     stop_all(if_idle=True)
 
 
-def detach_ledger(engine: DeepSpeedEngine) -> None:
+def detach_ledger(engine: WatchedEngine) -> None:
     """Take the ledger off again."""
     if engine._sequence is not None:
         engine._sequence.observe(UNOBSERVED)

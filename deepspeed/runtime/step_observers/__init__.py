@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.engine_parts.engine_state import WatchedEngine
     from deepspeed.runtime.step_observers.step_observer import StepObserver
 
 
-def observers_of(engine: DeepSpeedEngine) -> list[StepObserver]:
+def observers_of(engine: WatchedEngine) -> list[StepObserver]:
     """The observers that the configuration asks for on this rank."""
     # optional: each is imported only for a run that asks for it.
     tree = engine._config.tree

@@ -30,7 +30,7 @@ from deepspeed.runtime.utils import tensors_in
 from deepspeed.utils.timer import MAX_UNREAD, Span, begin_span, end_span
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.engine_parts.engine_state import WatchedEngine
 
 # Asking an allocator takes a tenth of a millisecond.
 MEMORY_EVERY_S = 1.0
@@ -79,7 +79,7 @@ class _UnreadStep:
 class StepFigures(StepObserver):
     """Records steps."""
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
+    def __init__(self, engine: WatchedEngine) -> None:
         self._engine = engine
         self._loss = MeanLoss()
         self._marks: dict[str, Any] = {}

@@ -10,7 +10,7 @@ from deepspeed.utils.timer import Span, begin_span, end_span
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config_models.features import DeepSpeedFlopsProfilerConfig
-    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.engine_parts.engine_state import WatchedEngine
 
 
 class StepProfile(StepObserver):
@@ -18,7 +18,7 @@ class StepProfile(StepObserver):
     a pipeline the first micro-batch's forward of stage 0, and the backward that comes first there.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, config: DeepSpeedFlopsProfilerConfig) -> None:
+    def __init__(self, engine: WatchedEngine, config: DeepSpeedFlopsProfilerConfig) -> None:
         self._engine = engine
         self._config = config
         self._profiler: FlopsProfiler | None = None

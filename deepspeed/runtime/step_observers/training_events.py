@@ -23,7 +23,7 @@ from deepspeed.utils import timer
 if TYPE_CHECKING:
     import torch
 
-    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.engine_parts.engine_state import WatchedEngine
 
 PREFIX = "Train/Samples/"
 LOSS = f"{PREFIX}train_loss"
@@ -40,7 +40,7 @@ PHASES = {
 class TrainingEvents(StepObserver):
     """Writes the engine's events."""
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
+    def __init__(self, engine: WatchedEngine) -> None:
         self._engine = engine
         self._loss = MeanLoss()
 
