@@ -21,6 +21,7 @@ from deepspeed.runtime.sharding.model_ranks import (
 from deepspeed.runtime.sharding.model_ranks import norm_selection
 from deepspeed.runtime.streams import runs_ahead
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
+from deepspeed.utils.timer import device_memory
 
 # More of upstream's names, which scripts import from here.
 __getattr__ = lazy_attributes(
@@ -139,14 +140,8 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         return
     import psutil  # startup: only needed here
 
-    accelerator = get_accelerator()
-    numbers = {
-        "MA": accelerator.memory_allocated(),
-        "Max_MA": accelerator.max_memory_allocated(),
-        "CA": accelerator.memory_cached(),
-        "Max_CA": accelerator.max_memory_cached(),
-    }
-    accelerator.reset_peak_memory_stats()
+    numbers = dict(zip(("MA", "Max_MA", "CA", "Max_CA"), device_memory(), strict=True))
+    get_accelerator().reset_peak_memory_stats()
     device = "  ".join(f"{name} {value / 2**30:.2f} GB" for name, value in numbers.items())
     host = psutil.virtual_memory()
     used = f"CPU Virtual Memory: used = {host.used / 2**30:.2f} GB, percent = {host.percent}%"

@@ -4,6 +4,7 @@ An mpu ("model parallel unit") is any object or module with Megatron's getters. 
 the newer name first.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 _TENSOR = ("tensor_model_parallel", "slice_parallel", "model_parallel")
@@ -19,31 +20,14 @@ def _ask(mpu: object, axes: tuple[str, ...], what: str, default: object) -> Any:
     return default
 
 
-def bwc_tensor_model_parallel_world_size(mpu: object = None) -> int:
-    """The tensor-parallel size; 1 without an mpu or when it knows no model parallelism."""
-    return int(_ask(mpu, _TENSOR, "world_size", 1))
+def _asks(axes: tuple[str, ...], what: str, default: int | None) -> Callable[..., Any]:
+    """A getter of one argument, the mpu; `default` without one, or where it knows no such axis."""
+    return lambda mpu=None: _ask(mpu, axes, what, default)
 
 
-def bwc_tensor_model_parallel_rank(mpu: object = None) -> int:
-    """The tensor-parallel rank; 0 without an mpu or when it knows no model parallelism."""
-    return int(_ask(mpu, _TENSOR, "rank", 0))
-
-
-def bwc_tensor_model_parallel_group(mpu: object = None) -> Any:
-    """The tensor-parallel group; None without an mpu or when it knows no model parallelism."""
-    return _ask(mpu, _TENSOR, "group", None)
-
-
-def bwc_pipeline_parallel_world_size(mpu: object = None) -> int:
-    """The number of pipeline stages; 1 without an mpu or when it knows no pipeline."""
-    return int(_ask(mpu, _PIPELINE, "world_size", 1))
-
-
-def bwc_pipeline_parallel_rank(mpu: object = None) -> int:
-    """The pipeline stage; 0 without an mpu or when it knows no pipeline."""
-    return int(_ask(mpu, _PIPELINE, "rank", 0))
-
-
-def bwc_pipeline_parallel_group(mpu: object = None) -> Any:
-    """The pipeline group; None without an mpu or when it knows no pipeline."""
-    return _ask(mpu, _PIPELINE, "group", None)
+bwc_tensor_model_parallel_world_size = _asks(_TENSOR, "world_size", 1)
+bwc_tensor_model_parallel_rank = _asks(_TENSOR, "rank", 0)
+bwc_tensor_model_parallel_group = _asks(_TENSOR, "group", None)
+bwc_pipeline_parallel_world_size = _asks(_PIPELINE, "world_size", 1)
+bwc_pipeline_parallel_rank = _asks(_PIPELINE, "rank", 0)
+bwc_pipeline_parallel_group = _asks(_PIPELINE, "group", None)

@@ -109,6 +109,13 @@ def end_span(start: Any) -> Span:
     return CudaEventTimer(start, begin_span())
 
 
+def device_memory() -> tuple[int, int, int, int]:
+    """Bytes that are allocated now and were at most, and those that the allocator holds."""
+    device = get_accelerator()
+    allocated = device.memory_allocated(), device.max_memory_allocated()
+    return *allocated, device.memory_cached(), device.max_memory_cached()
+
+
 class SynchronizedWallClockTimer:
     """Named timers: ``timers("fwd").start()`` and ``.stop()``, ``timers.log(["fwd"])``."""
 
@@ -195,16 +202,9 @@ class SynchronizedWallClockTimer:
     @staticmethod
     def memory_usage() -> str:
         """The accelerator's memory in one line, in GB (2**30 bytes)."""
-        accelerator = get_accelerator()
-        numbers = {
-            "mem_allocated": accelerator.memory_allocated(),
-            "max_mem_allocated": accelerator.max_memory_allocated(),
-            "cache_allocated": accelerator.memory_cached(),
-            "max_cache_allocated": accelerator.max_memory_cached(),
-        }
-        return "".join(
-            f" | {name}: {value / BYTES_PER_GB:.4f} GB" for name, value in numbers.items()
-        )
+        names = ("mem_allocated", "max_mem_allocated", "cache_allocated", "max_cache_allocated")
+        numbers = zip(names, device_memory(), strict=True)
+        return "".join(f" | {name}: {value / BYTES_PER_GB:.4f} GB" for name, value in numbers)
 
     def log(
         self,
@@ -280,14 +280,7 @@ class NoopTimer:
         """True, so that callers which ask first go on to their no-op."""
         return True
 
-    def log(
-        self,
-        names: Iterable[str],
-        normalizer: float = 1.0,
-        reset: bool = True,
-        memory_breakdown: bool = False,
-        ranks: Iterable[int] | None = None,
-    ) -> None:
+    def log(self, names: Iterable[str], *more: object, **options: object) -> None:
         """Nothing."""
 
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> None:

@@ -108,11 +108,8 @@ def set_z3_leaf_modules_by_name(
     Raises:
         ValueError: If none is found and `raise_if_not_found`.
     """
-    module_names = _listed(module_names)
-    missing = f"is named {module_names}" if raise_if_not_found else None
-    found = _mark(model, lambda name, _: name in module_names, flag, missing)
-    known = {name for name, _ in model.named_modules()}
-    return found, [name for name in module_names if name not in known]
+    missing = "is named" if raise_if_not_found else None
+    return _mark_named(model, _listed(module_names), str.__eq__, flag, missing)
 
 
 def set_z3_leaf_modules_by_suffix(
@@ -122,9 +119,18 @@ def set_z3_leaf_modules_by_suffix(
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
     """Mark the modules whose names end in one of these; see `set_z3_leaf_modules_by_name`."""
-    suffixes = tuple(_listed(module_name_suffixes))
-    missing = f"has a name that ends in {list(suffixes)}" if raise_if_not_found else None
-    found = _mark(model, lambda name, _: name.endswith(suffixes), flag, missing)
+    missing = "has a name that ends in" if raise_if_not_found else None
+    return _mark_named(model, _listed(module_name_suffixes), str.endswith, flag, missing)
+
+
+def _mark_named(
+    model: nn.Module,
+    wanted: list[str],
+    fits: Callable[[str, str], bool],
+    flag: bool,
+    missing: str | None,
+) -> tuple[list[nn.Module], list[str]]:
+    told = missing and f"{missing} {wanted}"
+    found = _mark(model, lambda name, _: any(fits(name, one) for one in wanted), flag, told)
     known = [name for name, _ in model.named_modules()]
-    unknown = [suffix for suffix in suffixes if not any(name.endswith(suffix) for name in known)]
-    return found, unknown
+    return found, [one for one in wanted if not any(fits(name, one) for name in known)]

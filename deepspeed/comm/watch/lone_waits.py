@@ -33,6 +33,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed.accelerator import Event, get_accelerator
@@ -55,6 +56,7 @@ _MAX_FRAMES = 20
 _NOBODY: AbstractContextManager[None, None] = nullcontext()
 
 
+@dataclass(slots=True, eq=False)
 class _Wait:
     """What somebody waits for, and the context in which the host does.
 
@@ -62,49 +64,38 @@ class _Wait:
     meetings].
     """
 
-    __slots__ = (
-        "what", "meeting", "is_done", "is_begun", "since", "thread", "is_reported",
-        "_watch", "_outer", "_begun",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        watch: LoneWaits,
-        what: Callable[[], str],
-        meeting: int = 0,
-        is_done: Callable[[], bool] | None = None,
-        is_begun: Callable[[], bool] | None = None,
-    ) -> None:
-        self._watch = watch
-        self.what = what
-        self.meeting = meeting
-        self.is_done = is_done
-        self.is_begun = is_begun
-        self.since = time.monotonic()
-        self.thread = threading.get_ident()
-        self.is_reported = False
+    watch: LoneWaits
+    what: Callable[[], str]
+    meeting: int = 0
+    is_done: Callable[[], bool] | None = None
+    is_begun: Callable[[], bool] | None = None
+    since: float = field(default_factory=time.monotonic)
+    thread: int = field(default_factory=threading.get_ident)
+    is_reported: bool = False
+    _outer: _Wait | None = None
+    _begun: Any = None
 
     @property
     def is_over(self) -> bool:
         return self.is_done is not None and self.is_done()
 
     def __enter__(self) -> None:
-        on_host = self._watch.on_host
+        on_host = self.watch.on_host
         self._outer = on_host.get(self.thread)
         self._begun = _event()
         on_host[self.thread] = self
-        self._watch.lookout.call()
+        self.watch.lookout.call()
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self._outer is None:
-            del self._watch.on_host[self.thread]
+            del self.watch.on_host[self.thread]
         else:
-            self._watch.on_host[self.thread] = self._outer
+            self.watch.on_host[self.thread] = self._outer
         if self._begun is not None and kind is None:
             done = _event()
             assert done is not None, "the device has changed while it was waited for"
-            self._watch.remember(
-                _Wait(self._watch, self.what, self.meeting, done.query, self._begun.query)
+            self.watch.remember(
+                _Wait(self.watch, self.what, self.meeting, done.query, self._begun.query)
             )
 
 

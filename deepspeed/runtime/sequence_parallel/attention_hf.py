@@ -39,21 +39,17 @@ class SequenceGroups:
         self._map = ParallelMap(mesh=make_mesh(world // size, size))
 
     @property
-    def _sequence(self) -> Axis:
-        return self._map.sequence
-
-    @property
     def replicas(self) -> Axis:
         return self._map.replicas
 
     def get_sequence_parallel_group(self) -> Any:
-        return self._sequence.group
+        return self._map.sequence.group
 
     def get_sequence_parallel_world_size(self) -> int:
-        return self._sequence.size
+        return self._map.sequence.size
 
     def get_sequence_parallel_rank(self) -> int:
-        return self._sequence.rank
+        return self._map.sequence.rank
 
     def get_data_parallel_group(self) -> Any:
         return self._map.data.group
