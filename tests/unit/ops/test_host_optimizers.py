@@ -231,8 +231,16 @@ def test_torchs_state_is_taken_over_and_another_optimizers_refused() -> None:
         (torch.zeros(6, 2).T, None, r"gradient of shape \(2, 6\) is not contiguous"),
         (torch.zeros(11), None, "gradient of shape .* has 11 elements, the parameter 12"),
         (torch.zeros(12).double(), None, "gradient .* is torch.float64; use torch.float32"),
-        (torch.zeros(12, device="meta"), None, "gradient .* is on meta; use zero_.*offload_opt"),
-        (torch.zeros(12), torch.zeros(12), "low_precision_out is torch.float32; use torch.bfloat1"),
+        (
+            torch.zeros(12, device="meta"),
+            None,
+            "gradient .* is on meta; use zero_optimization.offload_optimizer",
+        ),
+        (
+            torch.zeros(12),
+            torch.zeros(12),
+            "low_precision_out is torch.float32; use torch.bfloat16",
+        ),
         (torch.zeros(12), torch.zeros(24, dtype=BF16)[::2], "low_precision_out .* not contiguous"),
         (torch.zeros(12).to_sparse(), None, "layout torch.sparse_coo; use dense"),
     ],
