@@ -233,6 +233,13 @@ def test_sizes_are_lowered_and_put_back() -> None:
 class TestOracle(DistributedTest):
     world_size = 2
 
+    def test_parameters_on_the_host_pass(self) -> None:
+        """Kills: shards in page-locked memory compared with what is on the device."""
+        config = config_of(3, "bf16")
+        host = {"device": "cpu", "pin_memory": True}
+        config["zero_optimization"] |= {"offload_param": host, "offload_optimizer": host}
+        assert failures(report_of(plan_of(config, "right", (RunKind.SIM,), schedules=2))) == []
+
     def test_reused_staging_buffers_are_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # Kills: a run in which no buffer is used twice, or without the optimizer that fills them.
         config = config_of(1, "bf16")
