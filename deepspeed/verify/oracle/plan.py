@@ -70,7 +70,7 @@ class Settings:
     config: str | dict[str, Any]
     model: str
     data: str | None = None
-    world_size: int | None = None  # processes; None: two data-parallel ranks
+    world_size: int | None = None  # processes; None: two ranks for each part of the model
     steps: int = 4
     schedules: int = 8
     compile: str = TRACED_BACKEND
@@ -204,19 +204,20 @@ def in_shards(config: dict[str, Any], sizes: Sequence[int]) -> dict[str, Any]:
     """At stage 3, cut what a small model would keep whole: its largest parameters are gathered for
     each use, the others persist; some units are gathered ahead and some used again.
     """
-    if int((config.get("zero_optimization") or {}).get("stage", 0)) < 3:
+    zero = config.get("zero_optimization") or {}
+    if int(zero.get("stage", 0)) < 3:
         return config
     numel, middle, largest = sum(sizes), sorted(sizes)[len(sizes) // 2], max(sizes)
-    return _at_most(
-        config,
-        {
-            "stage3_param_persistence_threshold": middle + 1 if middle < largest else 0,
-            "stage3_prefetch_bucket_size": max(1, numel // SIM_BUCKETS),
-            "stage3_max_reuse_distance": max(1, numel // SIM_BUCKETS),
-            "stage3_max_live_parameters": max(1, numel // 2),
-            "sub_group_size": max(1, numel // SIM_BUCKETS),
-        },
-    )
+    share = max(1, numel // SIM_BUCKETS)
+    limits = {
+        "stage3_param_persistence_threshold": middle + 1 if middle < largest else 0,
+        "stage3_prefetch_bucket_size": share,
+        "stage3_max_reuse_distance": share,
+        "stage3_max_live_parameters": max(1, numel // 2),
+    }
+    if zero.get("offload_optimizer"):
+        limits["sub_group_size"] = share
+    return _at_most(config, limits)
 
 
 def _at_most(config: dict[str, Any], limits: Mapping[str, int]) -> dict[str, Any]:
@@ -234,11 +235,19 @@ def shape_of(config: dict[str, Any], ranks: int | None) -> tuple[int, Shape]:
     and how they cut the global batch. UsageError for a number that the configuration cannot have.
     """
     tree, _ = read_tree(copy.deepcopy(config))
+    if (tree.sequence_parallel_size or 1) > 1:
+        raise UsageError(
+            f"--config: sequence_parallel_size {tree.sequence_parallel_size}: ranks that share "
+            "sequences are not checked by this release; leave it out"
+        )
     tensor = max(1, tree.tensor_parallel.autotp_size)
     experts = tree.expert_parallel.autoep_size if tree.expert_parallel.enabled else 1
     if ranks is None:
         ranks = 2 * max(tensor, experts)
-    for key, size in (("tensor_parallel.autotp_size", tensor), ("autoep_size", experts)):
+    for key, size in (
+        ("tensor_parallel.autotp_size", tensor),
+        ("expert_parallel.autoep_size", experts),
+    ):
         if ranks % size:
             raise UsageError(f"--world-size {ranks}: {key} is {size}; give a multiple of it")
     world = ranks // tensor

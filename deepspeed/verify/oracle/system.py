@@ -92,12 +92,10 @@ class SystemRun:
         if run.kind is RunKind.COMPILED:
             self.engine.compile(backend=run.backend)
 
-    def masters(self) -> Tensors:
-        """The fp32 values of the trainable parameters, whole."""
-        return self._copied(self._values())
-
-    def _values(self) -> Sequence[torch.Tensor]:
-        """The same of what ranks that share layers or experts hold apart: this rank's."""
+    def values(self) -> Sequence[torch.Tensor]:
+        """The fp32 values of the trainable parameters; of slices of layers and of experts that are
+        spread, this rank's.
+        """
         params = list(self.params.values())
         if not self._has_masters():
             return [param.detach() for param in params]
@@ -137,7 +135,7 @@ class SystemRun:
         """Train all steps; `keep` says of which the record is kept."""
         record = RunRecord()
         wants_tensors = not self.run.kind.is_watched
-        masters = self.masters() if wants_tensors else {}
+        masters = self._copied(self.values()) if wants_tensors else {}
         for step in range(self.run.steps):
             before = masters
             of_groups = self.optimizer.param_groups
@@ -146,7 +144,8 @@ class SystemRun:
             loss = self._backwards(step)
             grads = self.gradients() if wants_tensors else {}
             self.engine.step()
-            masters = self.masters() if wants_tensors else {}
+            values = self.values() if wants_tensors else []
+            masters = self._copied(values)
             norm = self.engine.get_global_grad_norm()
             found = StepRecord(
                 step,
@@ -163,7 +162,7 @@ class SystemRun:
             record.norms.append(found.norm)
             record.checksums.append(self._checksums())
             if wants_tensors:
-                record.faults += self._faults(step)
+                record.faults += self._faults(step, values)
             if on_step is not None:
                 on_step(found)
             if keep(step):
@@ -199,13 +198,13 @@ class SystemRun:
             return str(ranks.experts(self.spread[param].expert_group_name).expert)
         return str(ranks.tensor) if is_model_parallel_parameter(param) else "all"
 
-    def _faults(self, step: int) -> list[str]:
+    def _faults(self, step: int, values: Sequence[torch.Tensor]) -> list[str]:
         faults = [
             f"step {step}: frozen {name} changed"
             for name, before in self.frozen.items()
             if not _is_equal(_held(self.model.get_parameter(name)), before)
         ]
-        for (name, param), master in zip(self.params.items(), self._values(), strict=True):
+        for (name, param), master in zip(self.params.items(), values, strict=True):
             if not _is_rounded(param, master.to(param.dtype)):
                 faults.append(f"step {step}: {name} is not its master rounded to {param.dtype}")
         return faults

@@ -57,17 +57,10 @@ MISUSES = {
     "wrong_rows": "train_micro_batch_size_per_gpu",
     "random_forward": "forward is random",
 }
-
-
-@pytest.mark.parametrize("function", MISUSES)
-def test_a_wrong_function_is_told_at_once(config: str, function: str, capsys: Capture) -> None:
-    """Kills: a mistake that only shows in the log of a rank."""
-    assert main(["--config", config, "--model", f"{MODELS}:{function}"]) == 2
-    assert MISUSES[function] in capsys.readouterr().err
-
-
 NAMED = ("--world-size 0", "--steps 0", "--schedules -1", "--timeout 0", "--compile nothing")
+# Arguments of the command, and what it says of them.
 WRONG = {
+    **{f"--model {MODELS}:{function}": text for function, text in MISUSES.items()},
     **{arguments: arguments for arguments in (*NAMED, "--data nothing.pt")},
     "--report r.pdf": ".html or .png",
     "--json /no/such/folder/r.json": "there is no folder",
@@ -77,11 +70,12 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("arguments", WRONG)
-def test_wrong_arguments(config: str, arguments: str, capsys: Capture) -> None:
+@pytest.mark.parametrize(("arguments", "text"), WRONG.items(), ids=WRONG.values())
+def test_mistakes_are_told_at_once(config: str, arguments: str, text: str, capsys: Capture) -> None:
+    """Kills: a mistake that only shows in the log of a rank."""
     given = ["--config", config, "--model", f"{MODELS}:right", *arguments.split()]
     assert main(given) == 2
-    assert WRONG[arguments] in capsys.readouterr().err
+    assert text in capsys.readouterr().err
 
 
 # One rank only can share these batches.
@@ -96,6 +90,7 @@ def test_ranks_that_a_configuration_cannot_have(tmp_path: Path, capsys: Capture)
     for config, text in (
         (config_of(1, tensor_parallel={"autotp_size": 2}), "--world-size 3: tensor_parallel"),
         (config_of(1, elasticity=ELASTIC), "World size (3)"),
+        (config_of(1, sequence_parallel_size=3), "sequence_parallel_size 3: ranks that share"),
     ):
         path.write_text(json.dumps(config))
         model = ["--model", f"{MODELS}:right", "--world-size", "3"]

@@ -497,7 +497,7 @@ def made_in_shards(folder: str) -> None:
 def what_cannot_be_spread_is_refused() -> None:
     """By errors that name key, value and remedy, on all ranks."""
     config = Case("mixtral", 2, 2).config()
-    with pytest.raises(UsageError, match="--world-size 3: autoep_size is 2"):
+    with pytest.raises(UsageError, match="--world-size 3: expert_parallel.autoep_size is 2"):
         shape_of(config, 3)
     for name, stage, keys, message in (
         ("mixtral", 1, {"autoep_size": 3}, "must divide the 4 data-parallel ranks"),
