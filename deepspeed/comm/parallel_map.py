@@ -171,7 +171,9 @@ class ParallelMap:
             )
         missing = {DATA_AXIS, SEQUENCE_AXIS} - set(self.mesh.mesh_dim_names or ())
         if missing:
-            raise ValueError(f"the mesh has {self.mesh.mesh_dim_names}; {sorted(missing)} missing")
+            raise ValueError(
+                f"the mesh has axes {self.mesh.mesh_dim_names}; {sorted(missing)} missing"
+            )
 
     # -- what is behind the map
 

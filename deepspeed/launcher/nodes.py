@@ -228,7 +228,6 @@ def own_addresses(hosts: list[str]) -> list[str]:
     near = ("127.", "::1", "fe80")
     far = [address for address in [*routed, *others] if not address.startswith(near)]
     return [*dict.fromkeys(far), constants.LOCAL_MASTER_ADDR]
-    return [*found, constants.LOCAL_MASTER_ADDR]
 
 
 # The variables that go along

@@ -236,7 +236,8 @@ class DeepSpeedConfig:
                 f"tensor_parallel.autotp_size: {size} does not divide the {world.size} ranks "
                 f"({world.source}); use a size that does"
             )
-        return WorldSize(world.size // size, f"{world.source} over tensor_parallel.autotp_size")
+        source = f"{world.source}, divided by tensor_parallel.autotp_size"
+        return WorldSize(world.size // size, source)
 
     def _train_batch_size(self, world: WorldSize) -> int | None:
         # accelerate and transformers, which fill it in where it is "auto", count a batch for every

@@ -268,7 +268,9 @@ class DeepSpeedEngine(EngineFace, nn.Module):
     # Backward
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Divide `loss` by the accumulation steps, scale it, and go backward from the result."""
+        """Divide `loss` by the accumulation steps and multiply it by the loss scale; call
+        `.backward()` on the result.
+        """
         sequence = self._require_optimizer("scale")
         check_loss("scale", loss, needs_graph=True)
         self._losses.tell_opened(sequence, loss, scale_wrt_gas=True)

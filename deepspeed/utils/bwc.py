@@ -20,14 +20,19 @@ def _ask(mpu: object, axes: tuple[str, ...], what: str, default: object) -> Any:
     return default
 
 
-def _asks(axes: tuple[str, ...], what: str, default: int | None) -> Callable[..., Any]:
+def _number(axes: tuple[str, ...], what: str, default: int) -> Callable[..., int]:
     """A getter of one argument, the mpu; `default` without one, or where it knows no such axis."""
-    return lambda mpu=None: _ask(mpu, axes, what, default)
+    return lambda mpu=None: int(_ask(mpu, axes, what, default))
 
 
-bwc_tensor_model_parallel_world_size = _asks(_TENSOR, "world_size", 1)
-bwc_tensor_model_parallel_rank = _asks(_TENSOR, "rank", 0)
-bwc_tensor_model_parallel_group = _asks(_TENSOR, "group", None)
-bwc_pipeline_parallel_world_size = _asks(_PIPELINE, "world_size", 1)
-bwc_pipeline_parallel_rank = _asks(_PIPELINE, "rank", 0)
-bwc_pipeline_parallel_group = _asks(_PIPELINE, "group", None)
+def _group(axes: tuple[str, ...]) -> Callable[..., Any]:
+    """The same for the group of an axis; None instead of a number."""
+    return lambda mpu=None: _ask(mpu, axes, "group", None)
+
+
+bwc_tensor_model_parallel_world_size = _number(_TENSOR, "world_size", 1)
+bwc_tensor_model_parallel_rank = _number(_TENSOR, "rank", 0)
+bwc_tensor_model_parallel_group = _group(_TENSOR)
+bwc_pipeline_parallel_world_size = _number(_PIPELINE, "world_size", 1)
+bwc_pipeline_parallel_rank = _number(_PIPELINE, "rank", 0)
+bwc_pipeline_parallel_group = _group(_PIPELINE)

@@ -2,7 +2,9 @@
 
 
 class MisuseError(ValueError, AssertionError):
-    """A call that cannot mean anything; the text says what would. Upstream asserts it."""
+    """A call that cannot mean anything; the text says what would. Upstream asserts there, and
+    scripts written for it catch that.
+    """
 
 
 class DeprecatedException(Exception):

@@ -280,7 +280,14 @@ class NoopTimer:
         """True, so that callers which ask first go on to their no-op."""
         return True
 
-    def log(self, names: Iterable[str], *more: object, **options: object) -> None:
+    def log(
+        self,
+        names: Iterable[str],
+        normalizer: float = 1.0,
+        reset: bool = True,
+        memory_breakdown: bool = False,
+        ranks: Iterable[int] | None = None,
+    ) -> None:
         """Nothing."""
 
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> None:

@@ -73,7 +73,7 @@ class _Wait:
     thread: int = field(default_factory=threading.get_ident)
     is_reported: bool = False
     _outer: _Wait | None = None
-    _begun: Any = None
+    _begun: Event | None = None
 
     @property
     def is_over(self) -> bool:

@@ -140,7 +140,8 @@ class _Checks:
 
     def given(self, config: Mapping[str, Any], key: str, block: str = "") -> Any:
         if config.get(key) is None:
-            raise DeepSpeedConfigError(f"{self._block}.{block}{key} is missing; it is needed")
+            missing = f"{self._block}.{block}{key}"
+            raise DeepSpeedConfigError(f"{missing} is missing; the schedule needs it")
         return config[key]
 
     def whole(self, value: object, key: str, least: int) -> int:

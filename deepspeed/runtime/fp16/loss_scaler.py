@@ -242,9 +242,9 @@ class LossScaleConfig:
         if not self.dynamic_loss_scale:
             self.cur_scale: float = static_loss_scale if self.use_grad_scaling else 1.0
             return
-        first = initial_dynamic_scale
-        first = defaults.initial_dynamic_scale if first is None else first
-        self.cur_scale = given.get(INITIAL_LOSS_SCALE, first)
+        if initial_dynamic_scale is None:
+            initial_dynamic_scale = defaults.initial_dynamic_scale
+        self.cur_scale = given.get(INITIAL_LOSS_SCALE, initial_dynamic_scale)
         self.last_overflow_iter = -1
         self.scale_factor = defaults.scale_factor
         self.scale_window = given.get(SCALE_WINDOW, defaults.default_scale_window)

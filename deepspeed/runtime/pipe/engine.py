@@ -273,7 +273,9 @@ class PipelineEngine(DeepSpeedEngine):
         self.channels.finish()
 
     def reset_activation_shape(self) -> None:
-        """Let the next batch have other shapes; on all ranks, not needed with `dynamic_shape`."""
+        """Let the next batch have other shapes. Call it on all ranks between two batches; not
+        needed with `dynamic_shape`.
+        """
         self.channels.reset()
 
     def _reserve_pipe_buffers(self, num_buffers: int) -> None:

@@ -424,7 +424,9 @@ class PipelineModule(LayerFiles, nn.Module):
         self.activation_checkpoint_interval = interval
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """Return losses to report beside the main one, for a micro-batch of the last stage."""
+        """Return losses to report beside the main one, of the micro-batch that just went forward on
+        the last stage. For subclasses.
+        """
         return None
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

@@ -26,6 +26,11 @@ PER_DOCUMENT = ("cu_seq_lens_q", "cu_seq_lens_k")
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
+def _asks(axis: str, what: str) -> Callable[[SequenceGroups], Any]:
+    """Make one of Megatron's getters: the `what` of an axis of the map."""
+    return lambda groups: getattr(getattr(groups._map, axis), what)
+
+
 class SequenceGroups:
     """An mpu that knows who shares a sequence: `size` neighbouring ranks each."""
 
@@ -42,23 +47,12 @@ class SequenceGroups:
     def replicas(self) -> Axis:
         return self._map.replicas
 
-    def get_sequence_parallel_group(self) -> Any:
-        return self._map.sequence.group
-
-    def get_sequence_parallel_world_size(self) -> int:
-        return self._map.sequence.size
-
-    def get_sequence_parallel_rank(self) -> int:
-        return self._map.sequence.rank
-
-    def get_data_parallel_group(self) -> Any:
-        return self._map.data.group
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._map.data.size
-
-    def get_data_parallel_rank(self) -> int:
-        return self._map.data.rank
+    get_sequence_parallel_group = _asks("sequence", "group")
+    get_sequence_parallel_world_size = _asks("sequence", "size")
+    get_sequence_parallel_rank = _asks("sequence", "rank")
+    get_data_parallel_group = _asks("data", "group")
+    get_data_parallel_world_size = _asks("data", "size")
+    get_data_parallel_rank = _asks("data", "rank")
 
 
 class _OnWholeSequences(nn.Module):

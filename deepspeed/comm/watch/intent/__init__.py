@@ -79,7 +79,9 @@ def is_enabled() -> bool:
 
 
 def abort(why: str) -> None:
-    """End every wait of the check, on all ranks, with `CollectiveMismatchError(why)`."""
+    """End every wait of the check, on all ranks, with `CollectiveMismatchError(why)`; from any
+    thread.
+    """
     if _check is not None:
         _check.abort(why)
 
