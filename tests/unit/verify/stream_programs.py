@@ -7,6 +7,7 @@ choice of freed memory that an allocation may take, and looks whether two orders
 that an operator saw or left behind.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -93,7 +94,7 @@ def touched(step: Touch) -> list[tuple[Range, bool]]:
     return [(view, writes) for view, writes in views if view is not None]
 
 
-class Reader:
+class Reader(ABC):
     """Goes through a program; subclasses say what becomes of its steps.
 
     A memory of each of two streams lives at the start; a step on memory does nothing when none is.
@@ -122,18 +123,18 @@ class Reader:
         """The memory that is meant."""
         return self.live[of.memory % len(self.live)]
 
+    @abstractmethod
     def touch(self, step: Touch, views: list[tuple[int, Range, bool]]) -> None:
         """An operator or the host's: storages, ranges of them, whether they are written."""
-        raise NotImplementedError
 
-    def release(self, step: Release, storage: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def release(self, step: Release, storage: int) -> None: ...
 
-    def alloc(self, step: Alloc, storage: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def alloc(self, step: Alloc, storage: int) -> None: ...
 
-    def order(self, step: Order) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def order(self, step: Order) -> None: ...
 
 
 class Issuer(Reader):
