@@ -30,6 +30,9 @@ with open(f"starts{os.environ['RANK']}", "a+") as starts:
 if number > int(os.environ["FAILURES"]):
     sys.exit()
 if os.environ["RANK"] == "1":
+    # Rank 0 would be ended before it has counted, and sleep where it should have come to its end.
+    while not os.path.exists("starts0") or os.path.getsize("starts0") < number:
+        time.sleep(0.01)
     try:
         raise ValueError("boom")
     except ValueError:
