@@ -65,7 +65,8 @@ class SideStream:
         accelerator = get_accelerator()
         self.has_streams = not accelerator.resolves_data_dependency()
         self.overlap = overlap
-        self.stream: Stream | None = accelerator.Stream() if self.has_streams else None
+        # Its short kernels go first: what other ranks wait for comes behind them.
+        self.stream: Stream | None = accelerator.Stream(priority=-1) if self.has_streams else None
         if self.stream is not None:
             accelerator.name_stream(self.stream, name)
         self._kept: deque[_Kept] = deque()

@@ -48,6 +48,7 @@ class FakeAccelerator(CPU_Accelerator):
         self.log: list[tuple[Any, ...]] = []
         self.current = self.named("default")
         self.made = 0
+        self.priority = 0
 
     def named(self, name: str) -> FakeStream:
         return FakeStream(self.log, name)
@@ -55,8 +56,9 @@ class FakeAccelerator(CPU_Accelerator):
     def resolves_data_dependency(self) -> bool:
         return not self.has_streams
 
-    def Stream(self, *args: Any, **kwargs: Any) -> FakeStream:  # noqa: N802 - the accelerator's name
+    def Stream(self, priority: int = 0) -> FakeStream:  # noqa: N802 - the accelerator's name
         self.made += 1
+        self.priority = priority
         return self.named(f"side{self.made}")
 
     def current_stream(self, device_index: int | None = None) -> FakeStream:
@@ -96,7 +98,9 @@ def test_current_stream_is_asked_for_each_time(fake, side):
 
 
 def test_work_is_issued_on_the_reduction_stream(fake, side):
-    # Kills: a block that leaves the caller on the side stream, or never enters it.
+    # Kills: a block that leaves the caller on the side stream, or never enters it; a stream whose
+    # copies and sums come after all kernels of the model that are queued.
+    assert fake.priority == -1
     with pytest.raises(KeyError), side.issue():
         assert fake.current is side.stream
         raise KeyError("x")
