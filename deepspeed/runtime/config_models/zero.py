@@ -152,7 +152,9 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     zenflow: ZenFlowConfig | None = option(None, "ZenFlow.")
     sub_group_size: Size = option(int(1e9), "Elements updated at a time.", needs=SUB_GROUPS)
     prefetch_bucket_size: Size = _stage_3(
-        "prefetch_bucket_size", int(5e7), "Elements gathered ahead; 0: none"
+        "prefetch_bucket_size",
+        int(5e7),
+        "Gather the next unit ahead, and all that begin within so many elements from now; 0: none",
     )
     param_persistence_threshold: Size = _stage_3(
         "param_persistence_threshold",

@@ -31,7 +31,7 @@ recomputes it, made just before. Other recomputation only makes anew what the fo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -239,6 +239,16 @@ class BackwardOrder:
                     self._open[unit] += 1
                 for unit in reversed(use.gathered):
                     self.coordinator.use_in_backward(unit)
+                self.coordinator.foresee(self._after(forward, use))
+
+    def _after(self, forward: Forward, use: Use) -> Iterator[GatherUnit]:
+        """Go through what this backward gathers after the units of `use`."""
+        for earlier in reversed(self._forwards):
+            if earlier.number <= forward.number and earlier.task == forward.task:
+                for index in reversed(range(earlier.reached)):
+                    other = earlier.places[index]
+                    if index != other.begin:
+                        yield from (u for u in reversed(other.gathered) if u not in use.gathered)
 
     def _close(self, forward: Forward, use: Use) -> None:
         if use.is_open:

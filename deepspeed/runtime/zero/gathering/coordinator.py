@@ -37,7 +37,8 @@ class PartitionedParameterCoordinator:
     """Lets units, all that do not persist, be whole while somebody needs them.
 
     Args:
-        prefetch_numel: Elements gathered ahead.
+        prefetch_numel: The next unit is gathered ahead, and all that begin within so many elements
+            from now; 0: none.
         max_live_numel: Elements whole at a time that nobody needs at the moment.
         max_reuse_numel: How soon a unit must be used again to stay.
     """
@@ -162,14 +163,27 @@ class PartitionedParameterCoordinator:
 
     def _prefetch(self) -> None:
         for index in self._order.ahead(self._prefetch_numel):
-            unit = self.units[index]
-            if unit.is_whole or unit.is_covered or unit in self._ahead:
-                continue
-            if self.live_numel + unit.numel > self._max_live_numel:
+            if not self._start(self.units[index]):
                 return
-            unit.start()
-            self._ahead[unit] = None
-            self.live_numel += unit.numel
+
+    def foresee(self, units: Iterator[GatherUnit]) -> None:
+        """Hear what the running backward needs next, if the last pass does not tell."""
+        unit = None if self._order.is_expected else next(units, None)
+        if self._prefetch_numel and unit is not None:
+            self._start(unit)
+
+    def _start(self, unit: GatherUnit) -> bool:
+        """Begin a gather ahead; False if there is no room. What is in use leaves room for one."""
+        if unit.is_whole or unit.is_covered or unit in self._ahead:
+            return True
+        if self.live_numel + unit.numel > self._max_live_numel:
+            if self._ahead or unit.numel > self._max_live_numel:
+                return False
+            self._make_room(unit.numel)
+        unit.start()
+        self._ahead[unit] = None
+        self.live_numel += unit.numel
+        return True
 
     def _retire(self, unit: GatherUnit) -> None:
         if unit.holds or unit.is_kept_for_backward or not unit.is_whole:
@@ -250,16 +264,19 @@ class UseOrder:
             self._is_expected = False
 
     def ahead(self, numel: int) -> Iterator[int]:
-        """Name the units within the next `numel` elements, as far as is known: every use once, so
-        that going on costs nothing for what was named; the one at which the caller stops again.
+        """Name the units that begin within the next `numel` elements, as far as is known: every use
+        once, so that going on costs nothing for what was named; the one at which the caller stops
+        again.
         """
         if not self._is_expected:
             return
         last, sums, now = self._last[self._kind], self._sums[self._kind], len(self._uses)
         self._named = max(self._named, now)
-        while self._named < len(last) and sums[self._named + 1] - sums[now] <= numel:
-            yield last[self._named]
-            self._named += 1
+        while self._named < len(last) and sums[self._named] - sums[now] < numel:
+            named = self._named
+            yield last[named]
+            if self._named == named:  # else something has gone meanwhile that comes before
+                self._named += 1
 
     def name_again(self, unit: int) -> None:
         """Let `ahead` name the next use of `unit`, which was whole and is so no longer."""

@@ -36,7 +36,7 @@ class GatherSettings:
     Attributes:
         param_persistence: Parameters up to this size stay whole between steps,
         model_persistence: until they are so many together.
-        prefetch: Gathered ahead.
+        prefetch: What begins within so many is gathered ahead.
         max_live: Whole at a time, but for what is in use.
         max_reuse: Kept whole if used again within this distance.
         by_broadcast: Gather by one broadcast per rank.

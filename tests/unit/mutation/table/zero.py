@@ -130,6 +130,18 @@ v1/zero/stage3/test_fusion.py -k equals_one_process
 v1/zero/stage3/test_fusion.py -k between_steps
   a unit that several modules share goes when one of them is done
     _retire: unit in self._last_fused -> False
+v1/zero/stage3/test_lifetimes.py -k TestOrder
+  only what fits into the key as a whole is gathered ahead
+    UseOrder.ahead: sums[self._named] - sums[now] < numel -> sums[self._named + 1] - sums[now] <=
+      numel
+  the first backward gathers nothing ahead
+    PartitionedParameterCoordinator.foresee: self._start(unit) -> 0
+  what is in use leaves no room for the next unit
+    PartitionedParameterCoordinator._start: self._ahead or unit.numel > self._max_live_numel -> True
+  what stays for reuse leaves no room for the next unit
+    PartitionedParameterCoordinator._start: self._make_room(unit.numel) -> 0
+  the next unit is gathered whatever the limit
+    PartitionedParameterCoordinator._start: unit.numel > self._max_live_numel -> False
 v1/offload/test_stage3_offload.py -k PartsOnStreams
   a bucket is filled anew while the part of it that goes to the host is on its way
     _take_in: event if event is not None else read -> event

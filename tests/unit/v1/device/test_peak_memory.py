@@ -155,6 +155,11 @@ class Stage3Case(NamedTuple):
     copies: int = 1
 
     @property
+    def prefetch(self) -> int:
+        """The key; the last layer that is gathered ahead only has to begin within it."""
+        return (self.ahead - 1) * LAYER + 1 if self.ahead else 0
+
+    @property
     def zero(self) -> dict[str, Any]:
         places: dict[str, dict[str, Any]] = {}
         if self.params:
@@ -165,7 +170,7 @@ class Stage3Case(NamedTuple):
             "stage": 3,
             "stage3_param_persistence_threshold": 0,
             "stage3_max_reuse_distance": self.reuse * LAYER,
-            "stage3_prefetch_bucket_size": self.ahead * LAYER,
+            "stage3_prefetch_bucket_size": self.prefetch,
             # An eighth of it is a layer, and no more than is gathered ahead is fused.
             "stage3_unit_fusion_size": 8 * LAYER,
             "zero_hpz_partition_size": self.copies,
@@ -175,7 +180,7 @@ class Stage3Case(NamedTuple):
     @property
     def formula(self) -> int:
         settings = GatherSettings(
-            prefetch=self.ahead * LAYER,
+            prefetch=self.prefetch,
             max_reuse=self.reuse * LAYER,
             param_persistence=0,
             loads=self.params,
@@ -196,12 +201,13 @@ class Stage3Case(NamedTuple):
 STAGE_3 = (
     Stage3Case("fp32", ahead=2),
     Stage3Case("bf16"),
-    Stage3Case("fp32", ahead=8, fused=8),
+    Stage3Case("bf16", ahead=1),
+    Stage3Case("fp32", ahead=9, fused=8),
     Stage3Case("bf16", ahead=2, reuse=100),
     Stage3Case("bf16", optimizer=True, ratio=0.75),
     Stage3Case("bf16", params=True),
     Stage3Case("bf16", params=True, optimizer=True, ahead=2),
-    Stage3Case("fp32", params=True, optimizer=True, ahead=8, fused=8),
+    Stage3Case("fp32", params=True, optimizer=True, ahead=9, fused=8),
 )
 COPIES = Stage3Case("bf16", ranks=4, copies=2)
 

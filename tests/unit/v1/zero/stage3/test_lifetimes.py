@@ -8,18 +8,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.runtime.zero import GatheredParameters, Init
 from deepspeed.runtime.zero.gathering import gather_unit
+from deepspeed.runtime.zero.gathering.coordinator import in_backward
 from deepspeed.verify import check_streams
 from unit import one_process
 from unit.common import DistributedTest
-from unit.models import drawn, seeded
+from unit.models import drawn, linears, seeded
 from unit.one_process import OneProcess, mean_square, of_all_ranks
-from unit.v1.gathering import collectives
+from unit.v1.gathering import collectives, noted
 from unit.v1.looping import each
 from unit.v1.zero.stage3.models import (
     BOUNDED,
@@ -457,6 +459,77 @@ class TestEdits(DistributedTest):
             with GatheredParameters(weight):
                 if dist.get_rank() == 1:
                     weight.data.mul_(2)
+
+
+class Chain(nn.Module):
+    """Four equal layers, recomputed in backward (`use_reentrant`) or not; `left_out` none of them
+    or one.
+    """
+
+    def __init__(self, use_reentrant: bool | None) -> None:
+        super().__init__()
+        self.layers = linears(4, WIDTH, bias=False)
+        self.use_reentrant = use_reentrant
+        self.left_out = -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            if index == self.left_out:
+                continue
+            if self.use_reentrant is None:
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        return x.square().mean()
+
+
+def issued_by(left_out: int = -1, use_reentrant: bool | None = None, **zero: Any) -> list[str]:
+    """For each of two steps, what a rank issues in forward and backward: gathers (G), forwards of a
+    layer (F) and reductions (R). The second leaves out a layer.
+    """
+    letters = {"all_gather_into_tensor": "G", "reduce_scatter_tensor": "R"}
+    keys = {f"stage3_{name}": value for name, value in zero.items()}
+    found = []
+    with simulate(), noted(lambda call: letters.get(call.name, "")) as notes:
+        engine = engine_of(Chain(use_reentrant), config_of(3, 1, **{**BOUNDED, **keys}))
+        for layer in engine.module.layers:
+            layer.register_forward_pre_hook(lambda *_: None if in_backward() else notes.append("F"))
+        for engine.module.left_out in (-1, left_out):
+            notes.clear()
+            loss = engine(torch.ones(1, WIDTH).requires_grad_())
+            notes.append(" ")
+            engine.backward(loss)
+            found.append("".join(notes))
+            engine.step()
+        engine.destroy()
+    return found
+
+
+class TestOrder(DistributedTest):
+    world_size = 2
+    backend = "gloo"
+
+    def test_the_next_gather_is_issued_before_the_present_reduction(self) -> None:
+        ahead = ["GFGFGFGF GGRGRGRR", "GGFGFGFF GRGRGRR"]
+        one_by_one = ["GFGFGFGF GRGRGRGR", "GFGFGFGF RGRGRGR"]
+        numel = WIDTH * WIDTH
+        for expected, keys in (
+            # Kills: a unit that has to fit into the key; one for which there is no room beside the
+            # one in use; a first backward, or one after another forward, that knows no order.
+            (ahead, {}),
+            (ahead, {"max_live_parameters": numel}),
+            (ahead, {"use_reentrant": False}),
+            ([ahead[0], "GGFGFGF GGRGRRR"], {"left_out": 1}),
+            # Kills: units that stay for reuse, as the third does here, and leave the next no room.
+            (
+                [ahead[0], "GGFGFGFF RGRGRR"],
+                {"max_reuse_distance": 8 * numel, "max_live_parameters": 2 * numel},
+            ),
+            # Kills: a key of 0, or a limit, that does not count.
+            (one_by_one, {"prefetch_bucket_size": 0}),
+            (one_by_one, {"max_live_parameters": numel - 1}),
+        ):
+            assert issued_by(**{"prefetch_bucket_size": 1, **keys}) == expected, keys
 
 
 class TestEmptied(DistributedTest):
