@@ -2,6 +2,7 @@
 of a training step of stages 0 to 2 beside plain torch, DDP and FSDP2.
 
     python benchmarks/device.py
+    python benchmarks/device.py --first               (one device, ten minutes: first_device.py)
     DS_ACCELERATOR=sim python benchmarks/device.py     (no device: same paths, numbers mean nothing)
 
 All devices that this process sees take part, one rank each. As in `train_step.py` every system has
@@ -19,10 +20,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+import first_device
 import torch
 from turns import HERE, Ranks, median_ms, paired_ratios, print_log, run_turns
 
@@ -40,6 +42,8 @@ STAGES = ("zero0", "zero1", "zero2", "zero1-overlap", "zero2-overlap")
 TEST_SECONDS = 240
 # A simulated step takes long; its size only has to reach all paths.
 SIMULATED = {"layers": 2, "width": 64, "micro_batch": 2, "context": 32}
+# 1.2 billion parameters, whose state takes 22 GB.
+FIRST = {"layers": 24, "width": 2048, "heads": 16, "micro_batch": 4, "context": 1024}
 MIB = 2**20
 
 
@@ -96,6 +100,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="steps that are timed as one")
     parser.add_argument("--no-tests", action="store_true", help="only the benchmark")
     parser.add_argument("--json", help="file for all times")
+    parser.add_argument("--first", action="store_true", help="all that one device shows, instead")
+    parser.add_argument("--looks", help="comma-separated choice of those of --first")
     return parser.parse_args(argv)
 
 
@@ -222,6 +228,12 @@ def main(argv: list[str] | None = None) -> int:
     except (RuntimeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
+    if arguments.first:
+        sizes = {**workload(arguments, place), **(FIRST if place.accelerator != "sim" else {})}
+        place = replace(place, ranks=arguments.ranks or 1)
+        looks = arguments.looks.split(",") if arguments.looks else first_device.LOOKS
+        record = Path(arguments.json or "first-device.json")
+        return first_device.run(place, sizes, arguments.steps, record, looks)
     failed = 0 if arguments.no_tests else run_tests()
     with tempfile.TemporaryFile("w+") as stderr:
         try:

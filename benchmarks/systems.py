@@ -45,7 +45,7 @@ class Workload:
         accumulation: Micro-batches per step.
         clip: Largest gradient norm; 0 for no clipping.
         wide_products: The GPT multiplies in fp32 though its weights are bf16 (see examples/gpt.py).
-        width: Features per position of the GPT.
+        width: Features per position of the GPT, in so many `heads` of attention.
         device: Type of the device that it is trained on; its index is the current device.
         scaled: Buckets and the sizes of stage 3 are to the model what the defaults of `deepspeed`
             are to one of `SCALED_TO` elements, in all systems; False: everybody's defaults.
@@ -62,6 +62,7 @@ class Workload:
     width: int = 256
     device: str = "cpu"
     scaled: bool = False
+    heads: int = 4
 
     @property
     def dtype(self) -> torch.dtype:
@@ -93,8 +94,11 @@ def build_model(work: Workload) -> nn.Module:
     torch.manual_seed(0)
     if work.model == "tiny":
         return TinyLayers(work.layers).to(work.device)
-    size = GPTConfig(work.layers, work.width, 4, work.context, wide_products=work.wide_products)
-    return GPT(size).to(work.device)
+    size = GPTConfig(
+        work.layers, work.width, work.heads, work.context, wide_products=work.wide_products
+    )
+    with torch.device(work.device):
+        return GPT(size)
 
 
 def build_batches(work: Workload, rank: int) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import device
 import device_counts
 import device_worker
+import first_device
 import pipeline
 import pipeline_bubble
 import pipeline_systems
@@ -61,6 +62,34 @@ def test_it_runs_to_the_end_on_the_simulated_device(
     results = {result["system"]: result for result in json.loads(record.read_text())}
     assert results.keys() == {"ddp", "zero2-overlap"}
     assert results["zero2-overlap"]["peak_mib"] > 0 and results["ddp"]["peak_mib"] is None
+
+
+@pytest.mark.slow
+def test_the_first_look_runs_to_its_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # Those that are left out are the same with other words. Kills: a look that has never run, one
+    # that fails and is not told, and one that hangs and holds the others.
+    monkeypatch.setenv("DS_ACCELERATOR", "sim")
+    monkeypatch.setattr(first_device, "subprocess", forked.replacement)
+    others = {f"units:{order}" for order in ("shrinking", "alternating")} | {
+        f"system:{name}" for name in ("zero0", "zero1", "fsdp2")
+    }
+    looks = [look for look in first_device.LOOKS if " with " not in look and look not in others]
+    record = tmp_path / "first.json"
+    flags = ["--first", "--steps", "1", "--json", str(record), "--looks"]
+    assert device.main([*flags, ",".join([*looks, "nonsense"])]) == 1
+    *told, nonsense = json.loads(record.read_text())["looks"]
+    assert [look["name"] for look in told if look["clean"]] == looks
+    assert not nonsense["clean"] and "KeyError: 'nonsense'" in nonsense["said"]
+    found = {look["name"]: look["found"] for look in told}
+    assert found["graph"] == {**found["graph"], "not here": "graphs are captured on a device"}
+    assert {found["streams"][f"stage {stage}"] for stage in (1, 2, 3)} == {"silent"}
+    assert found["trace"]["copied MiB"]["split_with_sizes_copy"] > 0
+    assert found["system:zero3"]["formula MiB"] > 0 and found["units:growing"]["formula MiB"] > 0
+    page = record.with_suffix(".md").read_text()
+    assert "| zero3 |" in page and "## nonsense:" in page and ", FAILED" in page
+    monkeypatch.setattr(first_device, "LOOK_SECONDS", 0.05)
+    assert device.main([*flags, "start"]) == 1
+    assert json.loads(record.read_text())["looks"][0]["found"] == {"gave up after s": 0.05}
 
 
 PROGRAM = """
