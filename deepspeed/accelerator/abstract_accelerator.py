@@ -154,6 +154,12 @@ class DeepSpeedAccelerator(abc.ABC):
     def default_stream(self, device_index: int | None = None) -> streams.Stream:
         """The stream that is current when none was chosen."""
 
+    def has_passed(self, event: streams.Event) -> bool:
+        """Ask an event without a tracer's hearing that the host knows: it does nothing then that
+        would be wrong otherwise.
+        """
+        return event.query()
+
     def name_stream(self, stream: streams.Stream, name: str) -> None:  # noqa: B027  streams of most devices have no names
         """Say what a stream is for: reports call it so where the device lets streams have names."""
 
@@ -310,6 +316,10 @@ class DeepSpeedAccelerator(abc.ABC):
     ) -> AbstractContextManager[Any]:
         """Capture the work issued under it into ``graph``; without graphs it just runs."""
         return contextlib.nullcontext()
+
+    def is_capturing(self) -> bool:
+        """Whether what this thread issues is captured; nobody may ask an event meanwhile."""
+        return False
 
     def replay_graph(self, graph: object) -> None:  # noqa: B027  most devices have no graphs
         """Run a captured graph, if the device has graphs."""

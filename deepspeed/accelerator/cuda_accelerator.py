@@ -87,6 +87,9 @@ class CUDA_Accelerator(TorchDeviceAccelerator):
     ) -> AbstractContextManager[Any]:
         return torch.cuda.graph(graph, pool, stream)
 
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
     def replay_graph(self, graph: Any) -> None:
         graph.replay()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
@@ -133,6 +134,25 @@ class Sim_Accelerator(CPU_Accelerator):
 
     def count_host_waits(self) -> AbstractContextManager[HostWaits]:
         return self.simulator.host_waits.count()
+
+    def has_passed(self, event: Any) -> bool:
+        return bool(event.has_passed())
+
+    @contextmanager
+    def capture_to_graph(
+        self, graph: object, pool: object = None, stream: Any = None
+    ) -> Iterator[None]:
+        """Work is issued as ever; no thread may ask the device anything, or wait for it."""
+        scheduler, outer = self.simulator.scheduler, self.simulator.scheduler.capturing
+        scheduler.capturing = threading.get_ident()
+        try:
+            with self.stream(stream):
+                yield
+        finally:
+            scheduler.capturing = outer
+
+    def is_capturing(self) -> bool:
+        return self.simulator.scheduler.capturing == threading.get_ident()
 
     def name_stream(self, stream: Any, name: str) -> None:
         stream.name = name

@@ -11,6 +11,7 @@ that comes too early is an error too.
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -89,6 +90,7 @@ class Stream:
 
     def query(self) -> bool:
         """Whether all work has run. Runs nothing itself: on a slow device the answer is no."""
+        self.scheduler.refuse_while_capturing("stream.query")
         if self.done < self.issued:
             return False
         self.scheduler.trace(lambda tracer: tracer.stream_synchronized(self))
@@ -139,16 +141,21 @@ class Event:
 
     def query(self) -> bool:
         """Whether the work has run; True if never recorded. Runs nothing itself."""
+        has_passed = self.has_passed()
+        if has_passed and self.stream is not None:
+            # A host that has seen this knows as much as one that waited.
+            self.stream.scheduler.trace(lambda tracer: tracer.event_synchronized(self))
+        return has_passed
+
+    def has_passed(self) -> bool:
         if self.stream is None:
             return True
-        if self.stream.done < self.position:
-            return False
-        # A host that has seen this knows as much as one that waited.
-        self.stream.scheduler.trace(lambda tracer: tracer.event_synchronized(self))
-        return True
+        self.stream.scheduler.refuse_while_capturing("event.query")
+        return self.stream.done >= self.position
 
     def synchronize(self) -> None:
         if self.stream is not None:
+            self.stream.scheduler.refuse_while_capturing("event.synchronize")
             self.stream.scheduler.on_host_wait("event.synchronize")
             self.stream.scheduler.note_host_wait(self.stream, self.position)
             self.stream.scheduler.trace(lambda tracer: tracer.event_synchronized(self))
@@ -197,6 +204,7 @@ class Scheduler:
         self.default: Stream = self.stream_class(name="default stream")
         self.current: Stream = self.default
         self.is_summing = False
+        self.capturing: int | None = None  # which thread captures what it issues to a graph
         self._running = False
         self._in_progress: list[tuple[Stream, int]] = []
 
@@ -217,6 +225,15 @@ class Scheduler:
     def trace(self, tell: Callable[[StreamTracer], None]) -> None:
         if self.tracer is not None:
             tell(self.tracer)
+
+    def refuse_while_capturing(self, what: str) -> None:
+        """Raise, in any thread, while one captures: a device fails both then."""
+        if self.capturing is not None and not self._running:
+            raise RuntimeError(
+                f"{what} in thread {threading.get_ident()} while thread {self.capturing} captures "
+                "a graph: a device refuses that, and the graph is lost; ask and wait before or "
+                "after, and let no other thread do it"
+            )
 
     def note_host_wait(self, stream: Stream, position: int) -> None:
         if self.log is not None and not self._running:
@@ -266,11 +283,13 @@ class Scheduler:
 
     def synchronize(self, kind: str = "device synchronize") -> None:
         """Let the host wait for all work of all streams; `kind` says what makes it wait."""
+        self.refuse_while_capturing(kind)
         self.on_host_wait(kind)
         self.complete_all()
 
     def complete(self, stream: Stream) -> None:
         """Run all work of a stream: what the host learns by waiting, uncounted."""
+        self.refuse_while_capturing("a wait for a stream")
         self.trace(lambda tracer: tracer.stream_synchronized(stream))
         self.note_host_wait(stream, stream.issued)
         self.drain(stream)

@@ -7,12 +7,16 @@ program is and what the other ranks say that they wait for, which they leave in 
 store. Nothing is ended: a rank may only be slow. A wait that is over in time costs a few
 assignments, and a process that is alone has no thread.
 
-What a device waits for is told by events: the host goes on, and the oldest operation that is not
-complete is the one that is reported. Time counts from when the device has come to it.
+What a device waits for is told by events: the host goes on, and the oldest operation that was not
+complete when it was asked last is the one that is reported. Time counts from when the device was
+seen to have come to it.
 
 [Note: questions to events]
-While a program records a graph, in any thread, nobody may ask an event. The program's own thread
-asks when it waits for the next operation; the thread that looks asks only about what is due.
+While a program records a graph, nobody may ask an event, and a thread that never issued anything
+has no device. So only the program's own thread asks, when it waits for the next operation; the
+thread that looks compares times. When the program issues nothing any more, nobody hears that the
+last operations are complete. It waits for its device then, as in `item()`, or it does something
+else, which is no matter of ours: `_Standing` tells these apart.
 
 [Note: meetings]
 Where ranks meet to hear how long work has gone (a file that one of them writes), those that wait
@@ -22,7 +26,7 @@ for ranks that have all come is not reported.
 `stuck_ranks` is no twin of this. It knows every operation of the simulated device, which rank has
 begun its part and what stands in front of it, so it can prove that ranks wait for each other for
 ever, and raises then. On a real device nobody knows that: here is only time, which proves nothing,
-so this logs, for the operations that say so, on every device but the simulated one.
+so this logs, for the operations that say so. The simulated device is asked as others are.
 """
 
 from __future__ import annotations
@@ -60,29 +64,24 @@ _NOBODY: AbstractContextManager[None, None] = nullcontext()
 class _Wait:
     """What somebody waits for, and the context in which the host does.
 
-    `is_done` and `is_begun` ask a device; without them the host waits. `meeting` is of [Note:
-    meetings].
+    On a device the operation stands between the events `begun` and `done`; without `done` the host
+    waits. `meeting` is of [Note: meetings].
     """
 
     watch: LoneWaits
     what: Callable[[], str]
     meeting: int = 0
-    is_done: Callable[[], bool] | None = None
-    is_begun: Callable[[], bool] | None = None
+    done: Event | None = None
+    begun: Event | None = None
     since: float = field(default_factory=time.monotonic)
     thread: int = field(default_factory=threading.get_ident)
     is_reported: bool = False
     _outer: _Wait | None = None
-    _begun: Event | None = None
-
-    @property
-    def is_over(self) -> bool:
-        return self.is_done is not None and self.is_done()
 
     def __enter__(self) -> None:
         on_host = self.watch.on_host
         self._outer = on_host.get(self.thread)
-        self._begun = _event()
+        self.begun = _event()
         on_host[self.thread] = self
         self.watch.lookout.call()
 
@@ -91,12 +90,30 @@ class _Wait:
             del self.watch.on_host[self.thread]
         else:
             self.watch.on_host[self.thread] = self._outer
-        if self._begun is not None and kind is None:
-            done = _event()
-            assert done is not None, "the device has changed while it was waited for"
-            self.watch.remember(
-                _Wait(self.watch, self.what, self.meeting, done.query, self._begun.query)
-            )
+        if self.begun is not None and kind is None:
+            self.watch.remember(_Wait(self.watch, self.what, self.meeting, _event(), self.begun))
+
+
+class _Standing:
+    """How long a thread has been in one call that keeps its processor busy, as those do that wait
+    for CUDA, and programs do not that go on, sleep or read.
+    """
+
+    def __init__(self) -> None:
+        self._place: tuple[int, ...] = ()
+        self._since = self._used = 0.0
+
+    def seconds(self, thread: int) -> float:
+        """To be asked at every look."""
+        frame = sys._current_frames().get(thread)
+        if frame is None or sys.platform != "linux":
+            return 0.0
+        # It is alive while this one has the interpreter.
+        used = time.clock_gettime(time.pthread_getcpuclockid(thread))
+        place, now = (thread, id(frame), frame.f_lasti), time.monotonic()
+        if place != self._place or 10 * (used - self._used) < now - self._since:
+            self._place, self._since, self._used = place, now, used
+        return now - self._since
 
 
 class LoneWaits:
@@ -108,8 +125,8 @@ class LoneWaits:
         self.report_s = DEFAULT_REPORT_S
         self.on_host: dict[int, _Wait] = {}
         self._on_device: deque[_Wait] = deque()
-        # Of `_on_device`, which two threads take from.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of `_on_device`
+        self._standing = _Standing()
         self._store: Any = None
         self._num_meetings = 0
         self.lookout = Lookout(
@@ -126,10 +143,10 @@ class LoneWaits:
         """
         return _Wait(self, what, meeting) if self._is_watched() else _NOBODY
 
-    def issued(self, what: Callable[[], str], is_done: Callable[[], bool]) -> None:
-        """Tell that a device will wait for other ranks until `is_done()`."""
+    def issued(self, what: Callable[[], str], done: Event) -> None:
+        """Tell that a device will wait for other ranks until `done`."""
         if self._is_watched():
-            self.remember(_Wait(self, what, is_done=is_done))
+            self.remember(_Wait(self, what, done=done))
 
     def coming(self) -> int:
         """Tell that this rank comes to where all ranks of the world meet, and may have work to do
@@ -150,17 +167,21 @@ class LoneWaits:
             self._on_device.clear()
 
     def _is_watched(self) -> bool:
-        # Nobody is asked in every wait who there is; the simulated device has `stuck_ranks`.
-        return self.report_s > 0 and (
-            self.lookout.is_alive
-            or (process_groups.get_world_size() > 1 and not get_accelerator().defers_collectives)
+        # Nobody is asked in every wait who there is.
+        return (
+            self.report_s > 0
+            and (self.lookout.is_alive or process_groups.get_world_size() > 1)
+            and not get_accelerator().is_capturing()
         )
 
     def remember(self, wait: _Wait) -> None:
-        """Take in what a device was given that waits for other ranks."""
+        """Take in what a device was given that waits for other ranks; what is over is forgotten."""
         with self._lock:
-            while self._on_device and self._on_device[0].is_over:
+            while self._on_device and _has_passed(self._on_device[0].done):
                 self._on_device.popleft()
+            oldest = self._on_device[0] if self._on_device else wait
+            if not _has_passed(oldest.begun):
+                oldest.since = time.monotonic()
             if len(self._on_device) < _MAX_ON_DEVICE:
                 self._on_device.append(wait)
         self.lookout.call()
@@ -173,25 +194,20 @@ class LoneWaits:
         return self.report_s > 0 and bool(self.on_host or self._on_device)
 
     def _look(self) -> None:
-        # The store ends with the process that hosts it; a device that has failed answers nothing.
+        # The store ends with the process that hosts it.
         with suppress(RuntimeError):
-            for wait in [*list(self.on_host.values()), *self._due_on_device()]:
+            for wait in [*list(self.on_host.values()), *self._oldest_on_device()]:
                 if self._is_due(wait) and not wait.is_reported:
                     self._report(wait)
 
     def _is_due(self, wait: _Wait) -> bool:
         return time.monotonic() - wait.since > self.report_s > 0
 
-    def _due_on_device(self) -> list[_Wait]:
+    def _oldest_on_device(self) -> list[_Wait]:
+        """List it if its program stands; see [Note: questions to events]."""
         with self._lock:
-            while self._on_device and self._is_due(self._on_device[0]):
-                oldest = self._on_device[0]
-                if not oldest.is_over:
-                    if oldest.is_begun is not None and not oldest.is_begun():
-                        oldest.since = time.monotonic()
-                    return [oldest]
-                self._on_device.popleft()
-        return []
+            oldest = list(self._on_device)[:1]
+        return [one for one in oldest if self._standing.seconds(one.thread) > self.report_s]
 
     def _report(self, wait: _Wait) -> None:
         own, store = process_groups.get_rank(), process_groups.get_store()
@@ -227,11 +243,15 @@ class LoneWaits:
 def _event() -> Event | None:
     """Record an event behind what the current stream was given; None where the host waits."""
     accelerator = get_accelerator()
-    if accelerator.resolves_data_dependency() or accelerator.defers_collectives:
+    if accelerator.resolves_data_dependency():
         return None
     event: Event = accelerator.Event()
     event.record(accelerator.current_stream())
     return event
+
+
+def _has_passed(event: Event | None) -> bool:
+    return event is None or get_accelerator().has_passed(event)
 
 
 def _have(ranks: list[int]) -> str:

@@ -1,18 +1,27 @@
 """The thread that looks while somebody waits, and waits of a device (`runtime/`: of hosts)."""
 
+import hashlib
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
 
+import deepspeed
+from deepspeed import comm as dist
+from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
 from deepspeed.comm import process_groups
 from deepspeed.comm.watch import lone_waits
 from deepspeed.comm.watch.lone_waits import LoneWaits
 from deepspeed.comm.watch.lookout import Lookout, stop_all
+from unit.common import DistributedTest
 from unit.launcher.starting import until
+from unit.models import config_of, drawn, linears, sgd
+from unit.one_process import mean_square
 
 LIMIT_S = 10.0
 
@@ -100,10 +109,11 @@ REPORT_S = 0.2
 
 
 class Stream:
-    """Work of a device: `passed` events behind it have, and one was asked `num_questions` times."""
+    """Work of a device: `passed` events behind it have, and `askers` asked about one each."""
 
     def __init__(self) -> None:
-        self.num_events = self.passed = self.num_questions = 0
+        self.num_events = self.passed = 0
+        self.askers: list[threading.Thread] = []
 
     def record(self) -> Any:
         """An event behind what was issued so far."""
@@ -112,7 +122,7 @@ class Stream:
 
         class Recorded:
             def query(self) -> bool:
-                stream.num_questions += 1
+                stream.askers.append(threading.current_thread())
                 return number < stream.passed
 
         return Recorded()
@@ -146,41 +156,118 @@ class Heard(LoneWaits):
                 pass
 
 
-def test_the_oldest_is_told_once(stream: Stream) -> None:
+@pytest.fixture
+def standing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program waits for its device from now on, whatever it does."""
+    monkeypatch.setattr(lone_waits._Standing, "seconds", lambda *_: float("inf"))
+
+
+def test_the_oldest_is_told_once(stream: Stream, standing: None) -> None:
     # Kills: one that is complete; what stands behind the oldest; a report for every look.
     watch = Heard()
-    watch.issue("first", "second", "third")
+    watch.issue("first")
     stream.passed = 3  # the device is within the second
+    watch.issue("second", "third")
     until(lambda: watch.told)
     time.sleep(2 * REPORT_S)
     assert watch.told == ["second"]
     stream.passed = 6
-    until(lambda: not watch.lookout.is_alive)
+    watch.issue("fourth")
+    time.sleep(REPORT_S / 2)
     assert watch.told == ["second"]
+    watch.forget()
+    until(lambda: not watch.lookout.is_alive)
 
 
-def test_what_the_device_has_not_come_to(stream: Stream) -> None:
+def test_what_the_device_has_not_come_to(stream: Stream, standing: None) -> None:
     # Kills: a long step taken for a wait, where the host is far ahead of the device.
     watch = Heard()
-    watch.issue("far ahead")
-    time.sleep(4 * REPORT_S)
+    for _ in range(20):
+        watch.issue("far ahead")
+        time.sleep(REPORT_S / 5)
     assert not watch.told
     stream.passed = 1
+    watch.issue("the next")
     until(lambda: watch.told)
 
 
-def test_nobody_is_asked_before_it_is_due(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Kills: questions at every look, which a graph that is recorded meanwhile does not survive.
-    monkeypatch.setattr(lone_waits, "_LOOK_S", 0.1)
-    watch = Heard(report_s=LIMIT_S)
-    watch.issue("it")
-    time.sleep(0.35)
-    assert stream.num_questions == 0 and watch.lookout.is_alive
-    stream.passed = 2
-    watch.issue("the next")
-    assert stream.num_questions == 1
+def test_only_who_issues_asks(stream: Stream, standing: None) -> None:
+    # Kills: questions of the thread that looks, which a graph that is recorded meanwhile does not
+    # survive; questions when nothing is issued any more.
+    watch = Heard()
+    watch.issue("first", "second")
+    asked = len(stream.askers)
+    until(lambda: watch.told)
+    time.sleep(2 * REPORT_S)
+    assert watch.lookout.is_alive and len(stream.askers) == asked
+    stream.passed = 4
+    watch.issue("third")
+    assert set(stream.askers) == {threading.current_thread()}
     watch.forget()
-    until(lambda: not watch.lookout.is_alive)
+
+
+def test_only_a_program_that_waits_is_told(stream: Stream) -> None:
+    # Kills: an error about the last operations of a program that goes on, or sleeps.
+    watch, begun = Heard(), threading.Event()
+
+    def program(last: Any) -> None:
+        watch.issue("it")
+        begun.set()
+        last()
+
+    for last in (lambda: time.sleep(4 * REPORT_S), lambda: until(lambda: watch.told, REPORT_S * 4)):
+        with suppress(AssertionError):
+            program(last)
+        assert not watch.told
+        watch.forget()
+    # In one call, without the interpreter, and busy: as in one that waits for CUDA.
+    busy = partial(hashlib.pbkdf2_hmac, "sha256", b"", b"", 10_000_000)
+    threading.Thread(target=program, args=(busy,), daemon=True).start()
+    begun.wait()
+    until(lambda: watch.told)
+
+
+class TestOnADevice(DistributedTest):
+    world_size = 2
+    backend = "gloo"
+
+    def test_a_graph_is_captured_while_it_looks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Kills: a watcher that asks the device, a program that asks while it captures, operations
+        # that are over and stay.
+        monkeypatch.setattr(lone_waits, "_LOOK_S", 0.01)
+        watch, askers = lone_waits.watch, set[threading.Thread]()
+        has_passed = Sim_Accelerator.has_passed
+
+        def noted(device: Any, event: Any) -> bool:
+            askers.add(threading.current_thread())
+            return has_passed(device, event)
+
+        monkeypatch.setattr(Sim_Accelerator, "has_passed", noted)
+        with simulate() as device:
+            verify = {"lone_gather_report": 0.05}
+            config = config_of(3, 1, optimizer=sgd(0.1), verify=verify)
+            engine = deepspeed.initialize(model=linears(3, 8), config=config)[0]
+            for _ in range(2):
+                engine.backward(mean_square(engine, drawn(dist.get_rank(), 1, 8)))
+                engine.step()
+            assert watch._on_device and askers == {threading.main_thread()}
+            device.synchronize()
+            before = list(watch._on_device)
+            askers.clear()
+            with device.capture_to_graph(device.create_graph()):
+                mean_square(engine, drawn(dist.get_rank(), 1, 8))
+                time.sleep(0.2)
+                done = watch._on_device[0].done
+                assert done is not None
+                for wait in (device.synchronize, done.query, device.current_stream().query):
+                    with pytest.raises(RuntimeError, match="captures a graph"):
+                        wait()
+            assert not askers and watch.lookout.is_alive
+            engine.backward(mean_square(engine, drawn(dist.get_rank(), 1, 8)))
+            engine.step()
+            assert not {*map(id, before)} & {*map(id, watch._on_device)}
+            engine.destroy()
+            assert not watch._on_device
 
 
 def test_the_end_of_an_engine(stream: Stream) -> None:

@@ -293,7 +293,7 @@ class GatherUnit:
         current = get_accelerator().current_stream() if shared.gather.has_streams else None
         if current is not None and done is not None:
             current.wait_event(done)
-            lone_waits.watch.issued(lambda: self.label, done.query)
+            lone_waits.watch.issued(lambda: self.label, done)
         else:
             with lone_waits.watch.waiting(lambda: self.label):
                 self._wait(rows, pending)
