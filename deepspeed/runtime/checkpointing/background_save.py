@@ -17,7 +17,8 @@ backward of the next step, in which training leaves it the interpreter. Without 
 
 So a checkpoint is published though no step follows. After each step of a run with a save in flight,
 one small collective tells whether the threads of all ranks have ended; only then does any rank
-forget the save or raise its error, all at the same step. Who waits for a save repeats that
+forget the save or raise its error, all at the same step. A host that runs ahead of its device reads
+the answer after the next step, and does not wait for it. Who waits for a save repeats that
 collective: of a rank that has died it raises at once, and the thread gives up with it. Where nobody
 calls a collective any more (the engine ends, the interpreter exits) a dead rank shows by its
 heartbeat: a rank with a save in flight counts in the store every `_HEARTBEAT_S`, however long its
@@ -44,6 +45,7 @@ from deepspeed.comm.process_groups import own_connection
 from deepspeed.comm.watch import lone_waits
 from deepspeed.runtime.checkpointing.folders import Put
 from deepspeed.runtime.checkpointing.save_job import SaveJob
+from deepspeed.runtime.streams import LateNumber, runs_ahead
 from deepspeed.utils.logging import logger
 
 WAIT_S = 1800.0  # for another rank's files or its disk: as long as torch waits for a collective
@@ -53,6 +55,8 @@ _HEARTBEAT_S = 2.0
 _LAST_BEAT_S = 5.0  # to be under way after the end; a store that is out of reach is not waited for
 _NICENESS = 19  # of the thread
 _START_S = 1.0  # after which it starts without a backward
+# How far the rank is that is least far.
+_NOT_ENDED, _FAILED, _ALL_WELL = range(3)
 _POLL_S = (0.005, 0.1)  # first and longest pause between two looks into the store
 
 in_flight: list[BackgroundSave] = []  # of all engines of the process, in the order of their start
@@ -75,7 +79,8 @@ class BackgroundSave:
         self._prefix = f"deepspeed/save/{next(_numbers)}"
         self._ranks = range(dist.get_world_size())
         self._error: str | None = None
-        self._all_well = False
+        self._answer = LateNumber()
+        self._is_asked = False  # whether the answer of a step has not been read yet
         self._is_peer_lost = False
         self._is_first_step = True  # the one that has waited for the copy
         self._may_start, self._ended = threading.Event(), threading.Event()
@@ -102,34 +107,43 @@ class BackgroundSave:
         """Whether the save has ended on all ranks, which raise together. All ranks call it."""
         if self not in in_flight:
             return True  # all ranks have settled it when another engine saved or loaded
-        while not self._have_all_ended(device):
+        answer = self._ask(device, wait)
+        while answer == _NOT_ENDED:
             if not wait:
                 self._is_first_step = False
                 return False
             self.start()
             self._thread.join(_POLL_S[1])
+            answer = self._ask(device, wait)
         in_flight.remove(self)
-        if not self._all_well:
+        if answer != _ALL_WELL:
             raise CheckpointError(
                 self._error
                 or f"{self._what} failed: another rank has lost the connection to the others"
             )
         return True
 
-    def _have_all_ended(self, device: torch.device) -> bool:
-        ended = not self._thread.is_alive()
-        seen = torch.tensor(
-            [int(ended), int(ended and self._error is None)], dtype=torch.int32, device=device
-        )
+    def _ask(self, device: torch.device, wait: bool) -> float:
+        """Ask all ranks how far they are; the answer is that of the step before, unless `wait`."""
+        if self._is_asked:
+            self._is_asked = False
+            if (answer := self._answer.read()) != _NOT_ENDED:
+                return answer
+        own = _NOT_ENDED
+        if not self._thread.is_alive():
+            own = _ALL_WELL if self._error is None else _FAILED
+        # Filled where it is: numbers of the host would be copied, which waits.
+        least = torch.full((), own, dtype=torch.int32, device=device)
         if dist.get_world_size() > 1:
             try:
                 with lone_waits.watch.waiting(lambda: self._what):
-                    dist.all_reduce(seen, op=dist.ReduceOp.MIN)
+                    dist.all_reduce(least, op=dist.ReduceOp.MIN)
             except RuntimeError:
                 self._is_peer_lost = True
                 raise
-        all_ended, self._all_well = map(bool, seen.tolist())
-        return all_ended
+        self._answer.post(least)
+        self._is_asked = not wait and runs_ahead(least)
+        return _NOT_ENDED if self._is_asked else self._answer.read()
 
     def join(self) -> None:
         """Wait until this rank knows the outcome; a failure is logged now and raised by

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.checkpoint.utils import HostCopy
 from deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine import (
     DecoupledCheckpointEngine,
@@ -214,6 +215,32 @@ class TestInTheBackground(DistributedTest):
         assert differences(unbroken[5:], train(engine, 1)) == []
         engine.destroy()
         assert (tmp_path / "latest").read_text() == "next"
+
+    def test_no_step_waits_for_its_device(self, tmp_path: Path) -> None:
+        """Kills: a step that waits for what it has issued to learn whether the save has ended."""
+        with simulate() as device:
+            engine = start(**{**KEYS, "bf16": {"enabled": True, "check_grad_overflow": False}})
+            gate = gated(engine)
+            gate.error = OSError(5, "Input/output error") if dist.get_rank() == 1 else None
+            engine.save_checkpoint(tmp_path, tag="bad")
+
+            def step() -> None:
+                for _ in range(engine.gradient_accumulation_steps()):
+                    x, target = next(engine.batches)
+                    loss = torch.nn.functional.mse_loss(engine(x.bfloat16()).float(), target)
+                    engine.backward(loss)
+                    engine.step()
+
+            for _ in range(3):
+                step()
+                assert not device.default_stream().query()
+            gate.opened.set()
+            join_threads()
+            step()  # asks, and the next one hears
+            with refused("rank 1: OSError"):
+                step()
+            assert background_save.in_flight == [] and engine.global_steps == 5
+            engine.destroy()
 
     def test_no_rank_ends_before_all_have(self, tmp_path: Path) -> None:
         """Kills: a rank that leaves while another saves; their collectives would differ."""
