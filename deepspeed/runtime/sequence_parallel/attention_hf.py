@@ -150,7 +150,8 @@ class UlyssesSPAttentionHF(nn.Module):
         `query` is [b, h, s / P, d], `key` and `value` have as many heads or a divisor of them.
         `attention_mask` is a `LocalMask`, or None, which the function gets as it is; `given`:
         position ids come from the caller of the model. `kwargs` are options of the function, with
-        `position_ids` [b, s / P] where there is a mask.
+        `position_ids` [b, s / P] where there is a mask. The function gets those of the whole
+        sequence if documents are packed, with their limits where there is one row, else None.
         """
         if not self.is_split(module):
             mask = (
@@ -163,9 +164,10 @@ class UlyssesSPAttentionHF(nn.Module):
         self._check(query, args, kwargs)
         mask = attention_mask
         if isinstance(attention_mask, LocalMask):
-            mask, kwargs["position_ids"] = attention_mask.whole(
+            mask, options = attention_mask.whole(
                 self._positions(module, kwargs), self.process_group, given
             )
+            kwargs |= options
         elif attention_mask is not None:
             raise ValueError(
                 f"an attention mask of shape {tuple(attention_mask.shape)} knows this rank's "

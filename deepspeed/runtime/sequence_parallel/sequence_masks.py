@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from deepspeed import comm as dist
 
@@ -19,10 +20,12 @@ _CACHE = ("past_key_values", "cache")
 
 
 class WholeMask(NamedTuple):
-    """The mask of a whole sequence (None: positions see all before them), and its position ids."""
+    """The mask of a whole sequence (None: positions see all before them), and what else its
+    attention is told of documents.
+    """
 
     mask: Any
-    positions: torch.Tensor
+    options: dict[str, Any]
 
 
 class LocalMask:
@@ -63,12 +66,15 @@ class LocalMask:
         dist.all_gather_into_tensor(pieces, own, group=group)
         # [b, P, s / P] each.
         numbers, paddings = pieces.view(ranks, *own.shape).permute(1, 2, 0, 3).unbind(0)
+        whole = numbers.flatten(1)
+        begins = whole.diff() != 1
         # One wait of the host for all that it has to know.
-        padded, unpadded, counted = torch.stack(
+        padded, unpadded, counted, packed = torch.stack(
             (
                 (paddings != NO_PADDING).any(),
                 (paddings == NO_PADDING).any(),
                 (numbers == torch.arange(length, device=numbers.device)).all(),
+                begins.any(),
             )
         ).tolist()
         if padded and unpadded:
@@ -83,10 +89,14 @@ class LocalMask:
                 "(UlyssesSPDataLoaderAdapter does). If every rank really holds documents of just "
                 "that length, give register_with_transformers the model instead of its name"
             )
-        whole = numbers.flatten(1)
         asked = self._of(whole, paddings.flatten(1).bool() if padded else None)
         self._refuse_other(asked)
-        return WholeMask(asked.here(), whole)
+        # From position ids flash attention learns in every layer where documents begin, and the
+        # host waits each time.
+        options: dict[str, Any] = {"position_ids": whole if packed else None}
+        if packed and not padded and rows == 1:
+            options |= _documents(begins[0])
+        return WholeMask(asked.here(), options)
 
     def _of(self, positions: torch.Tensor, padding: torch.Tensor | None) -> LocalMask:
         from transformers import masking_utils  # startup: a client's library, once it is used
@@ -126,6 +136,18 @@ class LocalMask:
                 f"{own['q_length']} queries look at {own['kv_length']} keys: generation cannot "
                 "be split over ranks; use model.eval() with disable_in_eval=True"
             )
+
+
+def _documents(begins: torch.Tensor) -> dict[str, Any]:
+    """Where documents lie, as flash attention takes it. `begins` [s - 1] says which of the
+    positions after the first begin one.
+    """
+    edges = F.pad(begins, (1, 1), value=True).nonzero().flatten().to(torch.int32)
+    longest = int(edges.diff().max())
+    return {
+        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), edges),
+        **dict.fromkeys(("max_length_q", "max_length_k"), longest),
+    }
 
 
 def check_library() -> None:

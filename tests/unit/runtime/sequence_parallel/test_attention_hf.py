@@ -17,12 +17,15 @@ from unit.v1.looping import each
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.utils import groups
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
 from transformers import masking_utils  # noqa: E402
+from transformers.modeling_flash_attention_utils import _is_packed_sequence  # noqa: E402
 
+from deepspeed.runtime.sequence_parallel.attention_hf import _Door  # noqa: E402
 from deepspeed.runtime.sequence_parallel.sequence_masks import check_library  # noqa: E402
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF  # noqa: E402
 
@@ -173,6 +176,38 @@ class TestRegistering(DistributedTest):
         # One rank each: nothing is split any more.
         register(str(folder), "sdpa", 1, ROWS)
         assert torch.equal(loss_of(later, batch), wanted)
+
+    def test_attention_waits_for_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Kills: position ids from which flash attention learns in each layer, with a wait, whether
+        # documents are packed; limits of this rank's piece.
+        groups.reset()
+        told: list[list[Any]] = []
+        names = [f"{kind}_{of}" for kind in ("cu_seq_lens", "max_length") for of in "qk"]
+
+        def flash(module: Any, query: Any, *args: Any, **more: Any) -> Any:
+            limits = [more.get(name) for name in names]
+            with device.count_host_waits() as counted:
+                if any(limit is None for limit in limits):
+                    # As transformers' flash attention does.
+                    assert not _is_packed_sequence(more.get("position_ids"), query.shape[0])
+            assert not counted.total, counted.by_place
+            told.append([one.tolist() if torch.is_tensor(one) else one for one in limits])
+            return sdpa(module, query, *args, **more)
+
+        door = _Door.of("sdpa")
+        sdpa = door.attend
+        monkeypatch.setattr(door, "attend", flash)
+        model = make_model("llama")
+        mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, 1)
+        for kind, edges in (
+            ("plain", [None] * 4),
+            ("packed", [[0, 5, 10, 11, LENGTH]] * 2 + [5] * 2),
+        ):
+            batch = {key: tensor[:1] for key, tensor in batch_of(kind, 1).items()}
+            with simulate() as device:
+                loss_of(model, piece_of(batch, mpu.get_sequence_parallel_rank(), 2))
+            assert told == [edges] * 2
+            told.clear()
 
     def test_refusals(self) -> None:
         groups.reset()
