@@ -57,7 +57,7 @@ class EngineDeviceMemory:
     def empty_partition_cache(self) -> None:
         """Let gathered parameters of stage 3 go, and all memory that the device keeps for them:
         between steps, after evaluating or generating, say. What persists goes too, and is gathered
-        by the next pass. All ranks call it; the host waits for the device.
+        by the next pass. All ranks call it.
         """
         if self._engine.parameter_offload is not None:
             self._engine.parameter_offload.empty_partition_cache()

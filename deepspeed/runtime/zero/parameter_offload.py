@@ -122,7 +122,7 @@ class DeepSpeedZeRoOffload:
         self._carries = False  # see [Note: frozen modules]
         self._is_emptied = False  # what persists has gone
         self.backward_order = BackwardOrder()
-        self._saved = SavedTensors(self.resources.whole, self.backward_order, self._on_saved)
+        self._saved = SavedTensors(self.resources.pool, self.backward_order, self._on_saved)
         self._shapes = GradientShapes()
         self._plan(param_names)
         self._untrained = module.register_state_dict_post_hook(_leave_out_persistent)
@@ -143,6 +143,7 @@ class DeepSpeedZeRoOffload:
         self.backward_order.coordinator = PartitionedParameterCoordinator(
             self.units, limits.prefetch, limits.max_live, limits.max_reuse
         )
+        self.resources.keep_for(self.units)
         self._uses = {plan.module: self._units_of(plan) for plan in plans}
         self._plans = {plan.module: plan for plan in plans}
         for plan in self._beside_small(plans):
@@ -434,7 +435,7 @@ class DeepSpeedZeRoOffload:
                     unit.refuse_lost_writes()
                     unit.put_away()
             self._is_emptied = True
-        self.resources.drop_free()
+        self.resources.pool.drop_free()
 
     def destroy(self) -> None:
         """Give the model plain, whole parameters back. All ranks call it."""

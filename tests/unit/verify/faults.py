@@ -261,15 +261,15 @@ streams: stage 3
   rows are copied out before they are gathered => never waits for(.|\n)*copy_out
     GatherUnit._finish: current.wait_event(done) -> pass
   a buffer of the pool is handed out early => never waits for
-    MemoryPool.take: buffer.wait_for_reads(get_accelerator().current_stream()) -> pass
+    MemoryPool.take: buffer.wait_for_reads(current) -> pass
   a second stream does not wait for the copy-out => never waits for(.|\n)*_finish(.|\n)*forward
     GatherUnit.fetch: stream.wait_event(self._memory.filled) -> pass
   whole memory goes back without its readers => never waits for(.|\n)*forward(.|\n)*copy_out
-    GatherUnit.forget: self.resources.whole.give_back(self._memory, self._readers) ->
-      self.resources.whole.give_back(self._memory)
+    GatherUnit.forget: self.resources.pool.give_back(self._memory, self._readers) ->
+      self.resources.pool.give_back(self._memory)
   rows go back without their readers => never waits for(.|\n)*copy_out(.|\n)*in start
-    GatherUnit._finish: shared.rows.give_back(rows, () if current is None else (current,)) ->
-      shared.rows.give_back(rows)
+    GatherUnit._finish: shared.pool.give_back(rows, () if current is None else (current,)) ->
+      shared.pool.give_back(rows)
 streams: stage 3, on the host, 1 rank
   a unit is gathered before its shard has come from the host =>
       never waits for(.|\n)*<parameter load stream>|parameter load stream(.|\n)*never waits for
@@ -278,7 +278,7 @@ streams: stage 3, on the host, 1 rank
       the host never waits for <parameter load stream>
     before_write: self._last_load.synchronize() -> pass
   a row is loaded that a copy-out still reads => never waits for
-    MemoryPool.take: buffer.wait_for_reads(get_accelerator().current_stream()) -> pass
+    MemoryPool.take: buffer.wait_for_reads(current) -> pass
 streams: stage 3, on the host, masters on the device, 1 rank
   the device updates a shard that is still being loaded => never waits for <parameter load stream>
     before_update: get_accelerator().current_stream().wait_event(self.last_gather) -> pass

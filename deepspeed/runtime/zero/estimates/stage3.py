@@ -94,10 +94,7 @@ def plan_sharded_parameters(
     on_host = round(offload_ratio * FP32_BYTES * (2 + moments) * own)
     on_device = round((1.0 - offload_ratio) * FP32_BYTES * (has_masters + 1 + moments) * own)
     sharded = shape.trained + shape.frozen - shape.persistent
-    # The last one that is gathered ahead has to begin within the distance, no more.
-    prefetched = settings.prefetch and settings.prefetch + shape.unit
-    ahead = min(prefetched + settings.max_reuse, settings.max_live)
-    whole = shape.persistent + min(shape.unit + ahead, sharded) + shape.unit
+    whole = shape.persistent + min(shape.unit + settings.beside(shape.unit), sharded) + shape.unit
     copies = -(-sharded // secondary_ranks) if 1 < secondary_ranks < num_ranks else 0
     # Gradients of a unit, their rows in two reductions, and what comes of these.
     gradients = model_bytes * (3 * shape.unit + -(-2 * shape.unit // num_ranks))

@@ -213,7 +213,9 @@ class GatherUnit:
         group, own, shard, self._update = self._source()
         announce(self.label, group)
         with shared.loading():
-            rows = shared.rows.take(self.table.padded_numel, self.shard.dtype, self.device, self)
+            rows = shared.pool.take(
+                self._whole_numel, self.shard.dtype, self.device, (self, "rows")
+            )
             filled = rows.tensor[: self.table.padded_numel]
             filled[own].copy_(shard, non_blocking=self._is_locked)
         try:
@@ -221,7 +223,7 @@ class GatherUnit:
                 pending, done = self._issue(filled, group)
         except BaseException:
             # Not to be used again: what was issued before it failed may still write there.
-            shared.rows.drop(rows)
+            shared.pool.drop(rows)
             raise
         self._under_way = _Gather(rows, pending, done)
         for record in self.records:
@@ -304,7 +306,7 @@ class GatherUnit:
             shapes = [record.shape for record in self.records]
             views = memory.views[self] = WholeViews(self.table, shapes, memory.tensor)
         views.copy_out(rows.tensor[: self.table.padded_numel])
-        shared.rows.give_back(rows, () if current is None else (current,))
+        shared.pool.give_back(rows, () if current is None else (current,))
         self._under_way = None
         if current is not None:
             memory.filled = current.record_event()
@@ -316,7 +318,7 @@ class GatherUnit:
 
     def _take_memory(self) -> PoolBuffer:
         if not self.persists:
-            return self.resources.whole.take(self._whole_numel, self.shard.dtype, self.device, self)
+            return self.resources.pool.take(self._whole_numel, self.shard.dtype, self.device, self)
         if self._own_memory is None:
             own = torch.empty(self._whole_numel, dtype=self.shard.dtype, device=self.device)
             self._own_memory = PoolBuffer(own)
@@ -369,7 +371,7 @@ class GatherUnit:
 
     def forget(self) -> None:
         if self._memory is not None and not self.persists:
-            self.resources.whole.give_back(self._memory, self._readers)
+            self.resources.pool.give_back(self._memory, self._readers)
         self._memory = None
         self._readers = set()
 
@@ -380,7 +382,7 @@ class GatherUnit:
         rows, pending, _ = self._under_way
         self._wait(rows, pending)
         stream = self.resources.gather.stream
-        self.resources.rows.give_back(rows, () if stream is None else (stream,))
+        self.resources.pool.give_back(rows, () if stream is None else (stream,))
         self._has_no_gather()
 
     def _has_no_gather(self) -> None:
@@ -393,7 +395,7 @@ class GatherUnit:
         try:
             pending.wait()
         except BaseException:
-            self.resources.rows.drop(rows)  # others may still write there
+            self.resources.pool.drop(rows)  # others may still write there
             self._has_no_gather()
             raise
 

@@ -2,6 +2,12 @@
 
 A buffer goes back when the last reader of its content was issued, with an event of every stream
 that read it; who takes it next lets its own stream wait for them, and the host for nothing.
+
+[Note: memory that goes]
+A buffer that is larger than what somebody needs would be missing where all of it is needed, so only
+one of just the size is used again. Before more memory is made than the pool `keeps`, what is free
+goes back to the allocator, the longest free first: so whatever sizes units have, there is no more
+than that, or than is in use at once.
 """
 
 from __future__ import annotations
@@ -19,14 +25,21 @@ from deepspeed.runtime.zero.gathering.units import GatherSettings
 
 
 class PoolBuffer:
-    """A piece of memory, 1-D, the event behind what `filled` it, and owners' views, dear."""
+    """A piece of memory, 1-D, the event behind what `filled` it, and owners' views, dear.
+    `made_for`: the stream that it was allocated for, if there are streams.
+    """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, made_for: Stream | None = None) -> None:
         self.tensor = tensor
+        self.made_for = made_for
         self.filled: Event | None = None
         self.owner: Any = None
         self.views: dict[Any, Any] = {}
         self._last_reads: list[Any] = []
+
+    @property
+    def kind(self) -> tuple[int, torch.dtype, torch.device]:
+        return self.tensor.numel(), self.tensor.dtype, self.tensor.device
 
     def read_on(self, streams: Iterable[Stream]) -> None:
         for stream in streams:
@@ -53,40 +66,62 @@ def _largest(dtype: torch.dtype) -> int:
 
 
 class MemoryPool:
-    """Buffers of one kind, by the address of their storage. Where `is_poisoned`, what is given back
-    is overwritten by NaN, so that whoever still reads it, or reads it too early, shows.
+    """Buffers by the address of their storage; see [Note: memory that goes].
+
+    Attributes:
+        keeps: How many bytes there may be before what is free goes.
+        is_poisoned: What is given back is overwritten by NaN, so that whoever still reads it, or
+            reads it too early, shows.
     """
 
     def __init__(self, has_streams: bool) -> None:
         self._has_streams = has_streams
-        # What is free: of each dtype and device by size, the last that was given back at the end.
-        self._free: dict[Any, dict[int, dict[PoolBuffer, None]]] = {}
+        self._free: dict[PoolBuffer, None] = {}  # the last that was given back at the end
         self._last_of: dict[Any, PoolBuffer] = {}  # who had which
         self.by_pointer: dict[int, PoolBuffer] = {}
+        self.keeps = 0
         self.is_poisoned = False
 
     def take(
         self, numel: int, dtype: torch.dtype, device: torch.device, owner: object
     ) -> PoolBuffer:
         """Find or make a buffer that what is issued now on the current stream may write to."""
-        sizes = self._free.get((dtype, device), {})
-        size = min((size for size, same in sizes.items() if same and size >= numel), default=None)
-        if size is not None:
-            # The smallest, of those the one that this owner had, which has its views, and then the
-            # one just given back, which caches still have.
-            buffer = self._last_of.get(owner)
-            if buffer in sizes[size]:
-                del sizes[size][buffer]
-            else:
-                buffer, _ = sizes[size].popitem()
-            if self._has_streams:
-                buffer.wait_for_reads(get_accelerator().current_stream())
-        else:
-            buffer = PoolBuffer(torch.empty(numel, dtype=dtype, device=device))
+        current = get_accelerator().current_stream() if self._has_streams else None
+        buffer = self._find((numel, dtype, device), owner)
+        if buffer is None:
+            self._make_room(numel * dtype.itemsize)
+            buffer = PoolBuffer(torch.empty(numel, dtype=dtype, device=device), current)
             self.by_pointer[buffer.tensor.untyped_storage().data_ptr()] = buffer
+        else:
+            del self._free[buffer]
+            if current is not None:
+                buffer.wait_for_reads(current)
         self._last_of[owner] = buffer
         buffer.owner = owner
         return buffer
+
+    def _find(self, kind: object, owner: object) -> PoolBuffer | None:
+        """Find the one that this owner had, which has its views, or else the one just given back,
+        which caches still have.
+        """
+        own = self._last_of.get(owner)
+        if own in self._free and own.kind == kind:
+            return own
+        return next((buffer for buffer in reversed(self._free) if buffer.kind == kind), None)
+
+    def _make_room(self, num_bytes: int) -> None:
+        excess = self.num_bytes + num_bytes - self.keeps if self._free else 0
+        for buffer in list(self._free):
+            if excess > 0:
+                excess -= buffer.tensor.nbytes
+                self._let_go(buffer)
+
+    def _let_go(self, buffer: PoolBuffer) -> None:
+        """Give memory back to the allocator, behind what reads it."""
+        if buffer.made_for is not None:
+            buffer.wait_for_reads(buffer.made_for)
+        del self._free[buffer]
+        self.drop(buffer)
 
     def give_back(self, buffer: PoolBuffer, streams: Iterable[Stream] = ()) -> None:
         """Take a buffer back that nothing reads after what has been issued on `streams`."""
@@ -99,9 +134,7 @@ class MemoryPool:
         if self._has_streams:
             buffer.read_on(streams)
         buffer.owner = None
-        kind = (buffer.tensor.dtype, buffer.tensor.device)
-        sizes = self._free.setdefault(kind, {})
-        sizes.setdefault(buffer.tensor.numel(), {})[buffer] = None
+        self._free[buffer] = None
 
     def drop(self, buffer: PoolBuffer) -> None:
         self.by_pointer = {at: one for at, one in self.by_pointer.items() if one is not buffer}
@@ -109,13 +142,12 @@ class MemoryPool:
 
     @property
     def num_bytes(self) -> int:
-        return sum(buffer.tensor.untyped_storage().nbytes() for buffer in self.by_pointer.values())
+        return sum(buffer.tensor.nbytes for buffer in self.by_pointer.values())
 
     def drop_free(self) -> None:
-        """Let go of the buffers that nobody has; the caller has waited for what reads them."""
-        self._free = {}
-        self.by_pointer = {at: one for at, one in self.by_pointer.items() if one.owner is not None}
-        self._last_of = {who: one for who, one in self._last_of.items() if one.owner is not None}
+        """Let go of the buffers that nobody has."""
+        for buffer in list(self._free):
+            self._let_go(buffer)
 
     def clear(self) -> None:
         self._free, self._last_of = {}, {}
@@ -127,8 +159,7 @@ class GatherResources:
 
     Attributes:
         load: The stream that shards are loaded on; the gather stream if they need not be.
-        rows: Pool of what all-gathers fill.
-        whole: Pool of whole parameters.
+        pool: Memory of what all-gathers fill and of whole parameters.
         shards_updated: Event after which shards may be read; None: they may be.
         num_updates: How often the optimizer has updated the shards.
         last_gather: Event behind the newest gather of the shards, on the gather stream.
@@ -148,11 +179,17 @@ class GatherResources:
         )
         self._last_load: Any = None  # event behind it
         self.last_gather: Any = None
-        self.rows = MemoryPool(self.gather.has_streams)
-        self.whole = MemoryPool(self.gather.has_streams)
+        self.pool = MemoryPool(self.gather.has_streams)
         self.shards_updated: Any = None
         self.num_updates = 0
         self.are_away = False
+
+    def keep_for(self, units: Iterable[Any]) -> None:
+        """Keep as much memory as docs/zero3.md says that gathers of `units` take at most."""
+        sizes = [0, *(unit.whole_bytes for unit in units)]
+        width = max((unit.shard.element_size() for unit in units), default=0)
+        beside = self.settings.beside(max((unit.numel for unit in units), default=0)) * width
+        self.pool.keeps = max(sizes) + min(max(sizes) + beside, sum(sizes))
 
     def mark_updated(self) -> None:
         """Note that what was issued on the current stream wrote to shards."""
@@ -174,10 +211,10 @@ class GatherResources:
 
     @property
     def is_poisoned(self) -> bool:
-        return self.whole.is_poisoned
+        return self.pool.is_poisoned
 
     def poison_what_goes(self) -> None:
-        self.whole.is_poisoned = self.rows.is_poisoned = True
+        self.pool.is_poisoned = True
 
     def before_write(self) -> None:
         """Wait until nothing loads shards from the host any more, which is about to write to them.
@@ -195,23 +232,11 @@ class GatherResources:
             get_accelerator().current_stream().wait_event(self.last_gather)
 
     def let_go(self) -> None:
-        """Let go of all memory behind what has been issued on the current stream: what the gather
-        stream gets of it afterwards is written after that.
-        """
-        for side in {self.gather, self.load}:
-            side.wait_for([get_accelerator().current_stream()])
-        self.rows.clear()
-        self.whole.clear()
-
-    def drop_free(self) -> None:
-        """Let go of free memory. The host waits for the device: some stream may still read it."""
-        if self.gather.has_streams:
-            get_accelerator().synchronize()
-        self.rows.drop_free()
-        self.whole.drop_free()
+        """Let go of all memory, behind what uses what nobody has any more."""
+        self.pool.drop_free()
+        self.pool.clear()
 
     def destroy(self) -> None:
         self.load.destroy()
         self.gather.destroy()
-        self.rows.clear()
-        self.whole.clear()
+        self.pool.clear()

@@ -57,6 +57,13 @@ class GatherSettings:
     fusion: int = 800_000
     secondary_group: dist.Group = None
 
+    def beside(self, unit: int) -> int:
+        """How many elements are whole or on their way beside what is in use, at most, if the
+        largest unit has `unit`: the last one that is gathered ahead only has to begin in time.
+        """
+        prefetched = self.prefetch and self.prefetch + unit
+        return min(prefetched + self.max_reuse, self.max_live)
+
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 

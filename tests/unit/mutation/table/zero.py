@@ -88,11 +88,14 @@ v1/zero/stage3/test_lifetimes.py -k nothing_has_changed
 v1/zero/stage3/test_lifetimes.py -k a_small_change_is_lost
   an edit of what another rank owns passes for an undone one
     _refuse_lost_edits: not is_undone(original, after) -> False
+v1/zero/stage3/test_lifetimes.py -k with_streams_and_in_a_block
+  memory goes back to the allocator before it was read
+    MemoryPool._let_go: buffer.wait_for_reads(buffer.made_for) -> pass
 v1/zero/stage3/test_lifetimes.py -k memory_is_not_kept
   rows of a failed gather are used again
-    GatherUnit.start: shared.rows.drop -> shared.rows.give_back
+    GatherUnit.start: shared.pool.drop -> shared.pool.give_back
   rows of a gather that nobody can wait for are kept
-    GatherUnit._wait: self.resources.rows.drop(rows)\nself._has_no_gather() -> pass
+    GatherUnit._wait: self.resources.pool.drop(rows)\nself._has_no_gather() -> pass
 v1/zero/stage3/test_uneven.py -k one_process
   gradients of a unit leave when the last of them comes
     backward_prologue: bool(self.parameter_offload.units) -> False

@@ -215,22 +215,39 @@ def take(pool: MemoryPool, numel: int, owner: str, dtype: Any = torch.float32) -
     return pool.take(numel, dtype, torch.device("cpu"), owner)
 
 
-def test_the_smallest_that_fits_and_of_those_the_own_one() -> None:
-    # Kills: a large buffer for a small need, which the next large one then lacks; views that are
-    # made anew because units swap memory; another dtype's memory; memory that two have.
+def test_the_own_one_of_just_the_size() -> None:
+    # Kills: views that are made anew because units swap memory; another dtype's memory; memory that
+    # two have; a large buffer for a small need, which the next large one then lacks.
     pool = MemoryPool(has_streams=False)
+    pool.keeps = 200
     large, first, second = take(pool, 10, "large"), take(pool, 4, "a"), take(pool, 4, "b")
     for buffer in (large, first, second):
         pool.give_back(buffer)
-    assert take(pool, 3, "a") is first
-    assert take(pool, 3, "new") is second
-    assert take(pool, 3, "a") is large  # its own one is in use
-    assert take(pool, 1, "c").tensor.numel() == 1
+    assert take(pool, 4, "a") is first
+    assert take(pool, 4, "new") is second
+    assert take(pool, 3, "a").tensor.numel() == 3
     pool.give_back(first)
     pool.give_back(second)
     assert take(pool, 4, "other", torch.bfloat16) not in (first, second)
     assert take(pool, 4, "newer") is second  # given back last
-    assert pool.num_bytes == (10 + 4 + 4 + 1) * 4 + 4 * 2
+    assert pool.num_bytes == (10 + 4 + 4 + 3) * 4 + 4 * 2
+
+
+def test_what_does_not_fit_goes() -> None:
+    # Kills: memory of units of all sizes; memory that stays because it might be used again; memory
+    # that goes though the pool may keep it, or that somebody has.
+    pool = MemoryPool(has_streams=False)
+    pool.keeps = 8 * 4
+    for size in (1, 2, 3, 4, 1, 4):
+        pool.give_back(take(pool, size, f"{size}"))
+        assert pool.num_bytes <= 8 * 4
+    assert sorted(one.tensor.numel() for one in pool.by_pointer.values()) == [1, 3, 4]
+    held = take(pool, 4, "held")
+    take(pool, 20, "more than it keeps")
+    assert pool.num_bytes == (4 + 20) * 4
+    pool.give_back(held)
+    pool.drop_free()
+    assert pool.num_bytes == 20 * 4
 
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]

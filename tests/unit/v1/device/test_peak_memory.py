@@ -2,11 +2,13 @@
 
 import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
@@ -38,6 +40,7 @@ def peak_of(
     accumulate_in: str | None = None,
     micro_batches: int = 4,
     stage: int = 0,
+    make: Callable[[], nn.Module] | None = None,
     **zero: Any,
 ) -> int:
     more: dict[str, Any] = {"optimizer": {"type": optimizer, "params": {"lr": 1e-6}}}
@@ -49,14 +52,16 @@ def peak_of(
     gc.collect()
     with simulate() as device:
         before = device.memory_allocated()
-        engine, *_ = deepspeed.initialize(model=Wide(LAYERS, WIDTH), config=config)
+        model = Wide(LAYERS, WIDTH) if make is None else make()
+        width = next(model.parameters()).shape[-1]
+        engine, *_ = deepspeed.initialize(model=model, config=config)
         device.reset_peak_memory_stats()
         for micro_batch in range(micro_batches):
             if micro_batch == micro_batches // 2 and "offload_optimizer" in zero:
                 # What the host makes is the simulated device's until its pages are locked.
                 device.synchronize()
                 device.reset_peak_memory_stats()
-            engine.backward(engine(torch.ones(1, WIDTH, dtype=engine.model_dtype)))
+            engine.backward(engine(torch.ones(1, width, dtype=engine.model_dtype)))
             engine.step()
         device.synchronize()
         peak: int = device.max_memory_allocated() - before
@@ -227,6 +232,52 @@ class TestStage3(DistributedTest):
             assert peak <= (1 + TOLERANCE) * case.formula, (case, peak / case.formula)
             # What is on its way and what is whole are bounded together, and seldom both full.
             assert peak >= 0.85 * case.formula, (case, peak / case.formula)
+
+
+class Uneven(NamedTuple):
+    """How many layers each block has, are gathered ahead, and are kept for reuse."""
+
+    sizes: Sequence[int]
+    ahead: int
+    reuse: int
+
+    def make(self) -> nn.Module:
+        model = Wide(0, SMALL)
+        linear = partial(nn.Linear, SMALL, SMALL, bias=False)
+        model.layers.extend(nn.Sequential(*(linear() for _ in range(size))) for size in self.sizes)
+        return model
+
+
+SMALL = 64
+UNEVEN = (
+    Uneven(range(1, 9), 0, 0),
+    Uneven(range(8, 0, -1), 100, 100),
+    Uneven((1, 8) * 4, 100, 100),
+    Uneven((3, 1, 1, 8, 2), 100, 100),
+)
+
+
+class TestUnevenUnits(DistributedTest):
+    world_size = 2
+    backend = "gloo"
+
+    @each(case=UNEVEN)
+    def test_stay_within_the_formula(self, case: Uneven) -> None:
+        # Kills: memory that is kept though it is too small for what is gathered, small units in
+        # memory of large ones that are gathered meanwhile, rows of all units beside all of them.
+        ahead, reuse = case.ahead * SMALL * SMALL, case.reuse * SMALL * SMALL
+        settings = GatherSettings(prefetch=ahead, max_reuse=reuse, param_persistence=0, fusion=0)
+        shape = ModelShape.of(case.make(), settings)
+        assert shape.unit == max(case.sizes) * SMALL * SMALL
+        zero = {
+            "stage3_param_persistence_threshold": 0,
+            "stage3_unit_fusion_size": 0,
+            "stage3_prefetch_bucket_size": ahead,
+            "stage3_max_reuse_distance": reuse,
+        }
+        peak = peak_of("bf16", "SGD", stage=3, make=case.make, **zero)
+        formula = plan_sharded_parameters(shape, 2, settings, moments=0).device
+        assert peak <= (1 + TOLERANCE) * formula, peak / formula
 
 
 WIDTH_OF_SUMS, LAYERS_OF_SUMS, ROWS, MICRO_BATCHES = 128, 8, 2, 4

@@ -190,8 +190,7 @@ class TestCosts(DistributedTest):
                 train(engine, 2, accumulation=1)
                 device.synchronize()
                 held[len(offload)] = device.memory_allocated() - before
-                pools = engine.parameter_offload.resources
-                pooled = pools.rows.num_bytes + pools.whole.num_bytes
+                pooled = engine.parameter_offload.resources.pool.num_bytes
                 own = sum(record.shard.numel() for record in records) * 4
                 if offload:
                     assert built < 0.1 * own, built

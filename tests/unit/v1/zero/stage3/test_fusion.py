@@ -311,7 +311,7 @@ class TestBounds(DistributedTest):
             if step in (20, 39):
                 gc.collect()
                 objects = sum(isinstance(found, torch.Tensor) for found in gc.get_objects())
-                held.append((shared.rows.num_bytes, shared.whole.num_bytes, objects))
+                held.append((shared.pool.num_bytes, objects))
         assert held[0] == held[1], held
         # Kills: a unit that stays whole when the next one is used, in forward or in backward.
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))

@@ -537,7 +537,7 @@ class TestEmptied(DistributedTest):
 
     @each(recompute=(None, False, True))
     def test_everything_goes_and_comes_back(self, recompute: bool | None) -> None:
-        # Kills: memory that is kept, in the pools or of what persists; a forward, a recomputation,
+        # Kills: memory that is kept, in the pool or of what persists; a forward, a recomputation,
         # a backward or an update without what persists; a forward that loses what it is using.
         model = make_net(recompute=recompute)
         engine = engine_of(model, config_of(3, **MIXED))
@@ -550,8 +550,7 @@ class TestEmptied(DistributedTest):
             engine.empty_partition_cache()
             assert not any(param.numel() for param in model.parameters())
             assert all(param.ds_status.name == "NOT_AVAILABLE" for param in model.parameters())
-            pools = (offload.resources.rows, offload.resources.whole)
-            assert [pool.num_bytes for pool in pools] == [0, 0]
+            assert not offload.resources.pool.num_bytes
             assert [unit._own_memory for unit in offload.persistent_units] == [None]
 
         assert sum(param.numel() for param in model.parameters())
@@ -609,7 +608,7 @@ class TestEmptied(DistributedTest):
         # issued before the failure still writes there; a unit that is on its way for ever.
         engine, model = started(**BOUNDED)
         train(engine, 1)
-        rows, fails = engine.parameter_offload.resources.rows, [""]
+        pool, fails = engine.parameter_offload.resources.pool, [""]
         original = gather_unit.gather_from_owners
         held: list[torch.Tensor] = []
 
@@ -625,7 +624,7 @@ class TestEmptied(DistributedTest):
             return pending
 
         monkeypatch.setattr(gather_unit, "gather_from_owners", gather)
-        before = rows.num_bytes
+        before = pool.num_bytes
         for step in range(1, STEPS):
             for fails[0] in ("wait", "start"):
                 for _ in range(9):
@@ -633,9 +632,9 @@ class TestEmptied(DistributedTest):
                         loss_of(engine, tokens_of(0, 0))
             fails[0] = ""
             train(engine, 1, first=step)
-            used = {buffer.tensor.data_ptr() for buffer in rows.by_pointer.values()}
+            used = {buffer.tensor.data_ptr() for buffer in pool.by_pointer.values()}
             assert not used & {tensor.data_ptr() for tensor in held}
-        assert rows.num_bytes < 2 * before  # other sizes than before, perhaps
+        assert pool.num_bytes < 2 * before  # other sizes than before, perhaps
         end_as_one_process(engine)
 
 

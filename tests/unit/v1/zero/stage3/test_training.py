@@ -345,8 +345,8 @@ class TestOnTwoRanks(DistributedTest):
             kept["script"] = model.embed.weight.data
             assert not kept["script"].isnan().any()
         assert all(tensor.isnan().all() for tensor in kept.values()), kept
-        rows = engine.parameter_offload.resources.rows.by_pointer.values()
-        assert rows and all(buffer.tensor.isnan().all() for buffer in rows)
+        pool = engine.parameter_offload.resources.pool.by_pointer.values()
+        assert pool and all(buffer.tensor.isnan().all() for buffer in pool)
         kept["small"] = model.blocks[0].norm.weight.data  # persists
         assert not kept["small"].isnan().any()
         engine.offload_states()
@@ -425,13 +425,13 @@ class TestOnTwoRanks(DistributedTest):
         # Kills: memory of a pool that grows with the steps, or is kept for each unit.
         for zero, most in ((SHARDED, 8), (BOUNDED, 5)):
             engine = engine_of(make_net(depth=8), config_of(3, 1, **zero))
-            whole = engine.parameter_offload.resources.whole
+            pool = engine.parameter_offload.resources.pool
             sizes = []
             for step in range(6):
                 train(engine, 1, accumulation=1, first=step)
-                sizes.append(whole.num_bytes)
+                sizes.append(pool.num_bytes)
             assert len(set(sizes[1:])) == 1, sizes
-            assert whole.num_bytes <= (most + 5) * max(
+            assert pool.num_bytes <= (most + 5) * max(
                 unit.whole_bytes for unit in engine.parameter_offload.units
             )
             engine.destroy()
