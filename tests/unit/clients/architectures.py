@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 import transformers
+
+# What all models import at their first use: here forked ranks have it already.
+import transformers.modeling_layers
 from transformers import AutoConfig
 
 VOCABULARY, LENGTH, IMAGE, IMAGE_TOKEN = 96, 12, 8, 90

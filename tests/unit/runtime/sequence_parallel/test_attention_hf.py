@@ -22,7 +22,8 @@ from deepspeed.utils import groups
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
-from transformers import masking_utils  # noqa: E402
+# What all models import at their first use: here forked ranks have it already.
+from transformers import masking_utils, modeling_layers  # noqa: E402, F401
 from transformers.modeling_flash_attention_utils import _is_packed_sequence  # noqa: E402
 
 from deepspeed.runtime.sequence_parallel.attention_hf import _Door  # noqa: E402

@@ -27,8 +27,6 @@ from unit.one_process import OneProcess, own_loss, train
 from unit.v1.looping import each
 from unit.v1.tensor.architectures import ARCHITECTURES, PlainDecoder, batch_of, model_of
 
-pytest.importorskip("transformers")
-
 LR = 0.5
 
 

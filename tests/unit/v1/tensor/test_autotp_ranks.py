@@ -34,8 +34,6 @@ from unit.v1.tensor.test_autotp import (
     whole,
 )
 
-pytest.importorskip("transformers")
-
 
 class Gated(nn.Module):
     """An MLP of two layers in one, with names that say nothing."""

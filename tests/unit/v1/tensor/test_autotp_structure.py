@@ -19,8 +19,6 @@ from unit.v1.looping import each
 from unit.v1.tensor.architectures import ARCHITECTURES, PLANNED, PlainDecoder, model_of
 from unit.v1.tensor.test_autotp import alike, check_training, start
 
-pytest.importorskip("transformers")
-
 
 def refusal(model: nn.Module, size: int = 2, **how: Any) -> str:
     block = how.get("partition_config")
