@@ -460,6 +460,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     _items.update({item.nodeid: item for item in session.items})
     if "torch" in sys.modules:
         rank_server.seed_the_host_alone()
+        rank_server.look_for_fake_tensors_where_some_may_be()
     if any(_is_dist_test(item) for item in session.items) and not session.config.option.collectonly:
         server.start()
 
