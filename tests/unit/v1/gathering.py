@@ -16,13 +16,16 @@ T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]
 
 
-def from_all_ranks(own: T) -> list[T]:
-    """What each rank gives, by rank, on every rank; collective, in one file of each."""
+def from_all_ranks(own: T, first_alone: bool = False) -> list[T]:
+    """What each rank gives, by rank, on every rank, or on the first alone: others get nothing;
+    collective, in one file of each.
+    """
     file = io.BytesIO()
     torch.save(own, file)
     files: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(files, file.getvalue())
-    return [torch.load(io.BytesIO(found), weights_only=False) for found in files]
+    read = [] if first_alone and dist.get_rank() else files
+    return [torch.load(io.BytesIO(found), weights_only=False) for found in read]
 
 
 def masters_of(params: Mapping[str, nn.Parameter], plain: bool = False) -> Tensors:

@@ -294,15 +294,24 @@ def of_kind(held: dict[str, Any], kind: str) -> dict[str, Any]:
 
 def exported_otherwise(folder: Any, held: dict[str, Any]) -> list[str]:
     """What `zero_to_fp32` makes of a folder, where it is not what `by_name` had of the run: masters
-    where there are any, else weights.
+    where there are any, else weights. The first rank asks for all.
     """
+    if dist.get_rank():
+        return []
     weights = {name: value.float() for name, value in of_kind(held, "weight").items()}
     wanted, found = {**weights, **of_kind(held, "master")}, fp32_weights(folder)
     return differences(wanted, {name: found[name] for name in wanted if name in found})
 
 
+def otherwise(held: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """Where what the first rank has found of all ranks is not what was held."""
+    return [] if dist.get_rank() else differences(held, found)
+
+
 def masters_off(found: dict[str, Any], wanted: dict[str, Any], tolerance: float) -> list[str]:
-    """Masters, of what `by_name` has found, that are further than that from the wanted."""
+    """Masters, of what the first rank has found, that are further than that from the wanted."""
+    if dist.get_rank():
+        return []
     own = of_kind(found, "master")
     off = {n: float((own[n] - v).abs().max()) for n, v in of_kind(wanted, "master").items()}
     return [f"{name} is off by {far:.1e}" for name, far in off.items() if not far <= tolerance]

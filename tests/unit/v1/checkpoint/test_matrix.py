@@ -26,7 +26,7 @@ from unit.v1.gathering import from_all_ranks
 
 from . import runs
 from . import test_pipeline as pipeline
-from .runs import ACCUMULATE, BF16, FP16, counts, decay_groups, differences, keep, kept, zero
+from .runs import ACCUMULATE, BF16, FP16, counts, decay_groups, keep, kept, zero
 
 
 class Cut(NamedTuple):
@@ -164,7 +164,7 @@ class Run:
         return total.item() / ranks, float(engine.get_global_grad_norm())
 
     def held(self) -> dict[str, Any]:
-        """Everything that no division over ranks may change, by name, on every rank."""
+        """Everything that no division over ranks may change, by name, on the first rank."""
         engine = self.engine
         scaler = vars(engine.optimizer.loss_scaler) if engine.fp16_enabled() else {}
         kept = {key: value for key, value in scaler.items() if key.startswith(("cur_", "last_"))}
@@ -253,7 +253,7 @@ class TestMatrix(DistributedTest):
             run.engine.load_checkpoint(folder)
         except CheckpointError as error:  # on all ranks
             return told, str(error), math.inf
-        found = differences(held, run.held()) + runs.exported_otherwise(folder, held)
+        found = runs.otherwise(held, run.held()) + runs.exported_otherwise(folder, held)
         went_on = run.train(AFTER)
         off = deviation(went_on, wanted)
         if off > TOLERANCES[one.case.partition("-")[0]]:

@@ -102,8 +102,8 @@ def train(engine: Any, steps: int) -> list[tuple[float, float]]:
 
 
 def whole(engine: Any) -> dict[str, Any]:
-    """`by_name` of all stages, on every rank; who has something under a name has the same."""
-    found = from_all_ranks(by_name(engine))
+    """`by_name` of all stages, on the first rank; who has something under a name has the same."""
+    found = from_all_ranks(by_name(engine), first_alone=True)
     merged = {name: value for own in found for name, value in own.items()}
     for rank, own in enumerate(found):
         assert differences(own, {name: merged[name] for name in own}) == [], f"rank {rank} differs"
@@ -146,7 +146,8 @@ class TestOtherStages(DistributedTest):
             for place, (saved_world, saved_stages) in enumerate(ALL):
                 name = f"{class_tmpdir}/{case}-{saved_world}-{saved_stages}"
                 held, went_on = kept(name)
-                assert runs.exported_otherwise(name, held) == [], name
+                if saved_world == dist.get_world_size():  # of each folder once
+                    assert runs.exported_otherwise(name, held) == [], name
                 for stages in STAGES[dist.get_world_size()]:
                     into = ALL.index((dist.get_world_size(), stages))
                     if 4 not in (saved_stages, stages) or (place + into) % 2 != number:
@@ -155,7 +156,7 @@ class TestOtherStages(DistributedTest):
                     train(engine, 1)  # state that loading must replace
                     engine.load_checkpoint(name)
                     told = (name, stages)
-                    assert differences(held, whole(engine)) == [], told
+                    assert runs.otherwise(held, whole(engine)) == [], told
                     counters = (engine.global_steps, engine.global_samples)
                     assert counters == (STEPS, STEPS * BATCH), told
                     # Partial sums over ranks and micro-batches are rounded otherwise: in the
@@ -195,4 +196,4 @@ class TestFiles(DistributedTest):
             engine.load_checkpoint(tmp_path)
         # Nothing was loaded on the stage that had all its files either.
         assert differences(changed, whole(engine)) == []
-        assert differences(before, changed) != []
+        assert dist.get_rank() or differences(before, changed) != []

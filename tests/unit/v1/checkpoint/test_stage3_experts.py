@@ -15,7 +15,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from unit.common import DistributedFixture, DistributedTest
 from unit.models import drawn
 
-from .runs import UNIVERSAL, convert, differences, keep, kept, of_kind, on_rank_0, zero
+from .runs import UNIVERSAL, convert, differences, keep, kept, of_kind, on_rank_0, otherwise, zero
 from .test_experts import whole
 
 WIDTH, EXPERTS = 5, 4
@@ -137,7 +137,7 @@ class TestFrozen(DistributedTest):
         for name, ep_size, stage in ways:
             found = make(ep_size, 2, frozen, **stage, **order)
             found.load_checkpoint(name)
-            assert differences(kept(name), whole(found)) == [], (frozen, name, ep_size, stage)
+            assert otherwise(kept(name), whole(found)) == [], (frozen, name, ep_size, stage)
             self.check_buffers(found)
             train(found, 1)
 
@@ -152,7 +152,7 @@ class TestFrozen(DistributedTest):
         on_rank_0(lambda: convert(folder))
         found = make(4, 3, "experts", **UNIVERSAL)
         found.load_checkpoint(folder)
-        assert differences(kept(folder), whole(found)) == []
+        assert otherwise(kept(folder), whole(found)) == []
         self.check_buffers(found)
 
 
@@ -198,4 +198,5 @@ class TestWhole(DistributedTest):
                 held = whole(loaded)
                 assert differences(wanted, of_kind(held, "weight")) == []
                 masters = of_kind(held, "master")
-                assert masters and differences({n: wanted[n] for n in masters}, masters) == []
+                assert masters or dist.get_rank()
+                assert differences({n: wanted[n] for n in masters}, masters) == []

@@ -266,15 +266,17 @@ def train(engine: Any, steps: int) -> None:
 
 
 def whole_state(engine: Any) -> dict[str, torch.Tensor]:
-    """Masters and moments by name, whole, put together by where each rank's rows begin."""
+    """Masters and moments by name, whole, put together by where each rank's rows begin; on the
+    first rank.
+    """
     own: dict[str, Any] = {}
     for kind_and_name, value in by_name(engine).items():
         kind, name = kind_and_name.split(".", 1)
         rows = rows_of(engine.module.get_parameter(name))
         own[kind_and_name] = (None if rows is None else rows.first, value)
-    everywhere = from_all_ranks(own)
+    everywhere = from_all_ranks(own, first_alone=True)
     found = {}
-    for name, (first, value) in own.items():
+    for name, (first, value) in own.items() if everywhere else ():
         parts = {} if first is None else dict(rank[name] for rank in everywhere)
         whole = value if first is None or value is None else [parts[at] for at in sorted(parts)]
         found[name] = torch.cat(whole) if isinstance(whole, list) else whole

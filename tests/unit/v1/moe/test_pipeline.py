@@ -21,7 +21,7 @@ from deepspeed.comm.watch import intent
 from deepspeed.comm.watch.observation import CollectiveCall, group_size
 from deepspeed.pipe import LayerSpec, PipelineModule
 from unit.common import DistributedFixture, DistributedTest
-from unit.v1.checkpoint.runs import ACCUMULATE, BF16, differences
+from unit.v1.checkpoint.runs import ACCUMULATE, BF16, differences, otherwise
 from unit.v1.checkpoint.test_experts import whole
 from unit.v1.gathering import noted
 from unit.v1.moe.runner import (
@@ -352,7 +352,7 @@ class TestOtherStages(DistributedTest):
                     engine = make(cut, kind, 2)
                     engine.load_checkpoint(path)
                     told = (kind, saved, name)
-                    assert differences(held, whole(engine)) == [], told
+                    assert otherwise(held, whole(engine)) == [], told
                     # Half precision rounds partial sums otherwise, where they are taken elsewhere.
                     tolerance = 1e-5 if kind.startswith("fp32") else 2e-2
                     assert train(engine, 1) == pytest.approx(went_on, rel=tolerance), told
@@ -392,4 +392,5 @@ class TestFiles(DistributedTest):
         told = "layer_1_expert_2_mp_rank_01_model_states.pt is missing"
         with pytest.raises(CheckpointError, match=told):
             engine.load_checkpoint(str(tmpdir))
-        assert differences(changed, whole(engine)) == [] and differences(before, changed) != []
+        assert differences(changed, whole(engine)) == []
+        assert dist.get_rank() or differences(before, changed) != []
