@@ -112,9 +112,11 @@ def pairwise(factors: Factors) -> list[dict[str, Any]]:
     return rows
 
 
-def pairwise_cases(worlds: tuple[int, ...] = FACTORS["world"]) -> list[Case]:
-    """All pairs of values, and a run with a stateful optimizer per precision."""
-    cases = [Case(**row) for row in pairwise({**FACTORS, "world": worlds})]
+def pairwise_cases(**fewer: tuple[Any, ...]) -> list[Case]:
+    """All pairs of values, some factors with fewer, and a run with a stateful optimizer per
+    precision.
+    """
+    cases = [Case(**row) for row in pairwise({**FACTORS, **fewer})]
     for number, precision in enumerate(FACTORS["precision"]):
         stage = number % 3
         cases.append(Case(stage, precision, 3, True, True, True, stage == 2, "tiny", 2, "adamw"))

@@ -60,8 +60,16 @@ class TestPairs(DistributedTest):
         run_cases(of_world(pairwise_cases() + instance_cases(), dist.get_world_size()))
 
 
+def simulated_cases() -> list[Case]:
+    """Pairs of values with one optimizer instance and with several; of precisions one of a kind
+    with all else, the others once: streams are a matter of what is summed, not of its type.
+    """
+    kinds = INSTANCE_FACTORS["precision"]
+    return pairwise_cases(world=(1, 2), precision=kinds) + instance_cases()
+
+
 class TestSimulatedPairs(DistributedTest):
-    """All pairs of values, with one optimizer instance and with several."""
+    """All of them."""
 
     world_size = [1, 2, 4]
     exec_timeout = 400
@@ -70,7 +78,7 @@ class TestSimulatedPairs(DistributedTest):
         # Kills: a missing wait for a collective, a bucket or gathered parameters used early, memory
         # let go while it is sent; and a checker that cries wolf.
         world = dist.get_world_size()
-        cases = of_world(pairwise_cases(worlds=(1, 2)) + instance_cases(), world)
+        cases = of_world(simulated_cases(), world)
         # Streams and memory of pairs are those of two ranks; four also sum over two groups.
         run_simulated([case for case in cases if world < 4 or case.optimizer == "adamw"])
 
@@ -135,6 +143,7 @@ def test_instances_are_covered_like_the_rest():
 def test_the_subset_is_small_and_the_same_every_time():
     # Kills: a subset that depends on hashing (not repeatable) or degenerates into the product.
     assert pairwise(FACTORS) == pairwise(FACTORS)
+    assert {case.precision for case in of_world(simulated_cases(), 2)} == set(FACTORS["precision"])
     assert len(pairwise(FACTORS)) <= 18
 
 
