@@ -11,6 +11,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 CHANGE = re.compile(r"([\w.]+): (.+?) -> (.+)", re.DOTALL)
+HEADING = re.compile(r"(?:def|class) (\w+)")
 LOOSE = (ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Lambda, ast.Yield)
 
 
@@ -92,14 +93,25 @@ def _source(path: Path) -> str:
 
 
 @functools.cache
-def _sources(root: Path) -> tuple[Path, ...]:
-    return tuple(sorted((root / "deepspeed").rglob("*.py")))
+def _files(root: Path) -> dict[str, list[Path]]:
+    """The package's files by each name that they have or that a `def` or `class` in them gives."""
+    files: dict[str, list[Path]] = {}
+    for path in sorted((root / "deepspeed").rglob("*.py")):
+        for name in {path.stem, *HEADING.findall(_source(path))}:
+            files.setdefault(name, []).append(path)
+    return files
+
+
+@functools.cache
+def tree_of(source: str) -> ast.Module:
+    """The syntax tree of a file's text, which is not to be changed."""
+    return ast.parse(source)
 
 
 @functools.cache
 def _names(root: Path, path: Path) -> list[tuple[str, ast.AST]]:
     """What is defined in a file, and the file, by dotted names."""
-    tree = ast.parse(_source(path))
+    tree = tree_of(_source(path))
     module = ".".join(path.relative_to(root).with_suffix("").parts)
     return [(module, tree), *_definitions(tree, module)]
 
@@ -110,16 +122,14 @@ def _definitions(tree: ast.AST, outer: str) -> Iterator[tuple[str, ast.AST]]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             name = f"{outer}.{node.name}"
             yield name, node
-        yield from _definitions(node, name)
+        if not isinstance(node, ast.expr):
+            yield from _definitions(node, name)
 
 
 def _only(root: Path, place: str, wanted: list[ast.stmt]) -> tuple[Path, Sequence[ast.AST]]:
-    last = place.rpartition(".")[2]
-    heading = re.compile(rf"(def|class) {last}\b")
     places = [
         (path, node)
-        for path in _sources(root)
-        if path.stem == last or heading.search(_source(path))
+        for path in _files(root).get(place.rpartition(".")[2], [])
         for name, node in _names(root, path)
         if f".{name}".endswith(f".{place}")
     ]
