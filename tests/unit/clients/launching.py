@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ import pytest
 
 from deepspeed.accelerator import real_accelerator
 from unit.common import get_master_port, report, server
+from unit.launcher import forked
 from unit.rank_server import Job
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -87,34 +87,35 @@ def run_ranks(
     **variables: str,
 ) -> str:
     """Run `program` on ranks in the folder `cwd`, with more `variables`; returns their stdout."""
+    port, given = get_master_port(), {**environment(), **variables}
     if launcher is None:
-        number, port = str(processes), get_master_port()
-        ranks = {"WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number, "MASTER_PORT": port}
-        given = {**environment(), **ranks, "MASTER_ADDR": "127.0.0.1", **variables}
-        call = {"argv": [str(program), *args], "cwd": cwd, "environment": given}
-        results = server.run(Job((__name__, "run_program"), call, processes, timeout))
-        report(results, timeout)
-        return "".join(result.output for result in results)
-    port = get_master_port()
-    before = [word.format(processes=processes, port=port) for word in LAUNCHERS[launcher]]
-    command = [sys.executable, *before, str(program), *args]
-    how: dict[str, Any] = {"cwd": cwd, "env": {**environment(), **variables}, "timeout": timeout}
-    run = subprocess.run(command, capture_output=True, text=True, **how)
-    said = f"{run.stdout[-4000:]}\n{run.stderr[-6000:]}"
-    assert run.returncode == 0, f"{program.name} exited with {run.returncode}\n{said}"
-    return run.stdout
+        command, body, forks = [str(program), *args], "run_program", processes
+        sizes = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+        given = {**given, **sizes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}
+    else:
+        before = [word.format(processes=processes, port=port) for word in LAUNCHERS[launcher]]
+        command, body, forks = [*before, str(program), *args], "run_launcher", 1
+    call = {"argv": command, "cwd": cwd, "environment": given}
+    results = server.run(Job((__name__, body), call, forks, timeout))
+    report(results, timeout)
+    return "".join(result.output for result in results)
 
 
 def run_program(rank: int, call: dict[str, Any]) -> None:
     """Run a program on this rank as Python does; `rank_server` calls it in the rank's process."""
+    call["environment"].update(RANK=str(rank), LOCAL_RANK=str(rank))
+    run_launcher(rank, call)
+
+
+def run_launcher(rank: int, call: dict[str, Any]) -> None:
+    """Run one that starts ranks, which are forked from this process."""
     os.environ.clear()
-    os.environ.update(call["environment"], RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(call["environment"])
     real_accelerator.ds_accelerator = None  # the tests' own may be another
     os.chdir(call["cwd"])
-    sys.argv = call["argv"]
-    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    forked.fork_ranks()
     try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        forked.run_python([sys.executable, *call["argv"]])
     except SystemExit as end:
         if end.code:
             raise

@@ -16,6 +16,7 @@ import pipeline_systems
 import pytest
 import serving
 import torch
+import torch._dynamo  # startup: here once, not in each rank that is forked
 import train_step
 import turns
 from unit.clients.launching import run_ranks
@@ -120,9 +121,10 @@ def test_waits_are_those_for_the_device(tmp_path: Path) -> None:
     run_ranks(tmp_path / "program.py", tmp_path, processes=1)
 
 
-def test_a_step_of_stage_1() -> None:
+def test_a_step_of_stage_1(monkeypatch: pytest.MonkeyPatch) -> None:
     # Kills: a host wait or a collective more per step on a device's path, also with the other ranks
     # of a large world.
+    monkeypatch.setattr(device_counts, "subprocess", forked.replacement)
     arguments = argparse.Namespace(layers=2, world=64, places=False)
     counts = device_counts.measure("zero1", 2, arguments)
     buckets = counts.pop("collective reduce-scatter")
@@ -206,7 +208,10 @@ def test_baseline_is_always_run() -> None:
 
 
 @pytest.mark.slow
-def test_systems_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_systems_take_turns(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(turns, "subprocess", forked.replacement)
     record = tmp_path / "record.json"
     flags = "--model tiny --layers 3 --systems zero2 --rounds 2 --steps 3 --warmup 1 --clip 1"
     assert train_step.main([*flags.split(), "--json", str(record)]) == 0

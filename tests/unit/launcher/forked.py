@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from deepspeed.launcher import agent  # noqa: F401 to have it, and torch, imported
 from deepspeed.launcher.job import rendezvous  # noqa: F401 likewise
@@ -38,7 +39,6 @@ def start(command: Sequence[str], env: dict[str, str], **how: Any) -> subprocess
                 signal.signal(number, signal.SIG_DFL)
             os.environ.clear()
             os.environ.update(env)
-            sys.argv[:] = command[2 if command[1] == "-m" else 1 :]
             tempfile.tempdir = None
             torch.set_num_threads(1)
             sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)
@@ -48,12 +48,7 @@ def start(command: Sequence[str], env: dict[str, str], **how: Any) -> subprocess
                     if type(handler) is logging.StreamHandler:
                         handler.setStream(sys.stderr)
             atexit._clear()
-            if command[1] == "-m":
-                die_at_once()
-                importlib.import_module(sys.argv[0]).main()
-            else:
-                sys.path.insert(0, str(Path(sys.argv[0]).parent))
-                runpy.run_path(sys.argv[0], run_name="__main__")
+            run_python(command)
             code = 0
         except SystemExit as end:
             code = end.code or 0
@@ -71,5 +66,48 @@ def start(command: Sequence[str], env: dict[str, str], **how: Any) -> subprocess
     return subprocess.Popen(command, env=env, preexec_fn=run, **how)
 
 
-replacement = SimpleNamespace(**{**vars(subprocess), "Popen": start})
-"""For modules that say `subprocess.Popen`."""
+def run_python(command: Sequence[str]) -> None:
+    """Do what an interpreter of this command line would; options but `-m` are the interpreter's."""
+    words = [*command[1:]]
+    while words[0].startswith("-") and words[0] != "-m":
+        words.pop(0)
+    is_module = words[0] == "-m"
+    sys.argv[:] = words[is_module:]
+    if is_module:
+        die_at_once()
+        importlib.import_module(sys.argv[0]).main()
+    else:
+        sys.path.insert(0, str(Path(sys.argv[0]).parent))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def fork_ranks() -> None:
+    """From here on, ranks that torch's agent starts in this process are forked from it, whether
+    they are a script or become it by `exec`, as those of our launcher do.
+    """
+    execute = os.execvpe
+
+    def become(file: str, command: Sequence[str], env: dict[str, str]) -> None:
+        if file != sys.executable:
+            execute(file, command, env)
+        os.environ.clear()
+        os.environ.update(env)
+        run_python(command)
+        sys.exit()
+
+    os.execvpe = become
+    subprocess_handler.Popen = lambda args, env, **how: start(args, env, **how)
+
+
+def run(
+    command: Sequence[str], capture_output: bool, check: bool, **how: Any
+) -> subprocess.CompletedProcess[Any]:
+    """As `subprocess.run`, for callers that read both outputs and look at the exit code."""
+    assert capture_output and not check
+    with start(command, **how, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        said = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, *said)
+
+
+replacement = SimpleNamespace(**{**vars(subprocess), "Popen": start, "run": run})
+"""For modules that say `subprocess.Popen` or `subprocess.run`."""
