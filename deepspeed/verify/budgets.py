@@ -1,16 +1,5 @@
-"""Whether a program can hang because a device has few queues and few processors.
-
-[Note: what a device runs]
-A program issues to streams; a device has a number of hardware queues, and every stream is in one of
-them. A queue hands out its entries in the order of issue. The entry at its head waits until what
-comes before it in its own stream is over and what it waits for has happened; until then nothing
-behind it in the queue begins, whatever stream it is on. A kernel that communicates needs several
-processors, and holds them until all ranks' kernels of the same operation are there. Where such
-kernels hold all processors, nothing else begins.
-
-Each rank logs what it issues; the logs are run together on devices that are as adverse as the
-program allows: hosts issue all that they can at once, kernels begin as soon as they can, in the
-order of issue, and operations end only when nothing else can happen. What is left then would hang.
+"""Whether a program can hang because a device has few queues and few processors; how these run what
+was issued is told in docs/checking-internals.md.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Sizes of pieces that work is cut into, lowered for a while.
 
-A piece has as many elements as make a device busy, so a small model is one piece everywhere: it
-never has a second one on its way, never uses a staging buffer again, never waits for a piece before
-the last. What goes wrong only there would wait for the first large model. Simulated runs of
-`ds_verify` and of the tests lower the sizes, as they lower `reduce_bucket_size` and
-`allgather_bucket_size` in the configuration.
+Why: docs/checking-synchronization.md. Simulated runs of `ds_verify` and of the tests lower them, as
+they lower bucket sizes in the configuration.
 
 `SIZES` names every such constant of the training path. All ranks have to lower them alike: some
 decide how a collective is cut.

@@ -2,22 +2,7 @@
 unordered.
 
 Pure: no torch, no device. `StreamChecker` is a `StreamTracer`; a device tells it what the host
-issues, in the host's order.
-
-[Note: happens-before]
-Work on one stream runs in the order in which it was issued. Beyond that, work B runs after work A
-exactly if B's stream waited for an event recorded after A, or the host waited for A (through an
-event, a stream or the device) before it issued B. A stream's clock says, for every other stream, up
-to which of its operators everything that the stream gets from now on runs afterwards; the host's
-clock says what the host knows to be done. Two accesses to the same bytes of which one writes,
-neither ordered before the other, are a race: some order that the device may choose changes a
-result.
-
-[Note: memory that is handed out again]
-The allocator hands memory freed for a stream out again on that stream, without waiting: uses by
-other streams that the allocating stream does not wait for may then still be under way. So an
-allocation is a write of the whole block on its stream, and it is checked against the uses of
-everything freed for that stream that it may take. `record_stream` makes the allocator wait itself.
+issues, in the host's order. What it takes for a race is told in docs/checking-internals.md.
 """
 
 from __future__ import annotations
@@ -118,7 +103,7 @@ def _told(
 
 
 class StreamChecker:
-    """Finds unordered accesses in what a device reports to its `StreamTracer`; see the notes here.
+    """Finds unordered accesses in what a device reports to its `StreamTracer`.
 
     Args:
         name_of: Names the memory at an address, for reports; None if it has no name.
@@ -254,7 +239,7 @@ class StreamChecker:
 
     @_told
     def allocated(self, storage: int, nbytes: int, stream: Hashable) -> None:
-        """See [Note: memory that is handed out again]."""
+        """Check it as a write of the whole block."""
         launch = self._issue(ALLOCATION, stream)
         use = Use(launch, Access(storage, 0, nbytes, True, 0))
         is_ordered = ordered_before(self._clocks[stream])
