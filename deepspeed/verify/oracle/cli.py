@@ -1,8 +1,4 @@
-"""The command `ds_verify`: arguments, progress, table, files, exit code.
-
-Exit code 0: all that the engine does was checked, and nothing failed; 1: something failed; 2: the
-command was used wrongly; 3: nothing failed, and a check was not possible.
-"""
+"""The command `ds_verify`: arguments, progress, table, files, exit code."""
 
 from __future__ import annotations
 
@@ -16,6 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from deepspeed import comm as dist
 from deepspeed.elasticity.config import ElasticityError
 from deepspeed.runtime.config_models.source import load_config
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
@@ -36,6 +33,7 @@ from deepspeed.verify.oracle.reference import uncuttable
 from deepspeed.verify.oracle.report import Report, render
 from deepspeed.verify.oracle.verdicts import make_report
 from deepspeed.verify.oracle.workload import (
+    HUGGING_FACE,
     Batch,
     GlobalBatches,
     Shape,
@@ -109,8 +107,15 @@ def verify(settings: Settings, visible: bool = False) -> Report:
         backends = ", ".join(list_backends())
         raise UsageError(f"--compile {backend}: torch.compile knows {backends}")
     config = load_config(settings.config)
-    ranks, shape = shape_of(config, settings.world_size)
-    plan = make_plan(settings, config, ranks, shape, *_try_model(settings, config, shape))
+    is_alone, rows = not dist.is_initialized(), 0
+    if settings.model.startswith(HUGGING_FACE):
+        rows = shape_of(config, settings.world_size)[1].rows
+    workload = load_workload(settings.model, settings.data, settings.seed, rows)
+    ranks, shape = shape_of(config, settings.world_size, workload.parts)
+    found = _try_model(settings, config, shape, workload)
+    if is_alone and dist.is_initialized():  # a model's
+        dist.destroy_process_group()
+    plan = make_plan(settings, config, ranks, shape, *found)
     started = time.monotonic()
     progress = _Progress(plan, visible)
     with progress.bar:
@@ -121,15 +126,19 @@ def verify(settings: Settings, visible: bool = False) -> Report:
 
 
 def _try_model(
-    settings: Settings, config: dict[str, Any], shape: Shape
+    settings: Settings, config: dict[str, Any], shape: Shape, workload: Workload
 ) -> tuple[list[int], str, str]:
-    """Run one forward and backward here, where a mistake is told at once. Returns the sizes of
-    trained parameters, and why the batch cannot be cut in other ways or joined (or nothing).
-    """
-    workload = load_workload(settings.model, settings.data, settings.seed, shape.rows)
+    """Try it where a mistake is told at once; sizes, and why batches are not cut or joined."""
     batches = GlobalBatches(workload, shape, settings.steps)
     precision = precision_of(read_config(config, shape.world), workload.module)
     batch = batches.micro_batches(0)[0]
+    sharing = config.get("sequence_parallel_size") or 1
+    is_theirs = hasattr(workload.module, "loss_function") and workload.loss is None
+    if sharing > 1 and not (is_theirs and isinstance(batch, dict) and "labels" in batch):
+        raise UsageError(
+            f"--model: sequences are shared by {sharing} ranks (sequence_parallel_size), which is "
+            "for models of transformers with their own loss and batches of input_ids and labels"
+        )
     losses = [_loss(workload, batch, precision.model, seed) for seed in (0, 1)]
     if not torch.equal(losses[0], losses[1]) and bool(torch.isfinite(losses[0]).all()):
         raise UsageError(

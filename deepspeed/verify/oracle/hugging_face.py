@@ -1,8 +1,5 @@
 """Hugging Face models for the oracle, built from a configuration alone: no weights, no network.
-
-`hf:CONFIG_OR_PATH[?key=value&...]`, where CONFIG_OR_PATH is a model type that transformers knows
-("gpt2"), a folder with a config.json, or such a file. Keys override the configuration; `sequence`
-is the length of the random token batches.
+What `hf:...` may say is told in docs/ds_verify.md.
 """
 
 from __future__ import annotations

@@ -1,16 +1,5 @@
 """Compares what the system did with what it must have done, parameter by parameter, and sums up in
-plain numbers.
-
-Owns `[Note: parameters]`: after a step, |system - expected| per parameter is bounded by
-
-- SGD: learning rate times the gradient's bound, with the relative error of the norm when clipping,
-  and fp32 rounding of the weight;
-- any other optimizer: `UPDATE_TOLERANCE` of the update and fp32 rounding of the weight, when a
-  plain optimizer over whole parameters is fed the gradients that the system reports. (Fed the
-  reference's own, Adam would turn the rounding of a tiny gradient into a full step.)
-
-Half-precision weights without masters are rounded after every step, and so are moments: both are
-then bounded by roundings of that dtype.
+plain numbers. What parameters may differ by after a step is derived in docs/ds_verify.md.
 """
 
 from __future__ import annotations
@@ -64,7 +53,7 @@ class StepFindings:
     """One step against its reference."""
 
     step: int
-    # Against the reference in the model's precision; fp32: against the whole batch.
+    # Against the reference in the model's precision; fp32: in double precision.
     gradients: dict[str, Deviation] = field(default_factory=dict)
     # Against the whole batch in double precision.
     whole: dict[str, Deviation] = field(default_factory=dict)
@@ -92,7 +81,7 @@ def deviations(
 
 
 def judge_step(
-    record: StepRecord, expected: Expected, largest: float, sum_factor: float, prefer_whole: bool
+    record: StepRecord, expected: Expected, largest: float, prefer_exact: bool
 ) -> StepFindings:
     """Judge gradient, norm and divisor of one step; in sums nothing fits above `largest`."""
     findings = StepFindings(record.step)
@@ -100,12 +89,9 @@ def judge_step(
     if not record.applied and not expected.peak < largest:
         findings.skipped = "skipped by the system, rightly: a sum of gradients overflows"
         return findings
-    wanted, bounds = _scaled(expected.rounded, expected.rounded_bounds, sum_factor)
+    wanted, bounds = expected.wanted(prefer_exact)
     if expected.whole is not None and expected.split is not None:
-        whole = _scaled(expected.whole, expected.whole_bounds, sum_factor)
-        findings.whole = deviations(record.grads, *whole)
-        if prefer_whole:
-            wanted, bounds = whole
+        findings.whole = deviations(record.grads, expected.whole, expected.exact_bounds)
         total = math.sqrt(sum(size**2 for size in expected.sizes.values()))
         allowed = {n: FP32_TOLERANCE * (size + 0.01 * total) for n, size in expected.sizes.items()}
         findings.split = deviations(expected.split, expected.whole, allowed)
@@ -124,27 +110,15 @@ def judge_step(
     return findings
 
 
-def _scaled(
-    values: Tensors, bounds: dict[str, float], factor: float
-) -> tuple[Tensors, dict[str, float]]:
-    return {n: value * factor for n, value in values.items()}, {
-        n: bound * factor for n, bound in bounds.items()
-    }
-
-
-def judge_sgd(
-    findings: StepFindings, record: StepRecord, expected: Expected, clip: float, sum_factor: float
-) -> None:
+def judge_sgd(findings: StepFindings, record: StepRecord, gradient: Tensors, clip: float) -> None:
     """Judge parameters after a step of SGD from the reference's own gradient."""
     if findings.skipped or findings.norm is None:
         return
     norm, norm_bound = findings.norm.size, findings.norm.bound
     factor = clip_factor(norm, clip)
     relative = norm_bound / norm if clip > 0 and norm > 0 else 0.0
-    is_whole = findings.whole and findings.gradients == findings.whole
-    source = (expected.whole if is_whole else expected.rounded) or {}
     for name, before in record.before.items():
-        grad = source[name] * sum_factor
+        grad = gradient[name]
         wanted = before.double() - SGD_LEARNING_RATE * factor * grad
         off = findings.gradients[name].bound + relative * grad.norm().item()
         allowed = SGD_LEARNING_RATE * factor * off

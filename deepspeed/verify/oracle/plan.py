@@ -1,6 +1,5 @@
-"""The engine runs that a check consists of, as plain data that travels to the ranks as JSON.
-
-Owns how the user's configuration is changed for each run. Runs nothing.
+"""The engine runs of a check, as plain data that travels to the ranks as JSON, and how the user's
+configuration is changed for each.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from deepspeed.runtime.config import DeepSpeedConfig, read_tree
 from deepspeed.runtime.config_utils import parse_dtype
 from deepspeed.runtime.engine_parts.model_setup import buffer_dtype, model_dtype
 from deepspeed.verify.oracle import UsageError
+from deepspeed.verify.oracle.parts import Parts
 from deepspeed.verify.oracle.workload import Shape
 from deepspeed.verify.sizes import piece_numel
 
@@ -55,7 +55,7 @@ class RunKind(str, Enum):
     @property
     def is_judged(self) -> bool:
         """Whether ranks compare steps with the reference, one by one."""
-        return self in (RunKind.SGD, RunKind.USER, RunKind.SPLIT, RunKind.COMPILED)
+        return not self.is_watched and self is not RunKind.SIM
 
     @property
     def is_watched(self) -> bool:
@@ -133,7 +133,10 @@ class Precision:
 
 def read_config(config: dict[str, Any], world: int) -> DeepSpeedConfig:
     """Read the configuration for that many ranks."""
-    ranks = SimpleNamespace(get_data_parallel_world_size=lambda: world)
+    ranks = SimpleNamespace(
+        get_data_parallel_world_size=lambda: world,
+        get_sequence_parallel_world_size=lambda: config.get("sequence_parallel_size") or 1,
+    )
     return DeepSpeedConfig(copy.deepcopy(config), ranks)
 
 
@@ -230,27 +233,30 @@ def _at_most(config: dict[str, Any], limits: Mapping[str, int]) -> dict[str, Any
     return {**changed, "zero_optimization": zero}
 
 
-def shape_of(config: dict[str, Any], ranks: int | None) -> tuple[int, Shape]:
+def shape_of(
+    config: dict[str, Any], ranks: int | None, parts: Parts | None = None
+) -> tuple[int, Shape]:
     """Tell how many processes there are, for None as few as average gradients of every parameter,
-    and how they cut the global batch. UsageError for a number that the configuration cannot have.
+    and how they cut the global batch; UsageError if the model cannot be shared so.
     """
     tree, _ = read_tree(copy.deepcopy(config))
-    if (tree.sequence_parallel_size or 1) > 1:
-        raise UsageError(
-            f"--config: sequence_parallel_size {tree.sequence_parallel_size}: ranks that share "
-            "sequences are not checked by this release; leave it out"
-        )
-    tensor = max(1, tree.tensor_parallel.autotp_size)
-    experts = tree.expert_parallel.autoep_size if tree.expert_parallel.enabled else 1
+    parts = parts or Parts()
+    sizes = {
+        "tensor_parallel.autotp_size": max(1, tree.tensor_parallel.autotp_size),
+        "sequence_parallel_size": tree.sequence_parallel_size or 1,
+        "num_stages of the PipelineModule": parts.stages,
+        "expert_parallel.autoep_size": max(
+            1, tree.expert_parallel.enabled * tree.expert_parallel.autoep_size
+        ),
+        "ep_size of MoE": parts.experts,
+    }
+    tensor, sequence, stages, *experts = sizes.values()
     if ranks is None:
-        ranks = 2 * max(tensor, experts)
-    for key, size in (
-        ("tensor_parallel.autotp_size", tensor),
-        ("expert_parallel.autoep_size", experts),
-    ):
-        if ranks % size:
+        ranks = 2 * max(tensor, *experts) * sequence * stages
+    world = ranks // (tensor * sequence * stages)
+    for key, size in sizes.items():
+        if ranks % size or not world:
             raise UsageError(f"--world-size {ranks}: {key} is {size}; give a multiple of it")
-    world = ranks // tensor
     read = read_config(config, world)
     shape = Shape(world, read.gradient_accumulation_steps, read.train_micro_batch_size_per_gpu)
     return ranks, shape
@@ -265,9 +271,7 @@ def make_plan(
     no_split: str = "",
     no_whole: str = "",
 ) -> Plan:
-    """List the runs that `ds_verify` makes for these settings and trained parameters of these
-    sizes.
-    """
+    """List the runs for these settings and trained parameters of these sizes."""
     given = with_shape(quiet(config), shape)
     base, numel = in_shards(given, sizes), sum(sizes)
     sgd, steps, backend = with_sgd(base), settings.steps, settings.compile

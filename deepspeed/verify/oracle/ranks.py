@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.verify.oracle.plan import Plan
 
 WORKER = "deepspeed.verify.oracle.worker"
@@ -66,6 +67,8 @@ def run_plan(plan: Plan, timeout_s: float, progress: Progress) -> Session:
         name = next((run.name for run in left if run.name not in session.outcomes), None)
         if name is None:
             return session  # every result was there before a rank failed on its way out
+        if failed.kind == DeepSpeedConfigError.__name__ and not session.outcomes:
+            raise DeepSpeedConfigError(failed.failure)  # the engine refuses it in every run
         if not session.ready:
             session.not_started = failed.failure  # starting again would end the same way
             return session

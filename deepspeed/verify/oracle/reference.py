@@ -1,29 +1,5 @@
 """The single-process reference: plain torch on this process's own copy of the model, no process
-group, no engine.
-
-`[Note: bound]` The gradient of a step from given weights is the mean of A * N micro-batch gradients
-g[i] (A per rank, N ranks). Let M = mean_i |g[i]|, the size of what is averaged, per parameter in
-the 2-norm, and u half a unit in the last place of the narrowest dtype that sums pass through.
-
-1. *Summing.* The system makes at most A - 1 additions over micro-batches, N - 1 over ranks, two
-   scalings, and one more rounding when sums over several optimizer instances are sent on; a vector
-   kernel may round otherwise on other alignments. Each has a relative error of at most u of a
-   partial sum, and no partial sum exceeds M:
-
-       |system - mean g[i]| <= (A + N + 2) * u * M
-
-   with fp16's smallest subnormal, loss scale removed, added per element. g[i] is rounded as the
-   system rounds it; the mean is summed in double precision. This is the bound for half precision.
-2. *Rounding of forward and backward.* Let d[i] be g[i] in double precision. In exact arithmetic
-   their mean is the gradient of the whole batch, so by the triangle inequality
-
-       |system - whole batch| <= (A + N + 2) * u * M + mean_i |g[i] - d[i]|
-
-   The last term is measured here and taken twice, since other kernels (batch shapes, compilers)
-   round otherwise. This is the bound for fp32, and for comparing different cuts of one batch in any
-   precision.
-3. A gradient that is zero in exact arithmetic (a bias before a softmax) is rounding alone.
-   `NEGLIGIBLE` of the whole gradient's norm is allowed to every parameter.
+group, no engine. What may differ from it, and why, is derived in docs/ds_verify.md.
 """
 
 from __future__ import annotations
@@ -55,15 +31,23 @@ class Expected:
 
     # Mean of the micro-batches' gradients as the model's dtype rounds them, in double precision.
     rounded: Tensors
-    # Allowed 2-norm of the difference per parameter, point 1 of the note.
+    # Allowed 2-norm of the difference per parameter, of summing alone.
     rounded_bounds: dict[str, float]
     # Gradient of the concatenated batch in double precision; None if there is none.
     whole: Tensors | None
-    whole_bounds: dict[str, float]  # allowed difference to it, point 2 of the note
-    # Mean of the micro-batches' gradients in double precision; None with `whole`.
+    # Allowed difference to it and to `split`, with forward's and backward's rounding.
+    exact_bounds: dict[str, float]
+    # Mean of the micro-batches' gradients in double precision; None if it was not asked for.
     split: Tensors | None
     sizes: dict[str, float]  # M per parameter
     peak: float  # largest element that a sum of scaled gradients can reach on its way
+
+    def wanted(self, exact: bool) -> tuple[Tensors, dict[str, float]]:
+        """The gradient, for `exact` in double precision where that was made, and its allowance."""
+        found = self.whole or self.split
+        if exact and found is not None:
+            return found, self.exact_bounds
+        return self.rounded, self.rounded_bounds
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -81,23 +65,27 @@ def uncuttable(workload: Workload, batches: GlobalBatches) -> str:
     norms = workload.batch_norms()
     if batches.whole_reason is not None or not norms:
         return batches.whole_reason or ""
-    cuts = "normalizes over its micro-batch, so another cut of the batch is another model"
-    return f"BatchNorm {norms[0]!r} {cuts}"
+    what = "its output depends on the whole micro-batch, so another cut is another model"
+    return f"{type(workload.module.get_submodule(norms[0])).__name__} {norms[0]!r}: {what}"
 
 
 class Reference:
-    """Gradients of given weights on given steps.
-
-    The last gradient of the first `num_kept` steps is kept: several runs that begin a step at the
-    same weights share it.
+    """Gradients of given weights on given steps. The last ones of the first `num_kept` steps are
+    kept: several runs that begin a step at the same weights share them.
     """
 
     def __init__(
-        self, workload: Workload, batches: GlobalBatches, precision: Precision, num_kept: int = 0
+        self,
+        workload: Workload,
+        batches: GlobalBatches,
+        precision: Precision,
+        summed: bool = False,
+        num_kept: int = 0,
     ) -> None:
         self.workload = workload
         self.batches = batches
         self.precision = precision
+        self._summed = summed  # gradients are added up over ranks, not averaged
         # Why there is no whole-batch gradient; empty if there is one.
         self.no_whole = uncuttable(workload, batches)
         self.no_double = ""  # why double precision could not be used; empty if it could
@@ -105,26 +93,28 @@ class Reference:
         self._kept: dict[int, tuple[object, Tensors, Expected]] = {}
 
     def expected(
-        self, masters: Tensors, step: int, shape: Shape, loss_scale: float, with_whole: bool
+        self, masters: Tensors, step: int, shape: Shape, loss_scale: float, with_exact: bool
     ) -> Expected:
         """Return `computed`, or what it gave for the same arguments last."""
         key, kept = (shape, loss_scale), self._kept.get(step)
         if (
             kept is not None
             and kept[0] == key
-            and (kept[2].whole is not None or not with_whole or self.no_whole)
+            and (kept[2].split is not None or not with_exact)
             and all(torch.equal(value, kept[1][name]) for name, value in masters.items())
         ):
             return kept[2]
-        found = self.computed(masters, step, shape, loss_scale, with_whole)
+        found = self.computed(masters, step, shape, loss_scale, with_exact)
         if step < self._num_kept:
             self._kept[step] = (key, masters, found)
         return found
 
     def computed(
-        self, masters: Tensors, step: int, shape: Shape, loss_scale: float, with_whole: bool
+        self, masters: Tensors, step: int, shape: Shape, loss_scale: float, with_exact: bool
     ) -> Expected:
-        """Compute the gradient that `step` must have at `masters`, averaged and unscaled."""
+        """Compute the gradient that `step` must have at `masters`, reduced and unscaled."""
+        factor_of_ranks = shape.world if self._summed else 1
+        divisor = loss_scale * shape.world / factor_of_ranks
         pieces = self.batches.micro_batches(step, shape)
         dtype = self.precision.model
         model, factor = self._model(masters, dtype), loss_scale / shape.accumulation
@@ -133,17 +123,17 @@ class Reference:
         for batch in pieces:
             grads = self._gradients(model, batch, factor, dtype)
             for name, grad in grads.items():
-                exact = grad.double() / (loss_scale * shape.world)
+                exact = grad.double() / divisor
                 rounded[name] += exact
                 sizes[name] += exact.norm().item()
                 reach[name] += grad.double().abs()
-            if with_whole:
+            if with_exact:
                 each.append(grads)
         floor = NEGLIGIBLE * math.sqrt(sum(size**2 for size in sizes.values()))
         operations = shape.accumulation + shape.world + 2
         unit = max(operations * ROUNDOFF[self.precision.sums], FP32_TOLERANCE)
         is_fp16 = torch.float16 in (dtype, self.precision.sums)
-        tiny = operations * FP16_SMALLEST / loss_scale if is_fp16 else 0.0
+        tiny = operations * FP16_SMALLEST * shape.world / divisor if is_fp16 else 0.0
         bounds = {
             n: unit * sizes[n] + floor + tiny * math.sqrt(master.numel())
             for n, master in masters.items()
@@ -152,33 +142,25 @@ class Reference:
         peaks = [value.amax() for value in reach.values() if value.numel()]
         peak = torch.stack(peaks).amax().item()
         half = Expected(rounded, bounds, None, {}, None, sizes, peak)
-        if not with_whole or self.no_whole:
+        if not with_exact:
             return half
-        return self._with_whole(masters, step, pieces, each, half, loss_scale * shape.world)
-
-    def _with_whole(
-        self,
-        masters: Tensors,
-        step: int,
-        pieces: list[object],
-        each: list[Tensors],
-        half: Expected,
-        divisor: float,
-    ) -> Expected:
         wide = self._wide_dtype(masters, step)
-        whole = self._gradients(self._model(masters, wide), self.batches.whole(step), 1.0, wide)
         model = self._model(masters, wide)
         split, noise = _zeros(masters), dict.fromkeys(masters, 0.0)
         for batch, grads in zip(pieces, each, strict=True):
-            exact = self._gradients(model, batch, 1.0 / len(pieces), wide)
-            for name, grad in exact.items():
+            wider = self._gradients(model, batch, factor_of_ranks / len(pieces), wide)
+            for name, grad in wider.items():
                 split[name] += grad.double()
                 noise[name] += (grads[name].double() / divisor - grad.double()).norm().item()
         if self.no_double:
-            noise = {name: max(noise[name], UNMEASURED_NOISE * half.sizes[name]) for name in noise}
-        whole_bounds = {name: half.rounded_bounds[name] + 2 * noise[name] for name in masters}
-        exact = {name: grad.double() for name, grad in whole.items()}
-        return replace(half, whole=exact, whole_bounds=whole_bounds, split=split)
+            noise = {name: max(noise[name], UNMEASURED_NOISE * sizes[name]) for name in noise}
+        exact_bounds = {name: bounds[name] + 2 * noise[name] for name in masters}
+        whole = None
+        if not self.no_whole:
+            batch = self.batches.whole(step)
+            found = self._gradients(self._model(masters, wide), batch, factor_of_ranks, wide)
+            whole = {name: grad.double() for name, grad in found.items()}
+        return replace(half, whole=whole, exact_bounds=exact_bounds, split=split)
 
     def _wide_dtype(self, masters: Tensors, step: int) -> torch.dtype:
         """Choose double precision, unless the model has parts that insist on fp32."""

@@ -45,6 +45,7 @@ class Report:
     # error as a share of what is allowed.
     curves: dict[str, dict[str, list[Any]]]
     settings: dict[str, Any]
+    not_covered: list[str] = field(default_factory=list)  # what no row says anything of
 
     @property
     def passed(self) -> bool:
@@ -60,8 +61,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         said = {"passed": self.passed, "left_out": self.left_out, "culprits": culprits(self)}
-        values = asdict(self)
-        return {**said, **{key: values[key] for key in ("settings", "rows", "notes", "curves")}}
+        return {**said, **asdict(self)}
 
 
 def culprits(report: Report) -> list[str]:
@@ -105,6 +105,8 @@ def render(report: Report) -> str:
         "gradient's own norm.",
     ]
     lines += [f"note: {note}" for note in report.notes]
+    if report.not_covered:
+        lines += textwrap.wrap(f"not covered: {'; '.join(report.not_covered)}", WIDTH)
     return "\n".join([*lines, "", summary(report)])
 
 

@@ -6,30 +6,40 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 import deepspeed
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.auto_ep import named_spread_experts
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
+from deepspeed.runtime.sequence_parallel.attention_hf import SequenceGroups, UlyssesSPAttentionHF
+from deepspeed.runtime.sequence_parallel.loader_adapter import UlyssesSPDataLoaderAdapter
+from deepspeed.runtime.sharding.group import expert_group_of
 from deepspeed.runtime.sharding.model_ranks import is_model_parallel_parameter
 from deepspeed.runtime.sharding.model_slices import slices_of
+from deepspeed.runtime.step_observers.step_observer import StepObserver
 from deepspeed.runtime.zero.parameters.zero_parameter import (
     ZeroParamStatus,
     is_zero_param,
     record_of,
 )
+from deepspeed.sequence.cross_entropy import IGNORE_INDEX
 from deepspeed.utils.tensor_fragment import (
     own_shard,
     safe_get_full_fp32_params,
     safe_get_full_grad,
     safe_get_full_grads,
 )
+from deepspeed.verify.oracle.parts import Parts
 from deepspeed.verify.oracle.plan import Run, RunKind
 from deepspeed.verify.oracle.reference import Tensors, trainable
-from deepspeed.verify.oracle.workload import GlobalBatches, Workload
+from deepspeed.verify.oracle.workload import Batch, GlobalBatches, Workload
 
 # Small enough that a step does not throw the model about; each starts where the last one led.
 SGD_LEARNING_RATE = 0.1
@@ -66,6 +76,18 @@ class RunRecord:
     faults: list[str] = field(default_factory=list)
 
 
+class _GradientReader(StepObserver):
+    """Reads what a step is about to use; on all ranks alike, as reading is collective."""
+
+    def __init__(self, read: Callable[[], Tensors] | None) -> None:
+        self._read = read
+        self.found: Tensors = {}
+
+    def step_starts(self) -> None:
+        if self._read is not None:
+            self.found = self._read()
+
+
 class SystemRun:
     """An engine over a copy of the model."""
 
@@ -73,14 +95,24 @@ class SystemRun:
         self.run = run
         self.workload = workload
         self.batches = batches
-        self.model = workload.copy_module()
-        self.params = trainable(self.model)
-        optimizer = None
-        if not run.has_user_optimizer:
-            optimizer = torch.optim.SGD(self.params.values(), lr=SGD_LEARNING_RATE)
-        self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=self.model, optimizer=optimizer, config=run.config
+        self.model, names = workload.own_part(
+            bool(run.config.get("use_data_before_expert_parallelism"))
         )
+        # By their names in the whole model.
+        self.params = {names[name]: param for name, param in trainable(self.model).items()}
+        sgd = None if run.has_user_optimizer else partial(torch.optim.SGD, lr=SGD_LEARNING_RATE)
+        sharing, self.mpu = run.config.get("sequence_parallel_size") or 1, None
+        if sharing > 1:
+            register = UlyssesSPAttentionHF.register_with_transformers
+            self.mpu = register(self.model, None, sharing, run.shape.rows)
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=self.model, optimizer=sgd, config=run.config, mpu=self.mpu
+        )
+        self._reader = _GradientReader(None if run.kind.is_watched else self.gradients)
+        self.engine.timers.observers = [*self.engine.timers.observers, self._reader]
+        model = self.model
+        tied = model.get_tied_weights_and_groups() if isinstance(model, PipelineModule) else []
+        self.tied = {weight for weight, _ in tied}
         self.frozen = {
             n: _held(p).clone() for n, p in self.model.named_parameters() if not p.requires_grad
         }
@@ -93,23 +125,28 @@ class SystemRun:
             self.engine.compile(backend=run.backend)
 
     def values(self) -> Sequence[torch.Tensor]:
-        """The fp32 values of the trainable parameters; of slices of layers and of experts that are
-        spread, this rank's.
-        """
+        """This rank's fp32 values of the parameters that it trains."""
         params = list(self.params.values())
         if not self._has_masters():
             return [param.detach() for param in params]
         return safe_get_full_fp32_params(params)
 
     def _has_masters(self) -> bool:
-        return hasattr(next(iter(self.params.values())), "_hp_mapping")
+        return any(hasattr(param, "_hp_mapping") for param in self.params.values())
 
     def _copied(self, values: Sequence[torch.Tensor | None] | None) -> Tensors:
-        """Copies, each put together of what ranks hold that share the parameter."""
+        """Copies of all parameters, put together of what ranks hold."""
         named = zip(self.params, values or [None] * len(self.params), strict=True)
-        return {
+        found = {
             name: self._whole(name, value).clone() for name, value in named if value is not None
         }
+        if self.workload.parts == Parts():
+            return found
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(
+            everywhere, {n: get_accelerator().to_host(v) for n, v in found.items()}
+        )
+        return {name: value for part in everywhere for name, value in part.items()}
 
     def _whole(self, name: str, own: torch.Tensor) -> torch.Tensor:
         param, slices = self.params[name], slices_of(self.model)
@@ -141,16 +178,14 @@ class SystemRun:
             of_groups = self.optimizer.param_groups
             groups = [{k: v for k, v in group.items() if k != "params"} for group in of_groups]
             loss_scale = float(getattr(self.optimizer, "loss_scale", 1.0))
-            loss = self._backwards(step)
-            grads = self.gradients() if wants_tensors else {}
-            self.engine.step()
+            loss = self._train_batch(step)
             values = self.values() if wants_tensors else []
             masters = self._copied(values)
             norm = self.engine.get_global_grad_norm()
             found = StepRecord(
                 step,
                 before,
-                grads,
+                self._reader.found,
                 None if norm is None else float(norm),
                 masters,
                 loss,
@@ -170,33 +205,39 @@ class SystemRun:
             progress(step)
         return record
 
-    def _backwards(self, step: int) -> float:
-        shape = self.run.shape
-        pieces = self.batches.micro_batches(step, shape)
+    def _train_batch(self, step: int) -> float:
+        """Take one step as a user would; returns the mean loss that this rank knows."""
+        shape, dtype, engine = self.run.shape, self.engine.model_dtype, self.engine
+        pieces, place = self.batches.micro_batches(step, shape), engine.parallel_map.data.rank
+        own = [pieces[shape.place(place, micro)] for micro in range(shape.accumulation)]
+        if isinstance(engine, PipelineEngine):
+            return float(engine.train_batch(self.workload.fed(batch, dtype) for batch in own))
         total = 0.0
-        for micro in range(shape.accumulation):
-            if micro:
-                self.engine.step()
-            batch = pieces[shape.place(self.engine.parallel_map.replicas.rank, micro)]
-            loss = self.workload.loss_of(self.engine, batch, self.engine.model_dtype)
-            self.engine.backward(loss)
+        for batch in own:
+            own_piece = batch if self.mpu is None else _piece_of(batch, self.mpu)
+            loss = self.workload.loss_of(engine, own_piece, dtype)
+            engine.backward(loss)
+            engine.step()
             total += float(loss.detach())
         return total / shape.accumulation
 
     def _checksums(self) -> dict[str, str]:
         digests: dict[str, Any] = defaultdict(hashlib.sha256)
-        for param in self.params.values():
+        for name, param in self.params.items():
             if not _is_sharded(param):
                 content = param.detach().reshape(-1).view(torch.uint8).numpy()
-                digests[self._sharers(param)].update(content.tobytes())
+                digests[self._who_has(name)].update(content.tobytes())
         return {sharers: digest.hexdigest()[:16] for sharers, digest in digests.items()}
 
-    def _sharers(self, param: nn.Parameter) -> str:
+    def _who_has(self, name: str) -> str:
         """Name the ranks that hold the same of a parameter as this one."""
-        ranks = self.engine.parallel_map
-        if param in self.spread:
-            return str(ranks.experts(self.spread[param].expert_group_name).expert)
-        return str(ranks.tensor) if is_model_parallel_parameter(param) else "all"
+        param, ranks = self.params[name], self.engine.parallel_map
+        if param in self.tied:
+            return name
+        experts = expert_group_of(param)
+        other = ranks.tensor if experts is None else ranks.experts(experts).expert
+        is_part = experts is not None or is_model_parallel_parameter(param)
+        return f"{ranks.pipe}, {other}" if is_part else str(ranks.pipe)
 
     def _faults(self, step: int, values: Sequence[torch.Tensor]) -> list[str]:
         faults = [
@@ -208,6 +249,18 @@ class SystemRun:
             if not _is_rounded(param, master.to(param.dtype)):
                 faults.append(f"step {step}: {name} is not its master rounded to {param.dtype}")
         return faults
+
+
+def _piece_of(batch: Batch, mpu: SequenceGroups) -> Batch:
+    """This rank's piece of sequences; the mean of the ranks' losses is that of the whole batch."""
+    tokens, ranks = batch["input_ids"], mpu.get_sequence_parallel_world_size()
+    positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+    where = (mpu.get_sequence_parallel_rank(), mpu.get_sequence_parallel_group(), ranks)
+    # Every rank hands in the batch, and the first one's is taken.
+    whole = [{"position_ids": positions, **batch}]
+    piece = next(iter(UlyssesSPDataLoaderAdapter(whole, *where, tokens.device)))
+    count = (batch["labels"][:, 1:] != IGNORE_INDEX).sum() / ranks
+    return {**piece, "labels": piece["shift_labels"], "num_items_in_batch": count}
 
 
 def _is_rounded(param: nn.Parameter, value: torch.Tensor) -> bool:

@@ -1,8 +1,4 @@
-"""From what runs found to the rows of the table: PASS, FAIL with the parameter's name, NOT RUN or
-LEFT OUT with the reason.
-
-Pure: reads results, runs nothing.
-"""
+"""From what runs found to the rows of the table. Pure: reads results, runs nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from deepspeed.verify.oracle.judge import Deviation, StepFindings
-from deepspeed.verify.oracle.plan import AS_CONFIGURED, TRACED_BACKEND, Plan, Run, RunKind
+from deepspeed.verify.oracle.plan import AS_CONFIGURED, LEFT_OUT, TRACED_BACKEND, Plan, Run, RunKind
 from deepspeed.verify.oracle.ranks import Outcome, Session
 from deepspeed.verify.oracle.report import Report, Row, Verdict
 
@@ -29,7 +25,7 @@ Outside = dict[str, tuple[int, Deviation]]
 COMPILER_ERRORS = frozenset(
     "BackendCompilerFailed InternalTorchDynamoError TorchRuntimeError Unsupported UserError".split()
 )
-_CALLED = {"gradients": "gradient", "parameters": "value after the step"}
+_CALLED = {"parameters": "value after the step"}  # others are gradients
 
 
 def family_of(name: str) -> str:
@@ -56,7 +52,19 @@ def make_report(plan: Plan, session: Session, settings: dict[str, Any]) -> Repor
     rows += _absent(plan)
     simulated = [run for run in plan.runs if run.kind is RunKind.SIM]
     rows += _stream_rows([(run, session.outcomes[run.name]) for run in simulated])
-    return Report(rows, notes, curves, settings)
+    return Report(rows, notes, curves, settings, _not_covered(plan, rows, settings))
+
+
+def _not_covered(plan: Plan, rows: list[Row], settings: dict[str, Any]) -> list[str]:
+    """Name what no row says anything of."""
+    config = settings.get("config", {})
+    return [
+        "kernels, collectives and times of a device",
+        f"more than {plan.ranks} ranks or {plan.steps} steps",
+        *("evaluation", "the order of a sampler", "saving and loading"),
+        *dict.fromkeys(row.check for row in rows if row.verdict is Verdict.NOT_RUN),
+        *(name for name, block in config.items() if name in LEFT_OUT and isinstance(block, dict)),
+    ]
 
 
 # What all rows need
@@ -110,6 +118,17 @@ def _describe(what: str, outside: Outside) -> str:
 
 def _fail(row: Row, detail: str, parameters: Iterable[str] = ()) -> Row:
     row.verdict, row.detail, row.parameters = Verdict.FAIL, detail, list(parameters)
+    return row
+
+
+def _judge(row: Row, findings: list[StepFindings], gradients: str = "gradients") -> Row:
+    """Fail by what is outside its allowance; parameters come last, as clipping spreads errors."""
+    row.gradient = _worst(_every(findings, gradients))
+    for what in (gradients, *(("parameters",) if gradients == "gradients" else ())):
+        if outside := _outside(findings, what):
+            return _fail(row, _describe(_CALLED.get(what, "gradient"), outside), sorted(outside))
+        if what == "parameters":
+            row.parameter = _worst(_every(findings, what))
     return row
 
 
@@ -175,10 +194,10 @@ def _model_row(findings: list[StepFindings], outcome: Outcome) -> Row:
     row = Row("model: micro-batches = whole batch", detail="one process, double precision")
     if not any(one.split for one in findings):
         return _without_whole(row, outcome)
-    if outside := _outside(findings, "split"):
+    _judge(row, findings, "split")
+    if row.verdict is Verdict.FAIL:
         why = "in one plain process, so the loss or the backward depends on how the batch is cut"
-        return _fail(row, f"{_describe('gradient', outside)} ({why})", outside)
-    row.gradient = _worst(_every(findings, "split"))
+        row.detail += f" ({why})"
     return row
 
 
@@ -223,7 +242,7 @@ def _family_row(
         else:
             row.parameter = _worst(values)
         if outside := _outside(findings, what, names):
-            wrong.append(_describe(_CALLED[what], outside))
+            wrong.append(_describe(_CALLED.get(what, "gradient"), outside))
             culprits |= outside.keys()
     row.divisor, expected, allowed = _divisor(names, run, findings)
     if row.divisor is not None and not abs(row.divisor / expected - 1) <= allowed:
@@ -234,10 +253,8 @@ def _family_row(
 def _divisor(
     names: set[str], run: Run, findings: list[StepFindings]
 ) -> tuple[float | None, float, float]:
-    """Measure a family's divisor; return it, what it must be, and the relative error allowed.
-
-    The undivided sum is the mean times A * N; the system's gradient projected on the reference
-    gives the rest.
+    """Measure a family's divisor: A * N times the reference, projected on it, by the system's
+    gradient. Return it, what it must be, and the relative error allowed.
     """
     summed = str(run.config.get("gradient_allreduce_op", "mean")) == "sum"
     expected = float(run.shape.accumulation if summed else run.shape.micro_batches)
@@ -294,12 +311,11 @@ def _whole_rows(run: Run, outcome: Outcome) -> list[Row]:
         row.detail = f"no result: {outcome.failure}"
         return [row]
     findings = [one for one in _findings(outcome) if not one.skipped]
-    if not any(one.whole for one in findings):
+    # A model that is another one in each cut is compiled all the same.
+    what = "gradients" if run.kind is RunKind.COMPILED else "whole"
+    if not any(getattr(one, what) for one in findings):
         return [_without_whole(row, outcome)]
-    row.gradient = _worst(_every(findings, "whole"))
-    if outside := _outside(findings, "whole"):
-        _fail(row, _describe("gradient", outside), outside)
-    return [row]
+    return [_judge(row, findings, what)]
 
 
 # Watched runs
@@ -320,7 +336,10 @@ def _watched_rows(run: Run, outcome: Outcome) -> list[Row]:
 
 
 def _stream_rows(runs: list[tuple[Run, Outcome]]) -> list[Row]:
-    checks = ("stream races", "memory lifetimes", "simulated device = host")
+    checks = (
+        *("stream races", "memory lifetimes", "queues and processors"),
+        "simulated device = host",
+    )
     if not runs:
         return [Row(check, Verdict.NOT_RUN, "not asked for (--schedules 0)") for check in checks]
     for run, outcome in runs:
@@ -346,7 +365,11 @@ def _stream_rows(runs: list[tuple[Run, Outcome]]) -> list[Row]:
         if mine:
             _fail(row, f"{len(mine)} in {where}; {mine[0][0]}: {mine[0][1]['text']}")
         rows.append(row)
-    return [*rows, _simulated_row(checks[2], where, runs)]
+    hangs = [(run.name, outcome.ranks[0]["hangs"]) for run, outcome in runs]
+    row = Row(checks[2], detail=f"no device with few of them hangs in {where}")
+    for name, text in [one for one in hangs if one[1]][:1]:
+        _fail(row, f"{name}: {text}")
+    return [*rows, row, _simulated_row(checks[3], where, runs)]
 
 
 def _simulated_row(check: str, where: str, runs: list[tuple[Run, Outcome]]) -> Row:
@@ -359,14 +382,12 @@ def _simulated_row(check: str, where: str, runs: list[tuple[Run, Outcome]]) -> R
     if not compared:
         reason = next((one.skipped for steps in found.values() for one in steps), "no step")
         return Row(check, Verdict.LEFT_OUT, f"no step could be compared ({reason})")
-    row.gradient = _worst(_every(compared, "gradients"))
     for name, steps in found.items():
-        # Clipping spreads one wrong gradient over all parameters.
-        for what in ("gradients", "parameters"):
-            if outside := _outside(steps, what):
-                return _fail(row, f"{name}: {_describe(_CALLED[what], outside)}", sorted(outside))
-    row.parameter = _worst(_every(compared, "parameters"))
-    return row
+        _judge(row, steps)
+        if row.verdict is Verdict.FAIL:
+            row.detail = f"{name}: {row.detail}"
+            return row
+    return _judge(row, compared)
 
 
 def _curves(outcome: Outcome, findings: list[StepFindings]) -> dict[str, list[Any]]:

@@ -1,8 +1,7 @@
 """One rank of `ds_verify`: makes the runs of a plan and judges its share of their steps.
 
-Every rank writes one line of JSON per event to its own file, which the parent follows; nothing of
-the user's model has to be quiet. A run that raises ends the process: the other ranks may be inside
-a collective, and the parent starts the rest of the plan anew.
+Every rank writes one line of JSON per event to its own file, which the parent follows. A run that
+raises ends the process: others may be inside a collective, and the parent starts the rest anew.
 """
 
 import json
@@ -21,6 +20,7 @@ import torch
 from pydantic import TypeAdapter
 
 import deepspeed
+from deepspeed.verify.budgets import Budget
 from deepspeed.verify.oracle.judge import (
     Deviation,
     ReferenceOptimizer,
@@ -117,7 +117,8 @@ class Worker:
         config = read_config(run.config, run.shape.world)
         precision = precision_of(config, self.workload.module)
         if precision not in self._references:
-            made = Reference(self.workload, self.batches, precision, self._sim_steps())
+            summed = config.tree.gradient_allreduce_op == "sum"
+            made = Reference(self.workload, self.batches, precision, summed, self._sim_steps())
             self._references[precision] = made
         return self._references[precision]
 
@@ -140,21 +141,20 @@ class Worker:
         reference = self._reference(run)
         is_single = reference.precision.is_single
         config = read_config(run.config, run.shape.world).tree
-        # Ranks that share layers round their partial sums, so no one process rounds as they do.
-        shares_layers = self.plan.ranks > run.shape.world
+        # Ranks that share layers or sequences round partial sums: no one process rounds as they do.
+        shares_sums = self.plan.ranks > run.shape.world * self.workload.parts.stages
         # Double precision is the reference of these, of fp32 and of other cuts; in half precision
         # it is looked at at both ends of a run.
-        all_of_them = is_single or shares_layers or run.kind in (RunKind.SPLIT, RunKind.COMPILED)
-        with_whole = all_of_them or (run.kind is RunKind.SGD and record.step in (0, run.steps - 1))
+        all_of_them = is_single or shares_sums or run.kind in (RunKind.SPLIT, RunKind.COMPILED)
+        with_exact = all_of_them or (run.kind is RunKind.SGD and record.step in (0, run.steps - 1))
         expected = reference.expected(
-            record.before, record.step, run.shape, record.loss_scale, with_whole
+            record.before, record.step, run.shape, record.loss_scale, with_exact
         )
-        factor = float(run.shape.world) if config.gradient_allreduce_op == "sum" else 1.0
         largest = torch.finfo(reference.precision.sums).max
-        by_whole = shares_layers or (is_single and not only_sums)
-        findings = judge_step(record, expected, largest, factor, by_whole)
+        exact = shares_sums or run.kind is RunKind.COMPILED or (is_single and not only_sums)
+        findings = judge_step(record, expected, largest, exact)
         if run.kind is RunKind.SGD or (run.kind is RunKind.SIM and not run.has_user_optimizer):
-            judge_sgd(findings, record, expected, config.gradient_clipping, factor)
+            judge_sgd(findings, record, expected.wanted(exact)[0], config.gradient_clipping)
         if run.kind is not RunKind.SIM:
             self.tell("judged", run=run.name, step=record.step)
         return findings
@@ -163,15 +163,19 @@ class Worker:
         """Make a run on the simulated device, watched by the stream checker."""
         # optional: device and checker are loaded only where they are used
         from deepspeed.accelerator.sim_accelerator import simulate
-        from deepspeed.verify import check_streams, lowered_sizes
+        from deepspeed.verify import BudgetError, check_budgets, check_streams, lowered_sizes
 
-        lowered = run.piece_numel > 0
+        lowered, hangs = run.piece_numel > 0, ""
         with (
             lowered_sizes(run.piece_numel) if lowered else nullcontext(),
             simulate(self.plan.seed, run.schedule, BACKWARD_STREAMS if lowered else 0),
             check_streams(raises=False) as checker,
         ):
-            record = self._trained(run, lambda step: True)
+            try:
+                with check_budgets(*self._budgets()):
+                    record = self._trained(run, lambda step: True)
+            except BudgetError as error:
+                hangs = str(error)
         findings, followed = [], {}
         for one in self._own(record):
             findings.append(self._judge(run, one))
@@ -182,14 +186,17 @@ class Worker:
             followed = {one.step: optimizer.judge(one) for one in record.steps}
         found = checker.findings
         hazards = [{"kind": one.kind.value, "text": one.describe()} for one in found]
-        return {**_summary(record, findings, followed), "hazards": hazards}
+        return {**_summary(record, findings, followed), "hazards": hazards, "hangs": hangs}
+
+    def _budgets(self) -> tuple[Budget, Budget]:
+        """The usual device and the least one: a pipeline's messages stand beside computation."""
+        is_pipeline = self.workload.parts.stages > 1
+        return Budget(), Budget(queues=2, processors=12) if is_pipeline else Budget(1, 1)
 
     def _beside_host(self, run: Run, record: StepRecord) -> dict[str, Deviation]:
         """Name what a step on the simulated device leads elsewhere than the host's SGD run, if both
-        began at the same weights, bit for bit.
-
-        Then both add up the same gradients of micro-batches in their own orders, and each is within
-        the bound of that alone (point 1 of `[Note: bound]`).
+        began at the same weights. They sum the same gradients in their own orders, and each is
+        within the bound of that alone.
         """
         host = next((one for one in self.sgd_steps if one.step == record.step), None)
         if host is None or not all(

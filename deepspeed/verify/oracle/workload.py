@@ -1,20 +1,5 @@
-"""What is checked: the user's model, its batches and its loss, the same in every process.
-
-Owns the contract of `--model` and `--data`, calling the model, and cutting one global batch into
-micro-batches in different ways.
-
-A model function returns `module`, `(module, batches)` or `(module, batches, loss)`:
-
-- `batches` is a function `batches(step, micro_batch, rank)` that returns one micro-batch; or a
-  map-style dataset, whose samples are collated and dealt in the order (step, micro-batch, rank); or
-  an iterable of micro-batches in that order.
-- A batch is passed to the module as keywords (dict), as positional arguments (tuple or list), or as
-  it is. With `loss`, a batch of two is `(inputs, targets)`, and the module is called with the
-  inputs.
-- `loss(output, batch)` returns the scalar mean over the batch. Without it the module's output is
-  the loss, has it as `.loss` or `["loss"]`, or is a tuple that begins with it.
-
-Floating-point inputs are cast to the model's dtype; `loss` sees outputs and batch in fp32 at least.
+"""What is checked: model, batches and loss (docs/ds_verify.md), the same in every process; and
+cutting one global batch into micro-batches in different ways.
 """
 
 from __future__ import annotations
@@ -26,7 +11,9 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -38,9 +25,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_map_only, tree_unflatten
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
+from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine_parts.model_setup import cast_module
+from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.verify.oracle import UsageError
 from deepspeed.verify.oracle.hugging_face import build_model, turn_off
+from deepspeed.verify.oracle.parts import Parts, on_this_rank_alone, take_weights, whole_models
 
 HUGGING_FACE = "hf:"
 Batch = Any
@@ -82,29 +72,44 @@ class Workload:
 
     # As the user's function made it, dropout off; never trained, copied for every run.
     module: nn.Module
-    batches: Batches  # see module
-    # See module; None: the module returns it.
+    batches: Batches
+    # None: the module returns it.
     loss: Callable[[Any, Any], torch.Tensor] | None = None
     # What was changed or cannot be compared, for the report.
     notes: list[str] = field(default_factory=list)
+    parts: Parts = field(default_factory=Parts)
+    # Loads this rank's part of a model that has several.
+    part: Callable[[], Workload] | None = None
 
     def copy_module(
         self, dtype: torch.dtype | None = None, buffers: torch.dtype | None = None
     ) -> nn.Module:
         """Copy the module with initial weights, in training mode, cast as the engine casts it."""
-        module = copy.deepcopy(self.module).train()
+        module = copy.deepcopy(self.module, on_this_rank_alone(self.module)).train()
         cast_module(module, dtype, buffers)
         return module
+
+    def own_part(self, data_first: bool) -> tuple[nn.Module, dict[str, str]]:
+        """What this rank trains, with initial weights, and its names in the whole model."""
+        if self.part is None or self.parts == Parts():
+            module = self.copy_module()
+            return module, {name: name for name in module.state_dict()}
+        module = self.part().module.train()
+        return module, take_weights(module, self.module, data_first)
 
     def batch_norms(self) -> list[str]:
         """Name modules whose output for a sample depends on the rest of its micro-batch."""
         modules = self.module.named_modules()
-        return [name for name, module in modules if isinstance(module, _BatchNorm)]
+        return [name for name, module in modules if isinstance(module, (_BatchNorm, MoE))]
 
     def loss_of(
         self, forward: Callable[..., Any], batch: Batch, dtype: torch.dtype
     ) -> torch.Tensor:
         """Compute the scalar loss of one batch under `forward`, whose weights have `dtype`."""
+        if isinstance(self.module, PipelineModule):
+            inputs, labels = self.fed(batch, dtype)
+            output, loss = forward(inputs), self.module.loss_fn
+            return _scalar(output if loss is None else loss(output, labels))
         pair = self.loss is not None and isinstance(batch, (tuple, list)) and len(batch) == 2
         output = _call(forward, _cast(batch[0] if pair else batch, dtype))
         if self.loss is None:
@@ -117,6 +122,14 @@ class Workload:
                 "the batch's mean"
             )
         return value
+
+    def fed(self, batch: Batch, dtype: torch.dtype) -> tuple[Any, Any]:
+        """What a pipeline whose weights have `dtype` is given of a batch: inputs and labels."""
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            text = f"a PipelineModule takes batches (inputs, labels), but one is {_kind(batch)}"
+            raise UsageError(f"--model: {text}")
+        inputs = tuple(batch[0]) if isinstance(batch[0], list) else batch[0]
+        return _cast(inputs, dtype), _cast(batch[1], torch.promote_types(dtype, torch.float32))
 
 
 def _cast(value: Batch, dtype: torch.dtype) -> Batch:
@@ -157,36 +170,38 @@ def _kind(value: object) -> str:
 # Loading
 
 
-def load_workload(model: str, data: str | None, seed: int, rows: int) -> Workload:
-    """Load what `--model` and `--data` name, dropout off.
-
-    Without `data` (a function, or a file of tensors that torch.load reads) the batches are the
-    model function's own.
-    """
+def load_workload(
+    model: str, data: str | None, seed: int, rows: int, whole: bool = True
+) -> Workload:
+    """Load what `--model` and `--data` name, dropout off; not `whole`: this rank's part of it."""
     seed_everything(seed)
-    if model.startswith(HUGGING_FACE):
-        made: Any = build_model(model.removeprefix(HUGGING_FACE), seed, rows)
-    else:
-        made = _function("--model", model)()
-    parts = list(made) if isinstance(made, (tuple, list)) else [made]
-    module, batches, loss = (*parts, None, None)[:3]
+    with whole_models() if whole else nullcontext(Parts()) as parts:
+        if model.startswith(HUGGING_FACE):
+            made: Any = build_model(model.removeprefix(HUGGING_FACE), seed, rows)
+        else:
+            made = _function("--model", model)()
+    given = list(made) if isinstance(made, (tuple, list)) else [made]
+    module, batches, loss = (*given, None, None)[:3]
     if data is not None:
         batches = _data(data)
     wrong = ""
-    if not 1 <= len(parts) <= 3 or not isinstance(module, nn.Module):
+    if not 1 <= len(given) <= 3 or not isinstance(module, nn.Module):
         wrong = (
             f"returned {_kind(made)}; return a torch.nn.Module, (module, batches) or (module, "
             "batches, loss)"
         )
     elif loss is not None and not callable(loss):
         wrong = f"loss is {_kind(loss)}; give a function loss(output, batch) or leave it out"
+    elif loss is not None and isinstance(module, PipelineModule):
+        wrong = "a PipelineModule's loss is its loss_fn; return (module, batches)"
     elif batches is None:
         wrong = "there are no batches; return (module, batches) or give --data"
-    elif not any(param.requires_grad for param in module.parameters()):
+    elif whole and not any(param.requires_grad for param in module.parameters()):
         wrong = "no parameter of the module requires a gradient, so there is nothing to check"
     if wrong:
         raise UsageError(f"--model {model}: {wrong}")
-    return Workload(module, batches, loss, without_randomness(module))
+    part = partial(load_workload, model, data, seed, rows, whole=False)
+    return Workload(module, batches, loss, without_randomness(module), parts, part)
 
 
 def _function(argument: str, spec: str) -> Callable[..., Any]:
@@ -307,7 +322,8 @@ class GlobalBatches:
 
     def micro_batches(self, step: int, shape: Shape | None = None) -> list[Batch]:
         """The micro-batches of a step in the order of `Shape.place`."""
-        if shape is None or shape == self.shape:
+        own = (self.shape.micro_batches, self.shape.rows)
+        if shape is None or (shape.micro_batches, shape.rows) == own:
             return self._steps[step]
         whole, rows = self.whole(step), shape.rows
         return [_rows(whole, place * rows, rows) for place in range(shape.micro_batches)]

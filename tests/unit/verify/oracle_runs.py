@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed import comm as dist
+from deepspeed.verify.oracle.parts import Parts
 from deepspeed.verify.oracle.plan import Plan, RunKind, Settings, make_plan, shape_of
 from deepspeed.verify.oracle.ranks import Outcome, Session
 from deepspeed.verify.oracle.report import Report
@@ -42,11 +43,12 @@ def plan_of(
     schedules: int = 0,
     sizes: Sequence[int] = (128, 16, 240, 16),
     ranks: int = 2,
+    parts: Parts | None = None,
 ) -> Plan:
     """A plan for a function of `MODELS`, or for a model of transformers (`hf:...`)."""
     model = function if function.startswith("hf:") else f"{MODELS}:{function}"
     settings = Settings(config, model, steps=steps, schedules=schedules)
-    plan = make_plan(settings, config, *shape_of(config, ranks), sizes)
+    plan = make_plan(settings, config, *shape_of(config, ranks, parts), sizes)
     return replace(plan, runs=[run for run in plan.runs if run.kind in kinds])
 
 

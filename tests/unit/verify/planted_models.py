@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
 FEATURES = 8
 ROWS = 4
 
@@ -39,6 +42,46 @@ def half() -> Made:
 
 def with_dropout() -> Made:
     return layers(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5))), batch, loss
+
+
+def staged(chunks: int) -> tuple[nn.Module, Any]:
+    """Two stages of a pipeline, whose first and last layers share a weight."""
+    tied = partial(TiedLayerSpec, "in", nn.Linear, FEATURES, 16, bias=False)
+    listed = [
+        *(tied(), nn.GELU(), LayerSpec(nn.Linear, 16, 16), nn.GELU()),
+        *(tied(forward_fn=lambda layer, x: x @ layer.weight), LayerSpec(nn.Linear, FEATURES, 1)),
+    ]
+    how = {"partition_method": "uniform", "num_model_chunks": chunks}
+    return PipelineModule(listed, num_stages=2, loss_fn=nn.functional.mse_loss, **how), batch
+
+
+def pipeline() -> tuple[nn.Module, Any]:
+    return staged(1)
+
+
+def interleaved() -> tuple[nn.Module, Any]:
+    return staged(2)
+
+
+class Routed(nn.Module):
+    """Experts that are different ones from the start, and their load-balancing loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(FEATURES, 16)
+        self.layer = MoE(16, nn.Linear(16, 16), 4, 2, k=1, use_rts=False, min_capacity=2)
+        for expert in self.layer.deepspeed_moe.experts.deepspeed_experts:
+            expert.reset_parameters()
+        self.outlet = nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, balance, _ = self.layer(self.inlet(x).tanh())
+        return self.outlet(hidden), balance
+
+
+def experts() -> Made:
+    """Four experts over two ranks each."""
+    return Routed(), batch, lambda output, pair: loss(output[0], pair) + 0.01 * output[1]
 
 
 class DropOnOdd(torch.autograd.Function):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
+from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.verify.oracle import picture, ranks
 from deepspeed.verify.oracle.cli import main
 from deepspeed.verify.oracle.judge import Deviation
@@ -90,7 +91,7 @@ def test_ranks_that_a_configuration_cannot_have(tmp_path: Path, capsys: Capture)
     for config, text in (
         (config_of(1, tensor_parallel={"autotp_size": 2}), "--world-size 3: tensor_parallel"),
         (config_of(1, elasticity=ELASTIC), "World size (3)"),
-        (config_of(1, sequence_parallel_size=3), "sequence_parallel_size 3: ranks that share"),
+        (config_of(1, sequence_parallel_size=2), "--world-size 3: sequence_parallel_size is 2"),
     ):
         path.write_text(json.dumps(config))
         model = ["--model", f"{MODELS}:right", "--world-size", "3"]
@@ -120,6 +121,14 @@ def test_a_small_model_is_in_shards() -> None:
     alike = in_shards(config, [9, 9])["zero_optimization"]
     assert alike["stage3_param_persistence_threshold"] == 0
     assert in_shards(config_of(2), [9, 9]) == config_of(2)
+
+
+def test_a_refusal_of_the_engine_is_met_once(monkeypatch: Patch) -> None:
+    """Kills: a configuration that the engine refuses, started again for each run of the plan."""
+    refusal = Outcome(failure="stage 2 with a PipelineModule", kind="DeepSpeedConfigError")
+    monkeypatch.setattr(ranks._Launch, "follow", lambda launch: refusal)
+    with pytest.raises(DeepSpeedConfigError, match="PipelineModule"):
+        run_plan(plan_of(config_of(2), "right", (RunKind.SGD,)), 1.0, lambda event, values: None)
 
 
 STANDS = {
@@ -226,8 +235,9 @@ def test_a_plan_survives_its_journey() -> None:
 def test_the_table_shows_every_row_and_the_page_escapes() -> None:
     failed = Row("a <b>", Verdict.FAIL, "x is wrong", parameters=["w"])
     rows = [failed, Row("c", Verdict.NOT_RUN, "because")]
-    report = Report(rows, ["a note"], {}, {})
-    texts = ("x is wrong", "because", "a note", "FAIL: 0 passed, 1 failed, 1 not run", "w")
+    report = Report(rows, ["a note"], {}, {}, ["kernels", "times"])
+    summary = ("not covered: kernels; times", "FAIL: 0 passed, 1 failed, 1 not run")
+    texts = ("x is wrong", "because", "a note", *summary, "w")
     assert all(text in render(report) for text in texts)
     assert "a &lt;b&gt;" in picture.page(report, b"")
     assert not report.passed and Report([replace(rows[1])], [], {}, {}).passed

@@ -13,15 +13,22 @@ import torch
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.comm.parallel_map import ParallelMap
+from deepspeed.moe import sharded_moe
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.gradients.reduce_rule import ReduceFactors, ReduceRule
 from deepspeed.runtime.optimizers import step_sequence
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.messages import stage_channels
+from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
 from deepspeed.runtime.sharding import publisher
 from deepspeed.runtime.streams import StagingBuffers
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.verify import lowered_sizes
 from deepspeed.verify.oracle import cli
-from deepspeed.verify.oracle.plan import RunKind
+from deepspeed.verify.oracle.parts import Parts
+from deepspeed.verify.oracle.plan import Plan, RunKind
+from deepspeed.verify.oracle.report import culprits
 from deepspeed.verify.sizes import SIZES, piece_numel
 from unit.common import DistributedTest
 from unit.verify import oracle_runs
@@ -31,13 +38,34 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 SMALL = (
     "num_hidden_layers=1&hidden_size=32&intermediate_size=48&num_attention_heads=4&vocab_size=64"
 )
-PARTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "tensor": (f"hf:llama?{SMALL}&sequence=8", {"tensor_parallel": {"autotp_size": 2}}),
-    "experts": (
+# Model, configuration, ZeRO stages that are checked, into what the model is divided.
+DIVIDED: dict[str, tuple[str, dict[str, Any], tuple[int, int], Parts]] = {
+    "tensor": (
+        f"hf:llama?{SMALL}&sequence=8",
+        {"tensor_parallel": {"autotp_size": 2}},
+        (1, 3),
+        Parts(),
+    ),
+    "spread experts": (
         f"hf:mixtral?{SMALL}&num_key_value_heads=2&num_local_experts=4&sequence=8",
         {"expert_parallel": {"enabled": True, "autoep_size": 2}},
+        (1, 3),
+        Parts(),
     ),
+    "sequences": (f"hf:llama?{SMALL}&sequence=8", {"sequence_parallel_size": 2}, (2, 3), Parts()),
+    "stages": ("pipeline", {}, (0, 1), Parts(stages=2)),
+    "experts": ("experts", {}, (1, 2), Parts(experts=2)),
 }
+
+
+def divided(
+    kind: str, kinds: tuple[RunKind, ...], stage: int, precision: str, schedules: int = 0
+) -> Plan:
+    """Of four ranks."""
+    model, block, _, parts = DIVIDED[kind]
+    how: dict[str, Any] = {"sizes": (1000, 4000), "ranks": 4, "parts": parts}
+    config = config_of(stage, precision, **block)
+    return plan_of(config, model, kinds, schedules=schedules, **how)
 
 
 class TestCleanRuns(DistributedTest):
@@ -91,16 +119,22 @@ class TestCleanRuns(DistributedTest):
         assert {"memory lifetimes", "simulated device = host", "eager = compiled"} <= passed
 
     @pytest.mark.world_size(4)
-    @pytest.mark.parametrize("kind", PARTS)
-    def test_layers_and_experts_of_several_ranks_pass(self, kind: str) -> None:
-        """Kills: slices compared with whole parameters, ranks of one replica with other data."""
+    @pytest.mark.parametrize("kind", DIVIDED)
+    def test_ranks_that_share_a_model_pass(self, kind: str) -> None:
+        """Kills: parts compared with whole parameters, ranks of one replica with other data."""
         pytest.importorskip("transformers")
-        model, block = PARTS[kind]
-        for stage, precision in ((1, "bf16"), (3, "fp32")):
-            config = config_of(stage, precision, **block)
-            kinds = (RunKind.SGD, RunKind.USER)
-            report = report_of(plan_of(config, model, kinds, ranks=4, sizes=(1000, 4000)))
-            assert failures(report) == [], stage
+        kinds = (RunKind.SGD, RunKind.USER)
+        for stage, precision in zip(DIVIDED[kind][2], ("bf16", "fp32"), strict=True):
+            assert failures(report_of(divided(kind, kinds, stage, precision))) == [], stage
+
+    @pytest.mark.world_size(4)
+    @pytest.mark.parametrize("kind", ["sequences", "stages", "experts"])
+    def test_what_ranks_do_with_it_passes(self, kind: str) -> None:
+        """Kills: a run that ranks of one kind of division cannot make."""
+        pytest.importorskip("transformers")
+        kinds = (RunKind.SPLIT, RunKind.LEDGER, RunKind.COLLECTIVES, RunKind.SIM)
+        report = report_of(divided(kind, kinds, 1, "bf16", schedules=1))
+        assert failures(report) == []
 
     def test_checks_that_are_not_possible_are_told_in_the_verdict(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -118,6 +152,7 @@ class TestCleanRuns(DistributedTest):
         *_, verdict = out.getvalue().splitlines()
         left_out = "2 left out: model: micro-batches = whole batch, accumulation invariance"
         assert verdict.startswith("INCOMPLETE") and verdict.endswith(left_out)
+        assert "not covered: kernels" in out.getvalue() and "stream races" in out.getvalue()
 
 
 class TestFaults(DistributedTest):
@@ -170,6 +205,41 @@ class TestFaults(DistributedTest):
         report = report_of(plan_of(config_of(1), "right", (RunKind.SGD, RunKind.USER)))
         wrong = [row for row in report.rows if row.verdict.value == "FAIL"]
         assert any("value after the step" in row.detail and row.check == "SGD" for row in wrong)
+
+    @pytest.mark.world_size(4)
+    def test_a_tied_weight_of_one_stage(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Kills: gradients that each stage has to itself."""
+        instructions = PipelineEngine._INSTRUCTION_MAP
+        monkeypatch.setitem(instructions, ReduceTiedGrads, lambda engine: None)
+        failed = failures(report_of(divided("stages", (RunKind.SGD,), 1, "fp32")))
+        assert any("at step 0 tied_modules.in.weight is off" in row for row in failed), failed
+
+    @pytest.mark.world_size(4)
+    def test_gradients_of_a_piece(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Kills: pieces of sequences that are compared with pieces."""
+        pytest.importorskip("transformers")
+        monkeypatch.setattr(ParallelMap, "replicas", ParallelMap.data)
+        failed = failures(report_of(divided("sequences", (RunKind.SGD,), 2, "fp32")))
+        assert any("gradient of model" in row for row in failed), failed
+
+    @pytest.mark.world_size(4)
+    def test_gradients_for_other_experts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Kills: experts that are compared with those of the same number on each rank."""
+        backward = staticmethod(lambda ctx, grad: (None, grad))
+        monkeypatch.setattr(sharded_moe._AllToAll, "backward", backward)
+        report = report_of(divided("experts", (RunKind.SGD,), 1, "fp32"))
+        experts = "layer.deepspeed_moe.experts.deepspeed_experts"
+        assert f"{experts}.3.weight" in culprits(report), failures(report)
+
+    @pytest.mark.world_size(4)
+    def test_receives_that_are_posted_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Kills: a device without limits, on which all of them find a processor."""
+        issued = lambda lane, count: (setattr(lane, "_issued", 1 << 30), lane.post())  # noqa: E731
+        monkeypatch.setattr(stage_channels._Lane, "issued", issued)
+        config, parts = config_of(1), Parts(stages=2)
+        kinds, how = (RunKind.SIM,), {"schedules": 1, "ranks": 4, "parts": parts}
+        failed = failures(report_of(plan_of(config, "interleaved", kinds, **how)))
+        assert any(row.startswith("queues") and "_post_next" in row for row in failed), failed
 
     def test_a_loss_that_is_a_sum(self) -> None:
         """The engine is right and the model is not: the row of the model says so."""
