@@ -86,7 +86,7 @@ def test_first_failing_rank_gives_code_and_last_words(launcher: Commands) -> Non
         print("peer noise", file=sys.stderr, flush=True)
         time.sleep(600)
         """)
-    process = launcher.start("--num_gpus", "2", script, is_forked=False)
+    process = launcher.start("--num_gpus", "2", script)
     pids = read_pids(process, 1)
     _, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 13
@@ -188,7 +188,7 @@ def test_a_node_that_gives_up_ends_those_that_wait_for_it(launcher: Commands) ->
     flags = ("--num_gpus", "1", "--min_elastic_nodes", "2", "--master_port", str(free_pair()))
     script = launcher.script(QUICK)
     launcher.variables.update(FAILURES="100", DS_LAUNCH_TIMEOUT="6")  # beats are a fifth apart
-    nodes = [launcher.start(*elastic(*flags), script, is_forked=False) for _ in range(2)]
+    nodes = [launcher.start(*elastic(*flags), script) for _ in range(2)]
     said = {node.communicate(timeout=2 * TIMEOUT)[1]: node.returncode for node in nodes}
     assert sorted(said.values()) == [2, 7], said
     (failed,) = (text for text, code in said.items() if code == 7)
@@ -223,6 +223,7 @@ def test_logs_cores_and_pid_file(launcher: Commands) -> None:
     script = launcher.script(f"{SHOW}print(open({pid_file}).read())\n")
     flags = ["--bind_cores_to_rank", "--bind_core_list", f"{cores[1]},{cores[0]}", "--save_pid"]
     flags += ["--num_gpus", "2", "--no_local_rank", "--enable_each_rank_log", "logs"]
+    # Where the file lies is decided when the interpreter starts.
     process = launcher.start(*flags, script, is_forked=False)
     out, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 0, err
@@ -250,7 +251,7 @@ def test_node_launcher_runs_a_module(launcher: Commands) -> None:
     launcher.script(SHOW, "shows.py")
     world = "eyJsb2NhbGhvc3QiOiBbMCwgMV19"
     flags = (f"--world_info={world}", "-q", "--module", "shows", "x")
-    code, out, err = launcher.run(*flags, module="deepspeed.launcher.launch", is_forked=False)
+    code, out, err = launcher.run(*flags, module="deepspeed.launcher.launch")
     assert code == 0, err
     assert {rank: seen["argv"] for rank, seen in shown(out).items()} == {
         rank: [f"--local_rank={rank}", "x"] for rank in (0, 1)
