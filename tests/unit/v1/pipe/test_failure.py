@@ -147,14 +147,17 @@ class TestTwoRanks(DistributedTest):
         with pytest.raises(PipelinePeerError):
             first.check()
 
-    def test_a_long_batch_without_failure_raises_nothing(self) -> None:
+    def test_a_long_batch_without_failure_raises_nothing(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         # Longer than several looks of the thread, one rank blocked all the time; and the groups
         # still work afterwards.
+        monkeypatch.setattr(failure, "LOOK_S", 0.08)
         watch, channel = watch_and_channel(1, 0)
         for _ in range(2):
             with watch.guard():
                 if dist.get_rank() == 1:
-                    end = time.monotonic() + 0.8
+                    end = time.monotonic() + 0.3
                     while time.monotonic() < end:
                         torch.ones(64, 64) @ torch.ones(64, 64)
                     channel.send(torch.ones(2))
