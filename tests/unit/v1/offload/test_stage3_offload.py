@@ -22,12 +22,14 @@ from deepspeed.runtime.zero.units.partial_offload import DevicePart, num_kept
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
+    safe_get_full_optimizer_states,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
 from unit.v1.device.test_overlap import Order, on_stream
+from unit.v1.gathering import masters_of
 from unit.v1.zero.stage3.models import (
     SHARDED,
     STEPS,
@@ -317,14 +319,12 @@ def run(engine: Any, steps: range, broken: int = -1) -> tuple[Tensors, list[floa
 
 def values(engine: Any) -> Tensors:
     """Masters and moments of what is trained."""
-    found = {}
-    for name, param in engine.module.named_parameters():
-        if param.requires_grad:
-            found[name] = safe_get_full_fp32_param(param).clone()
-            for key in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
-                if any(key in state for state in engine.optimizer.state.values()):
-                    value = safe_get_full_optimizer_state(param, key)
-                    found[f"{name} {key}"] = value.clone()
+    params = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    found = masters_of(params)
+    for key in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
+        if any(key in state for state in engine.optimizer.state.values()):
+            state = safe_get_full_optimizer_states(list(params.values()), key)
+            found |= {f"{n} {key}": own.clone() for n, own in zip(params, state, strict=True)}
     return found
 
 

@@ -18,12 +18,12 @@ from deepspeed.module_inject.layers import GatherReplacedLayerParams
 from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.runtime.sharding.model_ranks import is_model_parallel_parameter
 from deepspeed.runtime.sharding.model_slices import slices_of
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.verify import check_budgets, check_streams
 from unit.common import DistributedTest
 from unit.models import config_of, seeded, sgd
 from unit.one_process import OneProcess, own_loss, train
+from unit.v1.gathering import gradients_of, masters_of
 from unit.v1.looping import each
 from unit.v1.tensor.architectures import ARCHITECTURES, PlainDecoder, batch_of, model_of
 
@@ -47,11 +47,8 @@ def config(size: int, stage: int, rows: int = 2, **more: Any) -> dict[str, Any]:
 
 def alike(make: Callable[..., Any], *args: Any, **more: Any) -> tuple[Any, Any]:
     """A model of other weights on each rank, and the first rank's."""
-    model = seeded(make, *args, seed=dist.get_rank(), **more)
-    first = copy.deepcopy(model)
-    for param in first.parameters():
-        dist.broadcast(param.data, src=0)
-    return model, first
+    first = seeded(make, *args, seed=0, **more)
+    return seeded(make, *args, seed=dist.get_rank(), **more), first
 
 
 def start(model: Any, size: int, stage: int, **more: Any) -> Any:
@@ -96,19 +93,17 @@ def check_training(
             engine.backward(own_loss(engine, own_part(engine, samples, step, micros, micro)))
         trained = {key: p for key, p in engine.module.named_parameters() if p.requires_grad}
         right = process.grads()
-        found = {key: safe_get_full_grad(param) for key, param in trained.items()}
+        plain = not all(hasattr(param, "_hp_mapping") for param in trained.values())
+        found = gradients_of(trained, plain)
+        assert found.keys() == trained.keys()
         largest = max(right[key].norm().item() for key in trained)
         for key, grad in whole(engine, found).items():
             assert_close(f"step {step}, gradient of {key}", grad, right[key], largest)
         process.update()
         engine.step()
         assert float(engine.get_global_grad_norm()) == pytest.approx(process.norm.item(), rel=1e-5)
-        masters = {
-            key: param.detach() if (value := safe_get_full_fp32_param(param)) is None else value
-            for key, param in trained.items()
-        }
         params = process.params()
-        for key, value in whole(engine, masters).items():
+        for key, value in whole(engine, masters_of(trained, plain)).items():
             wanted = params[key]
             assert_close(f"step {step}, {key}", value, wanted, LR * largest + wanted.norm().item())
     if ends:
