@@ -23,7 +23,7 @@ from unit.common import DistributedTest
 from unit.models import config_of, linears, sgd
 from unit.one_process import mean_square, placed
 from unit.simple_model import Wide
-from unit.v1.looping import each
+from unit.v1.looping import each, each_pair
 
 LAYERS, WIDTH = 12, 256
 LAYER = WIDTH * WIDTH
@@ -138,7 +138,7 @@ class TestPeaks(DistributedTest):
         peak = peak_of(dtype, optimizer, sums_in or None)
         assert peak == pytest.approx(plan.device, rel=TOLERANCE)
 
-    @each(stage=(1, 2), precision=("fp32", "bf16"), overlap=(False, True), bucket=BUCKETS)
+    @each_pair(stage=(1, 2), precision=("fp32", "bf16"), overlap=(False, True), bucket=BUCKETS)
     def test_zero(self, stage: int, precision: str, overlap: bool, bucket: int) -> None:
         # Kills: gradients that outlive their bucket, a buffer per bucket.
         check_sharded(Case(stage, precision, overlap, bucket), 1)

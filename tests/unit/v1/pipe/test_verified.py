@@ -29,7 +29,7 @@ from unit.common import DistributedTest
 from unit.models import config_of, sgd
 from unit.v1.contract.matrix import of_world
 from unit.v1.gathering import from_all_ranks
-from unit.v1.looping import each
+from unit.v1.looping import each, each_pair
 from unit.v1.moe.runner import Case as ExpertCase
 from unit.v1.moe.runner import CaseRun as ExpertRun
 from unit.v1.sequence.test_training import Run as SequenceRun
@@ -144,7 +144,7 @@ class TestStages(DistributedTest):
 
     world_size = 2
 
-    @each(stage=[0, 1], schedule=["1f1b", "zero_bubble"], bare=["first", "last", "functions"])
+    @each_pair(stage=[0, 1], schedule=["1f1b", "zero_bubble"], bare=["first", "last", "functions"])
     def test_a_stage_without_trainable_parameters(
         self, stage: int, schedule: str, bare: str
     ) -> None:

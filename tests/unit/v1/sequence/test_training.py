@@ -4,6 +4,7 @@ Mutations seen to fail here: divide by the data-parallel ranks only; reduce over
 only; the exchange's backward being its forward; a loss whose backward takes its own slice only; key
 heads split without regard to query heads."""
 
+import itertools
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -287,15 +288,18 @@ class TestTwoRanks(DistributedTest):
     def test_ranks_that_share_no_sequence(self) -> None:
         Run((2, 1), "mesh", 1, "fp32").run()
 
-    @each(style=STYLES, stage=[0, 2])
-    def test_every_loss_style(self, style: str, stage: int) -> None:
+    @each(row=list(zip(STYLES, itertools.cycle((0, 2)), strict=False)))
+    def test_every_loss_style(self, row: tuple[str, int]) -> None:
         # Kills: a divisor that is right for one way to write the loss and off by the degree for
         # another.
+        style, stage = row
         Run((1, 2), "mesh", stage, "fp32", style=style).run()
 
-    @each(heads=[(5, 5), (4, 2), (4, 1), (3, 1), (6, 3)], positions=[0, 1])
-    def test_heads(self, heads: tuple[int, int], positions: int) -> None:
-        Run((1, 2), "mesh", 1, "fp32", heads=heads, positions=positions).run()
+    # Equal, repeated and uneven numbers of heads, with places before and behind them.
+    @each(row=[(5, 5, 0), (5, 5, 1), (4, 2, 0), (4, 1, 1), (3, 1, 0), (6, 3, 0), (6, 3, 1)])
+    def test_heads(self, row: tuple[int, int, int]) -> None:
+        *heads, positions = row
+        Run((1, 2), "mesh", 1, "fp32", heads=(heads[0], heads[1]), positions=positions).run()
 
 
 class TestSimulated(DistributedTest):
