@@ -19,8 +19,10 @@ from unit.launcher import forked
 from unit.rank_server import Job
 
 ROOT = Path(__file__).resolve().parents[3]
+COMMAND = "-m deepspeed.launcher.runner --num_gpus {processes} --master_port {port}".split()
 LAUNCHERS = {
-    "deepspeed": "-m deepspeed.launcher.runner --num_gpus {processes} --master_port {port}".split(),
+    "deepspeed": COMMAND,
+    "elastic": [*COMMAND, *"--elastic_training --master_addr 127.0.0.1".split()],
     "torchrun": "-m torch.distributed.run --standalone --nproc_per_node {processes}".split(),
 }
 

@@ -77,9 +77,9 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
 
 def test_a_killed_rank_is_started_again_and_training_goes_on(nodes: Nodes) -> None:
     # Kills: a restart that begins from the start, or from weights that are not the checkpoint's.
-    broken = nodes.start("--num_gpus", "2", FAIL_AT="4:1:0")
+    broken = {"launcher": "elastic", "FAIL_AT": "4:1:0"}
+    run_ranks(SCRIPT, nodes.folder, "--checkpoints", "checkpoints", **broken)
     run_ranks(SCRIPT, nodes.folder, "--checkpoints", "unbroken")
-    nodes.end(broken)
     starts = [entry["start"] for entry in nodes.log() if "start" in entry]
     assert len(starts) == 2 and starts[0] == 0 and starts[1] == 4
     assert steps(nodes.log()) == [(step, 2) for step in range(1, 9)]

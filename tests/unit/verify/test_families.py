@@ -20,7 +20,9 @@ FAULT = 0.088
 
 def report(family: str) -> list[str]:
     sizes = {"steps": 2, "schedules": 1, "sizes": (40_000,) * 5}
-    return failures(report_of(plan_of(example_config(), FAMILIES[family], SIMULATED, **sizes)))
+    # t5 has two stacks of so many.
+    model = FAMILIES[family].replace("t5?num_layers=2", "t5?num_layers=1")
+    return failures(report_of(plan_of(example_config(), model, SIMULATED, **sizes)))
 
 
 class TestFamilies(DistributedTest):

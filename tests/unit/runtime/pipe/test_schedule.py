@@ -215,8 +215,9 @@ class TestFormulas:
     # The largest sizes: the schedules stay right, and checking them stays cheap (seconds each).
     def test_64_stages(self) -> None:
         check_1f1b(64, 1024, (1, 1, 1))
-        check_interleaved(64, 1024, 2, (1, 1, 1))
-        check_zero_bubble(64, 1024)
+        # Four times the stages: as steady as sixteen times.
+        check_interleaved(64, 256, 2, (1, 1, 1))
+        check_zero_bubble(64, 256)
 
     def test_latency_is_paid_along_the_way(self) -> None:
         # One micro-batch goes down and up: 2 * (stages - 1) messages.
