@@ -245,6 +245,7 @@ def _inert_keys(model: type[BaseModel], prefix: str = "") -> Iterator[Inert]:
 
 
 INERT = tuple(_inert_keys(TrainingConfig))
+_INERT_BLOCKS = {inert.path.rpartition(".")[0] for inert in INERT}
 
 
 def value_at(tree: BaseModel, path: str) -> Any:
@@ -284,12 +285,12 @@ def inert_keys_of(tree: TrainingConfig, given: Mapping[str, Any]) -> Iterator[st
     """Yield ``key=value (has no effect without ...)`` for each key of ``given`` changed in vain."""
     has_stage_3 = tree.zero_optimization.stage == ZeroStageEnum.weights
     there = STAGE_3 if has_stage_3 else OTHER_STAGES
+    changed = {path: dict(_changed(value_at(tree, path))) for path in _INERT_BLOCKS}
     for inert in INERT:
         block_path, _, name = inert.path.rpartition(".")
-        for key, value in _changed(value_at(tree, block_path)):
-            if key == name and inert.without != there:
-                path = as_given(inert.path, given)
-                yield f"{path}={value!r} (has no effect without {inert.without})"
+        if name in changed[block_path] and inert.without != there:
+            path, value = as_given(inert.path, given), changed[block_path][name]
+            yield f"{path}={value!r} (has no effect without {inert.without})"
     yield from _keys_of_absent_features(tree)
     if "autotp_size" not in tree.tensor_parallel.model_fields_set:
         for key, value in _changed(tree.tensor_parallel):
@@ -322,10 +323,12 @@ def _changed(block: BaseModel | None) -> Iterator[tuple[str, Any]]:
     """Yield the keys of a block that were given another value than their default."""
     if block is None:
         return
-    for name, field in type(block).model_fields.items():
-        value = getattr(block, name)
-        if name in block.model_fields_set and value != field.get_default(call_default_factory=True):
-            yield name, value
+    given = block.model_fields_set
+    for name, field in type(block).model_fields.items() if given else ():
+        if name in given:
+            value = getattr(block, name)
+            if value != field.get_default(call_default_factory=True):
+                yield name, value
     yield from (block.model_extra or {}).items()
 
 

@@ -39,12 +39,11 @@ def _patches_of(thing: object) -> Iterator[tuple[str, bool]]:
         known = _known(names[max(place - 1, 0) :])
         honoured = HONOURED.get(names[place - 1], ()) if place else ()
         for name, value in vars(holder).items() if known else ():
-            why = _why(known, name)
-            if (why is None and name not in honoured) or _is_of_this_package(value):
+            if _is_of_this_package(value):
                 continue
             if name in honoured:
                 yield f"{known[0]}.{name} is this program's own; this package calls it", True
-            else:
+            elif (why := _why(known, name)) is not None:
                 yield f"{why}. What this program has put there is never called", False
 
 
