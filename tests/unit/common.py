@@ -194,6 +194,7 @@ class DistributedExec:
         reuse_dist_env, non_daemonic_procs: upstream's; processes are always fresh and may start
             others, which are killed at the end.
         exec_timeout: seconds after which ranks are given up; None: DS_UNITTEST_TIMEOUT, or 60.
+        imports: modules that take long to import, which the ranks of a worker then share.
     """
 
     world_size: int | list[int] = 2
@@ -204,6 +205,7 @@ class DistributedExec:
     reuse_dist_env: bool = False
     non_daemonic_procs: bool = False
     exec_timeout: float | None = None
+    imports: tuple[str, ...] = ()
 
 
 class DistributedTest(DistributedExec):
@@ -387,9 +389,8 @@ def launch(
         }
         timeout_s = _timeout_of(exec_class)
         try:
-            results = server.run(
-                Job(("unit.common", "run_on_rank"), call, num_ranks, timeout_s, env=RANK_ENV)
-            )
+            body, keys = ("unit.common", "run_on_rank"), {"imports": exec_class.imports}
+            results = server.run(Job(body, call, num_ranks, timeout_s, env=RANK_ENV, **keys))
         finally:
             if os.path.exists(store):
                 os.unlink(store)

@@ -61,6 +61,15 @@ OTHERS_PRELOADED = (
     "torch.utils.serialization.config",
 )
 
+# What compiling with "aot_eager" imports, for more than a second: as `Job.imports`.
+COMPILER = (
+    "torch._dynamo.backends.debugging",
+    "torch._dynamo.backends.distributed",
+    "torch._inductor.compile_fx",
+    "torch.distributed.tensor.experimental",
+    "torch.export._trace",
+)
+
 PASSED, SKIPPED, XFAILED, FAILED = "passed", "skipped", "xfailed", "failed"
 
 
@@ -68,7 +77,8 @@ PASSED, SKIPPED, XFAILED, FAILED = "passed", "skipped", "xfailed", "failed"
 class Job:
     """What every rank runs: ``body(rank, payload)``, in at most `timeout_s` and with `env` set.
 
-    `body` is named, because functions of test modules do not all pickle.
+    `body` is named, because functions of test modules do not all pickle. `imports` are modules that
+    the template imports first, and has from then on.
     """
 
     body: tuple[str, str]
@@ -77,6 +87,7 @@ class Job:
     timeout_s: float
     env: dict[str, str] = field(default_factory=dict)
     directory: str = ""
+    imports: tuple[str, ...] = ()
 
 
 @dataclass
@@ -376,9 +387,12 @@ def become_template(with_deepspeed: bool = True) -> None:
             from deepspeed.runtime.config_models.features import DeepSpeedMonitorConfig
             from deepspeed.runtime.config_models.reader import read_block
             from deepspeed.runtime.config_models.training import TrainingConfig
+            from deepspeed.runtime.engine import DeepSpeedEngine
+            from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
             # Compiles the patterns that each new engine asks by.
-            reason("deepspeed.runtime.engine.DeepSpeedEngine", "")
+            for kind in (*DeepSpeedEngine.__mro__, *DeepSpeedZeroOptimizer_Stage3.__mro__):
+                reason(f"{kind.__module__}.{kind.__qualname__}", "")
             read_block(TrainingConfig, {})
             DeepSpeedMonitorConfig()
         with contextlib.suppress(Exception):
@@ -407,6 +421,10 @@ def _serve(connection: socket.socket) -> None:
         if jobs == MANY_JOBS:
             use_huge_pages()
         watch = _Watch(pickle.loads(message), connection, wakeup)
+        for name in watch.job.imports:
+            # As above; and other versions of torch have other modules.
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
         watch.start()
         if not watch.wait():
             return

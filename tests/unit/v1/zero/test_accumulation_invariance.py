@@ -16,7 +16,7 @@ SAMPLES_PER_RANK = 32
 LENGTH = 12
 VOCABULARY = 32
 WIDTH = 32
-STEPS = 5
+STEPS = 3
 
 
 class TinyGPT(nn.Module):

@@ -16,7 +16,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.zero.utils import is_zero_param
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from unit.common import DistributedTest
-from unit.v1.looping import each
+from unit.v1.looping import each, each_pair
 from unit.v1.zero.usage import (
     ROWS,
     STAGES,
@@ -166,7 +166,7 @@ class TestWays(DistributedTest):
             assert torch.allclose(found.float(), wanted[param_name], atol=0.02), param_name
         engine.destroy()
 
-    @each(stage=ALL_STAGES, precision=("fp32", "bf16", "fp16"), clipping=(0.0, 1.0))
+    @each_pair(stage=ALL_STAGES, precision=("fp32", "bf16", "fp16"), clipping=(0.0, 1.0))
     def test_after_a_skipped_step(self, stage: int, precision: str, clipping: float) -> None:
         # Kills: infinity in the log and the progress bar of whoever prints the norm.
         scale = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}

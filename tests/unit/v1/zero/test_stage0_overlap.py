@@ -5,6 +5,7 @@ Gradients are accumulated, and their hooks run, on the side stream, as the accum
 made there; the reduction may not start before. The simulated device makes a missing wait wrong.
 """
 
+import functools
 import re
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -26,6 +27,7 @@ from deepspeed.verify import check_streams
 from unit.common import DistributedTest
 from unit.models import config_of, drawn, seeded
 from unit.one_process import OneProcess
+from unit.rank_server import COMPILER
 from unit.v1.looping import each
 
 LR = 0.125
@@ -81,11 +83,16 @@ def train(engine: Any, steps: int = 2) -> None:
         engine.step()
 
 
+@functools.cache
+def reference(steps: int) -> dict[str, torch.Tensor]:
+    return OneProcess(make_net(), LR).train(rows, steps)
+
+
 def compare(engine: Any, tolerance: float = 1e-6, steps: int = 2) -> None:
-    expected = OneProcess(make_net(), LR).train(rows, steps)
-    for param, reference in zip(engine.module.parameters(), expected.values(), strict=True):
+    wanted = reference(steps).values()
+    for param, expected in zip(engine.module.parameters(), wanted, strict=True):
         value = safe_get_full_fp32_param(param) if hasattr(param, "_hp_mapping") else param.detach()
-        torch.testing.assert_close(value, reference, rtol=0, atol=tolerance)
+        torch.testing.assert_close(value, expected, rtol=0, atol=tolerance)
 
 
 class Sent(GradientObserver):
@@ -113,6 +120,7 @@ class Sent(GradientObserver):
 
 class TestOverlap(DistributedTest):
     world_size = 2
+    imports = COMPILER
 
     @each(block=({}, HALF), device=(False, True))
     def test_buckets_leave_during_backward(self, block: dict[str, Any], device: bool) -> None:

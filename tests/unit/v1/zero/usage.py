@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -136,13 +137,20 @@ def reference_params(
     model: nn.Module | None = None,
 ) -> Params:
     """Plain torch over all ranks' data; one list of micro-batch indices per optimizer step.
-    ``loss`` is given a micro-batch's input.
+    ``loss`` is given a micro-batch's input. Without it and ``model`` they are trained once.
     """
+    if loss is None and model is None:
+        return _params_of_net(tuple(map(tuple, windows)), 3)
     loss = loss or (lambda net, x: loss_of(net(x)))
     one = OneProcess(make_net() if model is None else model, LR, loss)
     for indices in windows:
         one.step(data(index, rank) for index in indices for rank in range(dist.get_world_size()))
     return one.params()
+
+
+@functools.cache
+def _params_of_net(windows: tuple[tuple[int, ...], ...], seed: int) -> Params:
+    return reference_params(windows, model=make_net(seed))
 
 
 def assert_close(engine: Any, wanted: Params, tolerance: float = TOLERANCE["fp32"]) -> None:
@@ -158,7 +166,7 @@ def check(
     engine: Any, windows: Iterable[Iterable[int]], precision: str = "fp32", seed: int = 3
 ) -> None:
     """The engine has trained the net of this seed as plain torch does."""
-    assert_close(engine, reference_params(windows, model=make_net(seed)), TOLERANCE[precision])
+    assert_close(engine, _params_of_net(tuple(map(tuple, windows)), seed), TOLERANCE[precision])
 
 
 def params_of(engine: Any) -> Params:

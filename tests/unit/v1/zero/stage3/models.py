@@ -1,5 +1,6 @@
 """Models and runs of the tests of stage 3."""
 
+import functools
 from typing import Any
 
 import torch
@@ -117,6 +118,7 @@ def values_of(model: nn.Module) -> Tensors:
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
+@functools.cache
 def reference(steps: int = STEPS, accumulation: int = 2) -> Tensors:
     return OneProcess(make_net(), LR, loss_of).train(tokens_of, steps, accumulation)
 

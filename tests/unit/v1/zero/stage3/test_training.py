@@ -52,6 +52,7 @@ from deepspeed.runtime.zero.parameters.zero_parameter import record_of
 from unit.common import DistributedTest
 from unit.models import seeded
 from unit.one_process import OneProcess, mean_square, of_all_ranks
+from unit.rank_server import COMPILER
 from unit.v1.gathering import collectives
 from unit.v1.zero.stage3.models import (
     BOUNDED,
@@ -184,6 +185,7 @@ def at_stage_3(model: Any, **zero: Any) -> Tensors:
 
 class TestOnTwoRanks(DistributedTest):
     world_size = 2
+    imports = COMPILER
 
     def test_keys(self) -> None:
         # Kills: a key that is accepted and ignored, or does nothing.
@@ -427,7 +429,7 @@ class TestOnTwoRanks(DistributedTest):
             engine = engine_of(make_net(depth=8), config_of(3, 1, **zero))
             pool = engine.parameter_offload.resources.pool
             sizes = []
-            for step in range(6):
+            for step in range(4):
                 train(engine, 1, accumulation=1, first=step)
                 sizes.append(pool.num_bytes)
             assert len(set(sizes[1:])) == 1, sizes

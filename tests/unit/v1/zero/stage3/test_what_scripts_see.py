@@ -1,6 +1,7 @@
 """What scripts see of sharded weights and gradients: state dicts and `averaged_gradients`."""
 
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -179,6 +180,7 @@ class TestStateDicts(DistributedTest):
         assert all(has_elements(copied.state_dict()).values())
 
 
+@functools.cache
 def reference_gradients(first: int, micro_batches: int) -> dict[str, torch.Tensor]:
     one = OneProcess(make_net(), 0.0, loss_of)
     numbers = range(first, first + micro_batches)
