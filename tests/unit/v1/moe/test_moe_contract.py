@@ -18,17 +18,25 @@ from unit.v1.moe.runner import Case, CaseRun
 PRODUCT = list(itertools.product((1, 2, 3), (True, False), (0, 1, 2), ("fp32", "bf16")))
 
 
-def cases_of(ep_size: int, share: int) -> list[Case]:
-    """A sixth of the product for each size; sizes, residual and accumulation go round."""
-    return [
+def cases_of(ep_size: int, share: int, world: int) -> list[Case]:
+    """A sixth of the product for each size; sizes, residual and accumulation go round. Two ranks
+    and four have one half of it each, and the other half in the next share; with experts over four
+    ranks there is one world alone.
+    """
+    sixth = [
         Case(ep_size, *chosen, residual=index % 2 == 0, accumulation=1 + index // 2 % 2)
         for index, chosen in enumerate(PRODUCT)
-        if (index + ep_size + index // 6 + share) % 6 == 0
+        if (index + ep_size + index // 6 + share // 2) % 6 == 0
+    ]
+    half = (share + world // 2) % 2
+    # In each half all of `k`, and tokens that are dropped and that are not.
+    return [
+        case for place, case in enumerate(sixth) if ep_size == 4 or (place + place // 2) % 2 == half
     ]
 
 
 # Others are run by `make campaign NAME=contract`.
-SHARES = [0, *(pytest.param(share, marks=pytest.mark.contract) for share in range(1, 6))]
+SHARES = [0, *(pytest.param(share, marks=pytest.mark.contract) for share in range(1, 12))]
 
 
 def run_all(cases: list[Case]) -> None:
@@ -42,8 +50,21 @@ class TestProduct(DistributedTest):
     world_size = [2, 4]
 
     def test(self, ep_size: int, share: int) -> None:
-        if ep_size <= dist.get_world_size():
-            run_all(cases_of(ep_size, share))
+        world = dist.get_world_size()
+        if ep_size <= world:
+            run_all(cases_of(ep_size, share, world))
+
+
+def test_shares_make_up_the_product() -> None:
+    # Kills: a case that no share runs in one of the worlds; a half of the share of each run that
+    # lacks a number of experts for each token.
+    for ep_size, world in ((1, 2), (1, 4), (2, 2), (2, 4), (4, 4)):
+        shares = [cases_of(ep_size, share, world) for share in range(12)]
+        assert len({case for share in shares for case in share}) == len(PRODUCT)
+        first = shares[0]
+        assert {case.k for case in first} == {1, 2, 3}
+        assert {case.drop for case in first} == {True, False}
+        assert {case.precision for case in first} == {"fp32", "bf16"}
 
 
 class TestFourRanks(DistributedTest):
