@@ -74,10 +74,16 @@ class RowFiller:
 
 
 class WholeViews:
-    """Whole parameters, in their shapes, in memory of at least `numel_of(table)` elements."""
+    """Whole parameters, in their shapes, in memory of at least `numel_of(table)` elements; with
+    `is_shard` it is the shard of an only owner, where they follow one another.
+    """
 
     def __init__(
-        self, table: ParameterCutTable, shapes: Sequence[torch.Size], memory: torch.Tensor
+        self,
+        table: ParameterCutTable,
+        shapes: Sequence[torch.Size],
+        memory: torch.Tensor,
+        is_shard: bool = False,
     ) -> None:
         self._cuts = list(table.cuts)
         self._num_shards = table.num_shards
@@ -88,7 +94,7 @@ class WholeViews:
             padded = cut * table.num_shards
             self.params.append(memory[start : start + numel].view(shape))
             self._columns.append(memory[start : start + padded].view(table.num_shards, cut))
-            start += _aligned(padded, memory.element_size())
+            start += padded if is_shard else _aligned(padded, memory.element_size())
 
     @staticmethod
     def numel_of(table: ParameterCutTable, dtype: torch.dtype) -> int:

@@ -7,6 +7,8 @@ issued ahead of time:
              gather stream   shards of all ranks -> rows `[N, s]`     (one all-gather)
     finish   current stream  rows -> whole parameters                 (one grouped copy)
 
+A unit of one rank copies nothing: its whole parameters are views of the shard.
+
 With `SecondaryShards` the gather stream keeps some rows, from which later gathers fill them.
 
 [Note: edges of a gather]
@@ -22,7 +24,8 @@ With `SecondaryShards` the gather stream keeps some rows, from which later gathe
 7. shard read by a gather or loaded -> written: who writes to shards on the host waits
    (`before_write`), or lets the device's stream wait that the update is issued on. A gather that
    nobody came for may still be reading; the update's norm need not come behind it, which is over
-   other ranks where shards have several copies.
+   other ranks where shards have several copies. Nor need it come behind what another stream has
+   read of a shard that is what is whole.
 
 Who needs a unit, and when it goes, is the coordinator's.
 """
@@ -42,7 +45,7 @@ from deepspeed.comm.shard_ops import PendingShards, gather_from_owners
 from deepspeed.comm.watch import lone_waits
 from deepspeed.comm.watch.observation import announce
 from deepspeed.runtime.sharding.cut_rows import WholeViews
-from deepspeed.runtime.sharding.flattening import joined
+from deepspeed.runtime.sharding.flattening import joined, lies_on_host
 from deepspeed.runtime.sharding.fragments import ParameterCutTable
 from deepspeed.runtime.zero.gathering.memory_pool import GatherResources, PoolBuffer, poison
 from deepspeed.runtime.zero.parameters.zero_parameter import (
@@ -122,7 +125,8 @@ class GatherUnit:
         self.resources = resources
         self._under_way: _Gather | None = None
         self._memory: PoolBuffer | None = None
-        self._own_memory: PoolBuffer | None = None  # of what persists
+        self._is_alone = False
+        self._own_memory: PoolBuffer | None = None  # of what persists, or the shard
         self._readers: set[Stream] = set()
         self._update = 0  # how many there were when its gather began
         resources.mark_updated()
@@ -131,6 +135,12 @@ class GatherUnit:
 
     def use_shard(self, shard: torch.Tensor) -> None:
         self.shard = shard
+        starts = (shard.storage_offset() + start for start in self.table.cut_starts[:-1])
+        # Kernels would find the rest badly aligned.
+        is_aligned = all(start * shard.element_size() % 16 == 0 for start in starts)
+        is_here = shard.device == self.device and not lies_on_host(shard)
+        is_alone = self.table.num_shards == 1 and not self.persists
+        self._is_alone = is_alone and is_here and is_aligned
         self._is_locked = get_accelerator().is_pinned(shard)
         self.resources.mark_updated()
         for record, start, cut in zip(
@@ -161,6 +171,16 @@ class GatherUnit:
     # State
 
     @property
+    def shows_shard(self) -> bool:
+        """Whether it is whole, and the shard itself is what is."""
+        return self.is_whole and not self.persists and self._memory is self._own_memory
+
+    @property
+    def buffer(self) -> PoolBuffer:
+        assert self._memory is not None, f"unit {self.name} is not whole"
+        return self._memory
+
+    @property
     def is_whole(self) -> bool:
         return self._memory is not None
 
@@ -179,13 +199,11 @@ class GatherUnit:
 
     @property
     def memory(self) -> torch.Tensor:
-        assert self._memory is not None, f"unit {self.name} is not whole"
-        return self._memory.tensor
+        return self.buffer.tensor
 
     @property
     def whole_params(self) -> list[torch.Tensor]:
-        assert self._memory is not None, f"unit {self.name} is not whole"
-        whole: WholeViews = self._memory.views[self]
+        whole: WholeViews = self.buffer.views[self]
         return whole.params
 
     def hand_out(self) -> list[torch.Tensor]:
@@ -210,6 +228,8 @@ class GatherUnit:
                 f"{self.label} while offload_states keeps lp_params off the device: call "
                 "reload_states() first"
             )
+        if self._is_alone and not shared.is_poisoned:
+            return
         group, own, shard, self._update = self._source()
         announce(self.label, group)
         with shared.loading():
@@ -274,7 +294,7 @@ class GatherUnit:
         """Have the parameters whole for what is issued from now on on the current stream."""
         if self._memory is None:
             self.start()
-            self._memory = self._finish()
+            self._memory = self._finish() if self.is_on_its_way else self._show_shard()
         if self._update != self.resources.num_updates:
             raise RuntimeError(
                 f"unit {self.name} was gathered before update {self.resources.num_updates} of the "
@@ -285,6 +305,8 @@ class GatherUnit:
             if stream not in self._readers:
                 stream.wait_event(self._memory.filled)
                 self._readers.add(stream)
+            if self.shows_shard:
+                self.resources.shard_readers.add(stream)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -311,9 +333,26 @@ class GatherUnit:
         if current is not None:
             memory.filled = current.record_event()
             self._readers = {current}
-        for param, record, whole in zip(self.params, self.records, views.params, strict=True):
+        self._show(views.params)
+        return memory
+
+    def _show(self, whole_params: Sequence[torch.Tensor]) -> None:
+        for param, record, whole in zip(self.params, self.records, whole_params, strict=True):
             if not record.readers:
                 show(param, whole)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _show_shard(self) -> PoolBuffer:
+        if self._own_memory is None:
+            self._own_memory = PoolBuffer(self.shard.detach())
+            shapes = [record.shape for record in self.records]
+            views = WholeViews(self.table, shapes, self._own_memory.tensor, is_shard=True)
+            self._own_memory.owner, self._own_memory.views[self] = self, views
+        memory = self._own_memory
+        memory.filled = self.resources.shards_updated
+        self._update = self.resources.num_updates
+        self._show(memory.views[self].params)
         return memory
 
     def _take_memory(self) -> PoolBuffer:
@@ -365,12 +404,12 @@ class GatherUnit:
             self.forget()
             if self._own_memory is not None and self.resources.is_poisoned:
                 poison(self._own_memory.tensor)
-            self._own_memory = None
             for param in self.params:
                 hide(param)
+        self._own_memory = None
 
     def forget(self) -> None:
-        if self._memory is not None and not self.persists:
+        if self._memory is not None and self._memory is not self._own_memory:
             self.resources.pool.give_back(self._memory, self._readers)
         self._memory = None
         self._readers = set()

@@ -257,6 +257,7 @@ class GatheredParameters:
         self.src_rank = modifier_rank
         self._discards = discard
         self._seen: dict[nn.Parameter, tuple[int, int]] = {}  # version and place of what is ours
+        self._kept: dict[nn.Parameter, torch.Tensor] = {}  # values of what shows its shard
 
     def __enter__(self) -> GatheredParameters:
         if self.params:
@@ -266,6 +267,8 @@ class GatheredParameters:
             self._refuse_outer_block(set(self.params) - set(own))
             hold_whole(self.params)
             self._seen = {param: (param._version, param.data_ptr()) for param in own}
+            shown = (param for param in own if _shows_shard(param))
+            self._kept = {param: param.data.clone() for param in shown}
             ordinary_copies.begin()
         elif self._is_empty:
             group = only_group()
@@ -282,7 +285,7 @@ class GatheredParameters:
             publish(modified, self.src_rank)
             if self._discards:
                 for param in filter(_stays_whole, self.params):
-                    record_of(param).unit.restore(param, _gather([param])[0])
+                    record_of(param).unit.restore(param, self._original(param))
             elif kind is None:
                 self._refuse_lost_edits(set(modified))
         finally:
@@ -368,7 +371,7 @@ class GatheredParameters:
             for index in sorted({index for _, found in told for index in found}):
                 param = self.params[index]
                 after = param.data  # a gather shows what it has gathered
-                original = _gather([param])[0]
+                original = self._original(param)
                 if not is_undone(original, after):
                     lost.append(index)
                 if _stays_whole(param):
@@ -390,13 +393,21 @@ class GatheredParameters:
         groups = dict.fromkeys(record_of(param).instances.everyone for param in self.params)
         return sorted(groups, key=lambda group: -dist.get_world_size(group=group))
 
-    @staticmethod
-    def _own_part(param: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slice what this rank owns of it, as its shard has it and as it is now."""
+    def _original(self, param: nn.Parameter) -> torch.Tensor:
+        return self._kept[param] if param in self._kept else _gather([param])[0]
+
+    def _own_part(self, param: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slice what this rank owns of it, as its shard had it and as it is now."""
         record = record_of(param)
         own = record.own_part(param.data)
-        shard = record.shard[: own.numel()]
+        kept = self._kept.get(param)
+        shard = record.shard[: own.numel()] if kept is None else kept.view(-1)
         return shard, get_accelerator().to_host(own) if lies_on_host(shard) else own
+
+
+def _shows_shard(param: nn.Parameter) -> bool:
+    record = record_of(param)
+    return bool(record.num_lent and record.unit.shows_shard)
 
 
 def _stays_whole(param: nn.Parameter) -> bool:

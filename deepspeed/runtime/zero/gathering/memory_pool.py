@@ -163,6 +163,7 @@ class GatherResources:
         shards_updated: Event after which shards may be read; None: they may be.
         num_updates: How often the optimizer has updated the shards.
         last_gather: Event behind the newest gather of the shards, on the gather stream.
+        shard_readers: Streams that have read shards as whole parameters since the last update.
         are_away: The shards are kept off the device (`offload_states`).
     """
 
@@ -179,6 +180,7 @@ class GatherResources:
         )
         self._last_load: Any = None  # event behind it
         self.last_gather: Any = None
+        self.shard_readers: set[Stream] = set()
         self.pool = MemoryPool(self.gather.has_streams)
         self.shards_updated: Any = None
         self.num_updates = 0
@@ -228,8 +230,12 @@ class GatherResources:
 
     def before_update(self) -> None:
         """Let what is issued on the current stream from now on write to shards."""
+        current = get_accelerator().current_stream()
         if self.last_gather is not None:  # which comes behind its load
-            get_accelerator().current_stream().wait_event(self.last_gather)
+            current.wait_event(self.last_gather)
+        for stream in self.shard_readers - {current}:
+            current.wait_stream(stream)
+        self.shard_readers.clear()
 
     def let_go(self) -> None:
         """Let go of all memory, behind what uses what nobody has any more."""

@@ -13,6 +13,7 @@ from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
 from deepspeed.runtime.zero.gathering.memory_pool import MemoryPool, PoolBuffer
 from deepspeed.runtime.zero.parameters.zero_parameter import (
     ShardedParameter,
+    is_zero_param,
     placeholder,
     record_of,
 )
@@ -47,6 +48,10 @@ class SavedTensors:
             tensor = torch._C._functorch.get_unwrapped(tensor)
         if tensor.layout is not torch.strided:
             return None
+        if is_zero_param(tensor) and not record_of(tensor).readers:
+            unit = record_of(tensor).unit
+            if unit is not None and unit.shows_shard:  # memory of views of it stays
+                return unit.buffer
         buffer = self._memory.by_pointer.get(tensor.untyped_storage().data_ptr())
         return None if buffer is None or buffer.owner is None else buffer
 

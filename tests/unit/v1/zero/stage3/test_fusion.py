@@ -3,6 +3,7 @@
 import gc
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -15,10 +16,19 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import set_z3_leaf_modules
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
-from unit.models import drawn, seeded
+from unit.models import drawn, linears, seeded
 from unit.one_process import OneProcess, mean_square
 from unit.v1.gathering import collectives
-from unit.v1.zero.stage3.models import LR, STEPS, Tensors, config_of, distance, engine_of, values_of
+from unit.v1.zero.stage3.models import (
+    LR,
+    SHARDED,
+    STEPS,
+    Tensors,
+    config_of,
+    distance,
+    engine_of,
+    values_of,
+)
 
 WIDTH = 5
 LAYERS = 24
@@ -380,3 +390,53 @@ class TestBounds(DistributedTest):
             engine.step()
             # Those that backward uses first stay from the second step on: the order is known then.
             assert len(gathers) == (4 if step == 0 else 3), gathers
+
+
+class TestOneRank(DistributedTest):
+    world_size = 1
+
+    def test_the_shard_is_what_is_whole(self) -> None:
+        # Kills: rows and whole memory beside the only rank's shard; autograd that keeps what is
+        # let go; an edit that nobody would write to the masters and that stays in the shard.
+        model, plain = linears(3, 8), OneProcess(linears(3, 8), LR, mean_square)
+        engine = engine_of(model, config_of(3, 1, **SHARDED, stage3_max_reuse_distance=0))
+        seen = set()
+
+        def edit(layer: nn.Module, _: Any) -> None:
+            before = layer.weight.data.clone()
+            with pytest.raises(RuntimeError, match="changed inside"):
+                with GatheredParameters(layer.weight):
+                    layer.weight.data.mul_(2)
+            with GatheredParameters(layer.weight, discard=True):
+                layer.weight.data.mul_(2)
+            assert torch.equal(layer.weight, before)
+
+        model[1].register_forward_pre_hook(edit)
+        for layer in model:
+            layer.register_forward_hook(lambda layer, *_: seen.add(layer.weight.data_ptr()))
+        for step in range(STEPS):
+            engine.backward(mean_square(engine, drawn(step, 4, 8)))
+            engine.step()
+            plain.step([drawn(step, 4, 8)])
+        assert seen == {layer.weight.ds_tensor.data_ptr() for layer in model}
+        assert not engine.parameter_offload.resources.pool.by_pointer
+        engine.offload_states()
+        engine.reload_states()
+        engine.backward(mean_square(engine, drawn(STEPS, 4, 8)))
+        engine.step()
+        plain.step([drawn(STEPS, 4, 8)])
+        engine.destroy()
+        assert all(map(torch.equal, model.parameters(), plain.model.parameters()))
+
+    def test_an_update_waits_for_what_reads_the_shard(self) -> None:
+        # Kills: shards that are written while a stream beside still reads them.
+        with simulate() as device, check_streams():
+            engine = engine_of(linears(3, 8), config_of(3, 1, **SHARDED))
+            side = device.Stream()
+            for step in range(STEPS):
+                engine.backward(mean_square(engine, drawn(step, 4, 8)))
+                side.wait_stream(device.current_stream())
+                with torch.no_grad(), device.stream(side):
+                    engine(drawn(9, 4, 8))
+                engine.step()
+            engine.destroy()
