@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import device
 import device_counts
@@ -65,21 +66,35 @@ def test_it_runs_to_the_end_on_the_simulated_device(
     assert results["zero2-overlap"]["peak_mib"] > 0 and results["ddp"]["peak_mib"] is None
 
 
+# Looks are forked from a process that has run nothing.
+FIRST_LOOK = """
+import sys, device, first_device
+from unit.launcher import forked
+first_device.subprocess = forked.replacement
+first_device.LOOK_SECONDS = float(sys.argv.pop(1))
+assert device.main(sys.argv[1:]) == 1
+"""
+
+
 @pytest.mark.slow
-def test_the_first_look_runs_to_its_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_first_look_runs_to_its_end(tmp_path: Path) -> None:
     # Those that are left out are the same with other words. Kills: a look that has never run, one
     # that fails and is not told, and one that hangs and holds the others.
-    monkeypatch.setenv("DS_ACCELERATOR", "sim")
-    monkeypatch.setattr(first_device, "subprocess", forked.replacement)
     others = {f"units:{order}" for order in ("shrinking", "alternating")} | {
-        f"system:{name}" for name in ("zero0", "zero1", "fsdp2")
+        f"system:{name}" for name in ("zero0", "zero1", "zero2", "fsdp2")
     }
     looks = [look for look in first_device.LOOKS if " with " not in look and look not in others]
-    record = tmp_path / "first.json"
-    flags = ["--first", "--steps", "1", "--json", str(record), "--looks"]
-    assert device.main([*flags, ",".join([*looks, "nonsense"])]) == 1
-    *told, nonsense = json.loads(record.read_text())["looks"]
-    assert [look["name"] for look in told if look["clean"]] == looks
+    record, program = tmp_path / "first.json", tmp_path / "program.py"
+    program.write_text(FIRST_LOOK)
+
+    def take(seconds: float, names: list[str]) -> list[dict[str, Any]]:
+        flags = ["--first", "--steps", "1", "--json", str(record), "--looks", ",".join(names)]
+        run_ranks(program, tmp_path, str(seconds), *flags, processes=1, DS_ACCELERATOR="sim")
+        taken: list[dict[str, Any]] = json.loads(record.read_text())["looks"]
+        return taken
+
+    *told, nonsense = take(first_device.LOOK_SECONDS, [*looks, "nonsense"])
+    assert [look["name"] for look in told if look["clean"]] == looks, told
     assert not nonsense["clean"] and "KeyError: 'nonsense'" in nonsense["said"]
     found = {look["name"]: look["found"] for look in told}
     assert found["graph"] == {**found["graph"], "not here": "graphs are captured on a device"}
@@ -88,9 +103,7 @@ def test_the_first_look_runs_to_its_end(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert found["system:zero3"]["formula MiB"] > 0 and found["units:growing"]["formula MiB"] > 0
     page = record.with_suffix(".md").read_text()
     assert "| zero3 |" in page and "## nonsense:" in page and ", FAILED" in page
-    monkeypatch.setattr(first_device, "LOOK_SECONDS", 0.05)
-    assert device.main([*flags, "start"]) == 1
-    assert json.loads(record.read_text())["looks"][0]["found"] == {"gave up after s": 0.05}
+    assert take(0.05, ["start"])[0]["found"] == {"gave up after s": 0.05}
 
 
 PROGRAM = """
