@@ -248,11 +248,11 @@ def shape_of(
         "expert_parallel.autoep_size": max(
             1, tree.expert_parallel.enabled * tree.expert_parallel.autoep_size
         ),
-        "ep_size of MoE": parts.experts,
+        "ep_size of MoE, times stages,": parts.experts * parts.stages,
     }
-    tensor, sequence, stages, *experts = sizes.values()
+    tensor, sequence, stages, spread, _ = sizes.values()
     if ranks is None:
-        ranks = 2 * max(tensor, *experts) * sequence * stages
+        ranks = 2 * max(tensor, spread, parts.experts) * sequence * stages
     world = ranks // (tensor * sequence * stages)
     for key, size in sizes.items():
         if ranks % size or not world:

@@ -21,9 +21,10 @@ Outside = dict[str, tuple[int, Deviation]]
 """Parameter -> first step at which it was outside its allowance, and by how much."""
 
 
-# What torch.compile raises of code that it does not take.
+# What torch.compile raises of code that it does not take, and the engine of what it cannot compile.
 COMPILER_ERRORS = frozenset(
-    "BackendCompilerFailed InternalTorchDynamoError TorchRuntimeError Unsupported UserError".split()
+    "BackendCompilerFailed InternalTorchDynamoError TorchRuntimeError Unsupported UserError "
+    "NotImplementedError".split()
 )
 _CALLED = {"parameters": "value after the step"}  # others are gradients
 

@@ -189,9 +189,13 @@ class Worker:
         return {**_summary(record, findings, followed), "hazards": hazards, "hangs": hangs}
 
     def _budgets(self) -> tuple[Budget, Budget]:
-        """The usual device and the least one: a pipeline's messages stand beside computation."""
-        is_pipeline = self.workload.parts.stages > 1
-        return Budget(), Budget(queues=2, processors=12) if is_pipeline else Budget(1, 1)
+        """The usual device and the least one: a pipeline's messages stand beside computation, and
+        beside collectives where its stages have experts.
+        """
+        parts = self.workload.parts
+        if parts.stages == 1:
+            return Budget(), Budget(queues=1, processors=1)
+        return Budget(), Budget(2, 12, per_collective=4 if parts.experts > 1 else 12)
 
     def _beside_host(self, run: Run, record: StepRecord) -> dict[str, Deviation]:
         """Name what a step on the simulated device leads elsewhere than the host's SGD run, if both

@@ -84,6 +84,25 @@ def experts() -> Made:
     return Routed(), batch, lambda output, pair: loss(output[0], pair) + 0.01 * output[1]
 
 
+class Inside(nn.Module):
+    """Experts as a layer of a pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.routed = MoE(16, nn.Linear(16, 16), 4, 2, k=1, use_rts=False, min_capacity=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.routed(x)[0]
+
+
+def experts_in_stages() -> tuple[nn.Module, Any]:
+    """Two stages with four experts over two ranks each."""
+    ends = LayerSpec(nn.Linear, FEATURES, 16), LayerSpec(nn.Linear, 16, 1)
+    listed = [ends[0], LayerSpec(Inside), LayerSpec(Inside), ends[1]]
+    how = {"partition_method": "uniform", "loss_fn": nn.functional.mse_loss}
+    return PipelineModule(listed, num_stages=2, **how), batch
+
+
 class DropOnOdd(torch.autograd.Function):
     """Drops the gradient of every second backward."""
 

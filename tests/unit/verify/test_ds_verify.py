@@ -13,9 +13,10 @@ import torch
 from pydantic import TypeAdapter
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
-from deepspeed.verify.oracle import picture, ranks
+from deepspeed.verify.oracle import UsageError, picture, ranks
 from deepspeed.verify.oracle.cli import main
 from deepspeed.verify.oracle.judge import Deviation
+from deepspeed.verify.oracle.parts import Parts
 from deepspeed.verify.oracle.plan import Plan, RunKind, Settings, in_shards, make_plan, shape_of
 from deepspeed.verify.oracle.ranks import Outcome, Session, run_plan
 from deepspeed.verify.oracle.reference import uncuttable
@@ -112,6 +113,14 @@ def test_as_many_ranks_as_average_every_gradient() -> None:
         assert (ranks, shape.world) == wanted
 
 
+def test_experts_are_spread_inside_of_a_stage() -> None:
+    """Kills: ranks of which no stage has enough for all experts."""
+    parts = Parts(stages=2, experts=2)
+    assert shape_of(config_of(1), None, parts)[0] == 8
+    with pytest.raises(UsageError, match="--world-size 2: ep_size of MoE"):
+        shape_of(config_of(1), 2, parts)
+
+
 def test_a_small_model_is_in_shards() -> None:
     """Kills: a check of stage 3 whose parameters all persist, which trains like stage 2."""
     config = {**config_of(3), "zero_optimization": {"stage": 3, "prefetch_bucket_size": "auto"}}
@@ -173,6 +182,7 @@ def test_what_becomes_of_the_compiled_model(monkeypatch: Patch) -> None:
 
     for backend, kind, verdict in (
         ("aot_eager", "Unsupported", Verdict.NOT_RUN),
+        ("aot_eager", "NotImplementedError", Verdict.NOT_RUN),
         ("aot_eager", "RuntimeError", Verdict.FAIL),
         ("inductor", "Unsupported", Verdict.FAIL),
         ("none", "", Verdict.NOT_RUN),

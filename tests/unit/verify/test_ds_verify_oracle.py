@@ -55,6 +55,7 @@ DIVIDED: dict[str, tuple[str, dict[str, Any], tuple[int, int], Parts]] = {
     "sequences": (f"hf:llama?{SMALL}&sequence=8", {"sequence_parallel_size": 2}, (2, 3), Parts()),
     "stages": ("pipeline", {}, (0, 1), Parts(stages=2)),
     "experts": ("experts", {}, (1, 2), Parts(experts=2)),
+    "experts in stages": ("experts_in_stages", {}, (0, 1), Parts(stages=2, experts=2)),
 }
 
 
@@ -128,7 +129,7 @@ class TestCleanRuns(DistributedTest):
             assert failures(report_of(divided(kind, kinds, stage, precision))) == [], stage
 
     @pytest.mark.world_size(4)
-    @pytest.mark.parametrize("kind", ["sequences", "stages", "experts"])
+    @pytest.mark.parametrize("kind", ["sequences", "stages", "experts in stages"])
     def test_what_ranks_do_with_it_passes(self, kind: str) -> None:
         """Kills: a run that ranks of one kind of division cannot make."""
         pytest.importorskip("transformers")
