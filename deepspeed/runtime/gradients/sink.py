@@ -44,8 +44,13 @@ def _accumulate_all(
     target: torch.Tensor, parts: Sequence[torch.Tensor], factor: float, first: bool
 ) -> None:
     if first:
-        target.copy_(parts[0])
-        target.mul_(factor)
+        if parts[0].dtype == target.dtype:
+            torch.mul(parts[0], factor, out=target)
+        elif torch.promote_types(parts[0].dtype, target.dtype) == target.dtype:
+            # One element, not a number: the product is rounded to the target's dtype alone.
+            torch.mul(parts[0], target.new_full((1,), factor), out=target)
+        else:
+            target.copy_(parts[0]).mul_(factor)
         parts = parts[1:]
     for part in parts:
         target.add_(part, alpha=factor)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from deepspeed.runtime.sharding.fragments import ParameterCutTable
+from deepspeed.runtime.streams import runs_ahead
 
 # Whole parameters start at multiples of this, as kernels like it.
 ALIGNMENT_BYTES = 128
@@ -31,7 +32,7 @@ class RowFiller:
         self._fillings: list[_Filling] = []
         self._padding: list[torch.Tensor] = []
         self._columns: list[torch.Tensor] = []
-        matrix = rows.view(table.num_shards, -1)
+        self._matrix = matrix = rows.view(table.num_shards, -1)
         for param, (numel, cut) in enumerate(zip(table.numels, table.cuts, strict=True)):
             columns = matrix[:, table.cut_starts[param] : table.cut_starts[param] + cut]
             self._columns.append(columns)
@@ -51,7 +52,13 @@ class RowFiller:
 
     @torch.no_grad()
     def fill(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Fill the rows with `tensors`, one per parameter; None counts as zeros."""
+        """Fill the rows with `tensors`, one per parameter; None counts as zeros. On a device that
+        is one kernel, if there are all of them, in the dtype of the rows.
+        """
+        if runs_ahead(self._matrix) and all(self._is_ready(tensor) for tensor in tensors):
+            joined = [tensor.reshape(-1) for tensor in tensors if tensor is not None]
+            torch._chunk_cat(joined, 0, len(self._matrix), out=self._matrix)
+            return
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         zeros = list(self._padding)
@@ -71,6 +78,9 @@ class RowFiller:
         zeros = [piece for piece in zeros if piece.numel()]
         if zeros:
             torch._foreach_zero_(zeros)
+
+    def _is_ready(self, tensor: torch.Tensor | None) -> bool:
+        return tensor is not None and tensor.dtype == self._matrix.dtype and tensor.numel() > 0
 
 
 class WholeViews:

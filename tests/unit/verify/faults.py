@@ -285,8 +285,9 @@ streams: stage 3, on the host, masters on the device, 1 rank
 oracle: stage 3 on the device
   autograd keeps memory that is given away => stage 3:
     SavedTensors._pack: buffer is None -> True
-  padding is not zero => stage 3: after step 0 are off: .*padding of
-    RowFiller.fill: list(self._padding) -> []
+  rows are filled in another order => stage 3: after step 0 are off
+    RowFiller.fill: torch._chunk_cat(joined, 0, len(self._matrix), out=self._matrix) ->
+      torch._chunk_cat(joined[::-1], 0, len(self._matrix), out=self._matrix)
 oracle: stage 3, all persist
   what persists is not gathered after a step => stage 3:
     after_update: self.gather_persistent() -> pass

@@ -230,11 +230,10 @@ class GatherResources:
 
     def before_update(self) -> None:
         """Let what is issued on the current stream from now on write to shards."""
-        current = get_accelerator().current_stream()
         if self.last_gather is not None:  # which comes behind its load
-            current.wait_event(self.last_gather)
-        for stream in self.shard_readers - {current}:
-            current.wait_stream(stream)
+            get_accelerator().current_stream().wait_event(self.last_gather)
+        for stream in self.shard_readers - {get_accelerator().current_stream()}:
+            get_accelerator().current_stream().wait_stream(stream)
         self.shard_readers.clear()
 
     def let_go(self) -> None:

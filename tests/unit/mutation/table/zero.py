@@ -91,6 +91,9 @@ v1/zero/stage3/test_lifetimes.py -k a_small_change_is_lost
 v1/zero/stage3/test_lifetimes.py -k with_streams_and_in_a_block
   memory goes back to the allocator before it was read
     MemoryPool._let_go: buffer.wait_for_reads(buffer.made_for) -> pass
+runtime/sharding/test_fragments.py -k rows_and_back
+  padding of rows is not zero
+    RowFiller.fill: list(self._padding) -> []
 v1/zero/stage3/test_lifetimes.py -k memory_is_not_kept
   rows of a failed gather are used again
     GatherUnit.start: shared.pool.drop -> shared.pool.give_back

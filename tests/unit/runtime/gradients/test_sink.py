@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 from unit.common import standing_in
+from unit.operators import Operators
 
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.runtime.gradients.buckets import Segment
-from deepspeed.runtime.gradients.sink import DeviceSink, HostSink
+from deepspeed.runtime.gradients.sink import DeviceSink, HostSink, accumulate
 from deepspeed.runtime.sharding.fragments import FragmentTable
 from deepspeed.runtime.sharding.group import ShardedGroup
 
@@ -158,3 +160,20 @@ def test_staging_is_bounded_and_read_only_after_the_event(staging):
     sink.add(0, group, FIRST, [torch.ones(5)], 1.0)
     sink.finish()
     assert group.grad[:5].tolist() == [1.0] * 5
+
+
+HALF, WIDE = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize("of, into", [(WIDE, WIDE), (HALF, WIDE), (HALF, HALF), (WIDE, HALF)])
+def test_the_first_piece_is_scaled_in_one_pass(of: torch.dtype, into: torch.dtype) -> None:
+    # Kills: a copy and a pass over what was copied; a product that is rounded to the piece's dtype.
+    piece = torch.randn(1000).to(of)
+    wanted = piece.to(into, copy=True).mul_(1 / 3)
+    with simulate():
+        own, target = piece + 0, torch.empty(1000, dtype=into)
+        with Operators() as seen, torch.no_grad():
+            accumulate(target, [own], 1 / 3, first=True)
+        assert ("copy_.default" in seen.names) == (into is HALF and of is WIDE), seen.names
+        found = target.clone()
+        assert found.tolist() == wanted.tolist()

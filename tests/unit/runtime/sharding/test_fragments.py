@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 from torch import nn
+from unit.operators import Operators
 
 from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
 from deepspeed.runtime.sharding import flattening
@@ -244,6 +245,26 @@ def test_rows_and_back(world: int, dtype: torch.dtype) -> None:
     # Kills: what an earlier backward left in the rows is summed again where a gradient is absent.
     filler.fill([None] * len(SHAPES))
     assert not rows.any()
+
+
+@pytest.mark.parametrize("world", CUT_WORLDS)
+def test_a_device_fills_rows_by_one_kernel(world: int) -> None:
+    # Kills: a strided copy for each parameter; padding that keeps what was in memory.
+    shapes = [shape for shape in SHAPES if shape != (0,)]
+    table = table_of(shapes, world)
+    tensors = [torch.randn(shape) for shape in shapes]
+    wanted = torch.empty(table.padded_numel)
+    RowFiller(table, wanted).fill(tensors)
+    with simulate():
+        rows = torch.empty(table.padded_numel)
+        filler = RowFiller(table, rows)
+        own = [tensor + 0 for tensor in tensors]
+        with Operators() as seen:
+            filler.fill(own)
+        found = rows.tolist()
+        assert "_chunk_cat.out" in seen.names
+        assert not any("copy" in name or "zero" in name for name in seen.names), seen.names
+    assert found == wanted.tolist()
 
 
 def test_parameters_do_not_overlap_in_memory() -> None:
