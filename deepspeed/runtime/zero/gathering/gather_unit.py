@@ -125,7 +125,6 @@ class GatherUnit:
         self.resources = resources
         self._under_way: _Gather | None = None
         self._memory: PoolBuffer | None = None
-        self._is_alone = False
         self._own_memory: PoolBuffer | None = None  # of what persists, or the shard
         self._readers: set[Stream] = set()
         self._update = 0  # how many there were when its gather began
@@ -135,12 +134,6 @@ class GatherUnit:
 
     def use_shard(self, shard: torch.Tensor) -> None:
         self.shard = shard
-        starts = (shard.storage_offset() + start for start in self.table.cut_starts[:-1])
-        # Kernels would find the rest badly aligned.
-        is_aligned = all(start * shard.element_size() % 16 == 0 for start in starts)
-        is_here = shard.device == self.device and not lies_on_host(shard)
-        is_alone = self.table.num_shards == 1 and not self.persists
-        self._is_alone = is_alone and is_here and is_aligned
         self._is_locked = get_accelerator().is_pinned(shard)
         self.resources.mark_updated()
         for record, start, cut in zip(
@@ -175,6 +168,15 @@ class GatherUnit:
         """Whether it is whole, and the shard itself is what is."""
         return self.is_whole and not self.persists and self._memory is self._own_memory
 
+    def _may_show_shard(self) -> bool:
+        if self.table.num_shards > 1 or self.persists or self.resources.is_poisoned:
+            return False
+        shard, is_own = self.shard, self.records[0].unit is self
+        starts = (shard.storage_offset() + start for start in self.table.cut_starts[:-1])
+        # Kernels would find the rest badly aligned.
+        is_aligned = all(start * shard.element_size() % 16 == 0 for start in starts)
+        return is_own and is_aligned and shard.device == self.device and not lies_on_host(shard)
+
     @property
     def buffer(self) -> PoolBuffer:
         assert self._memory is not None, f"unit {self.name} is not whole"
@@ -196,10 +198,6 @@ class GatherUnit:
     @property
     def whole_bytes(self) -> int:
         return self._whole_numel * self.shard.element_size()
-
-    @property
-    def memory(self) -> torch.Tensor:
-        return self.buffer.tensor
 
     @property
     def whole_params(self) -> list[torch.Tensor]:
@@ -228,7 +226,7 @@ class GatherUnit:
                 f"{self.label} while offload_states keeps lp_params off the device: call "
                 "reload_states() first"
             )
-        if self._is_alone and not shared.is_poisoned:
+        if self._may_show_shard():
             return
         group, own, shard, self._update = self._source()
         announce(self.label, group)

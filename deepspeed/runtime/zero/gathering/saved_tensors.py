@@ -91,7 +91,7 @@ class SavedTensors:
         if saved.when is not None:
             self._order.come_to(saved.when)
         self._order.coordinator.use_in_backward(saved.unit, from_memory=True)
-        return saved.unit.memory.as_strided(saved.size, saved.stride, saved.offset)
+        return saved.unit.buffer.tensor.as_strided(saved.size, saved.stride, saved.offset)
 
 
 class GradientShapes:
