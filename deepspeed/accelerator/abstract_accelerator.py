@@ -155,9 +155,7 @@ class DeepSpeedAccelerator(abc.ABC):
         """The stream that is current when none was chosen."""
 
     def has_passed(self, event: streams.Event) -> bool:
-        """Ask an event without a tracer's hearing that the host knows: it does nothing then that
-        would be wrong otherwise.
-        """
+        """Ask an event, of which a tracer does not hear: nothing may rest on the answer."""
         return event.query()
 
     def name_stream(self, stream: streams.Stream, name: str) -> None:  # noqa: B027  streams of most devices have no names
@@ -358,6 +356,13 @@ class DeepSpeedAccelerator(abc.ABC):
             match_shape: keep the shape; False allows a flat tensor with the same number of
                 elements.
         """
+
+    def host_empty(self, numel: int, dtype: torch.dtype, pin: bool = False) -> torch.Tensor:
+        """Uninitialized host memory, 1-D; with `pin` page-locked, where copies are not the host's.
+        It is no more than is asked for, and gone when it is let go.
+        """
+        pin = pin and not self.is_synchronized_device()
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pin)
 
     @abc.abstractmethod
     def is_pinned(self, tensor: torch.Tensor) -> bool:

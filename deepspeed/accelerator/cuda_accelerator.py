@@ -4,10 +4,13 @@ Nothing here initializes the driver before the first call that needs a device: a
 done so cannot fork workers.
 """
 
+import mmap
 import sys
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
 
 from deepspeed.accelerator.stream_trace import CollectiveTracing, StreamTracer
@@ -16,6 +19,8 @@ from deepspeed.accelerator.torch_device_accelerator import TorchDeviceAccelerato
 # The first GPUs that compute in float16, and the first on which Triton's compiler works.
 FIRST_FP16_CAPABILITY = (5, 3)
 FIRST_TRITON_MAJOR = 7
+# Bytes that are locked by themselves, at least; cudaHostRegisterPortable.
+MIN_LOCKED, LOCK_FOR_ALL_DEVICES = 1 << 16, 1
 
 
 class CUDA_Accelerator(TorchDeviceAccelerator):
@@ -92,6 +97,21 @@ class CUDA_Accelerator(TorchDeviceAccelerator):
 
     def replay_graph(self, graph: Any) -> None:
         graph.replay()
+
+    # -- host memory -------------------------------------------------------------------------------
+
+    def host_empty(self, numel: int, dtype: torch.dtype, pin: bool = False) -> torch.Tensor:
+        """torch's allocator rounds up to a power of two, and keeps it: pages are locked here."""
+        nbytes = numel * dtype.itemsize
+        if not pin or nbytes < MIN_LOCKED or sys.platform == "win32":
+            return super().host_empty(numel, dtype, pin)
+        pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Who hears of an array's end does so before its pages go.
+        memory, runtime = np.frombuffer(pages, np.uint8), torch.cuda.cudart()
+        address = memory.ctypes.data
+        torch.cuda.check_error(int(runtime.cudaHostRegister(address, nbytes, LOCK_FOR_ALL_DEVICES)))
+        weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+        return torch.from_numpy(memory).view(dtype)
 
     # -- environment -------------------------------------------------------------------------------
 

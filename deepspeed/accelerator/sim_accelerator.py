@@ -143,13 +143,12 @@ class Sim_Accelerator(CPU_Accelerator):
         self, graph: object, pool: object = None, stream: Any = None
     ) -> Iterator[None]:
         """Work is issued as ever; no thread may ask the device anything, or wait for it."""
-        scheduler, outer = self.simulator.scheduler, self.simulator.scheduler.capturing
-        scheduler.capturing = threading.get_ident()
+        self.simulator.scheduler.capturing = threading.get_ident()
         try:
             with self.stream(stream):
                 yield
         finally:
-            scheduler.capturing = outer
+            self.simulator.scheduler.capturing = None
 
     def is_capturing(self) -> bool:
         return self.simulator.scheduler.capturing == threading.get_ident()
@@ -178,17 +177,21 @@ class Sim_Accelerator(CPU_Accelerator):
     def pin_memory(
         self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True
     ) -> torch.Tensor:
-        """A copy in page-locked memory, the only memory that is taken for the host's."""
-        return self.simulator.allocator.pin(tensor, make_copy)
+        """A copy in page-locked memory."""
+        return self.simulator.allocator.host.pin(tensor, make_copy)
+
+    def host_empty(self, numel: int, dtype: torch.dtype, pin: bool = False) -> torch.Tensor:
+        return self.simulator.allocator.host.empty(numel, dtype, pin)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.simulator.allocator.pin(tensor)
+        return self.simulator.allocator.host.copy(tensor)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return self.simulator.allocator.on_host(tensor)
+        host = self.simulator.allocator.host
+        return host.owns(tensor) and not host.owns(tensor, unlocked=True)
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        return not self.is_pinned(tensor)
+        return not self.simulator.allocator.host.owns(tensor)
 
     # -- memory ------------------------------------------------------------------------------------
 

@@ -168,12 +168,12 @@ class Operators(TorchDispatchMode):
         if self._host_waits.counters:
             self._host_waits.computed(func, args, kwargs, tensors)
         plan = self._plans.get(key)
-        if plan is not None and not self._allocator.has_host_memory:
+        if plan is not None and not self._allocator.host.is_used:
             # Such a call has passed all that follows.
             return self._defer(facts, args, kwargs, tensors, plan)
         if _elsewhere(tensors, kwargs):
             return func(*args, **kwargs)
-        if self._allocator.has_host_memory and any(map(self._allocator.on_host, tensors)):
+        if self._allocator.host.is_used and any(map(self._allocator.host.owns, tensors)):
             return self._with_host_memory(facts, args, kwargs, tensors, key)
         if kind is Kind.COLLECTIVE:
             self._before_collective()
@@ -209,8 +209,8 @@ class Operators(TorchDispatchMode):
         self, facts: _Facts, args: Any, kwargs: Any, tensors: list[torch.Tensor], key: Any
     ) -> Any:
         """Compute on the host's own memory at once; copies to and from the device go by streams."""
-        func = facts.func
-        if all(map(self._allocator.on_host, tensors)):
+        func, host = facts.func, self._allocator.host
+        if all(map(host.owns, tensors)):
             tracer = self._scheduler.tracer
             if tracer is not None:
                 accesses = self._accesses(
@@ -219,7 +219,8 @@ class Operators(TorchDispatchMode):
                 tracer.host_accessed(func.name(), accesses)
             result = func(*args, **kwargs)
             for tensor in operators.tensors_in(result):
-                self._allocator.give_to_host(tensor)
+                if not host.owns(tensor):
+                    host.own(tensor)
             return result
         if func._schema.name in _MAY_BE_MASKED and _has_mask(args):
             self._host_waits.indexed(func, args)
@@ -234,7 +235,8 @@ class Operators(TorchDispatchMode):
         plan = self._plan(func, args, kwargs, (key, "host memory"))
         result = self._defer(facts, args, kwargs, tensors, plan)
         may_go_on = any(argument.name == "non_blocking" for argument in func._schema.arguments)
-        if may_go_on and not operators.arguments(func, args, kwargs).get("non_blocking", False):
+        goes_on = operators.arguments(func, args, kwargs).get("non_blocking", False)
+        if may_go_on and (not goes_on or any(host.owns(one, unlocked=True) for one in tensors)):
             self._host_waits.blocked()
             self._scheduler.complete(self._scheduler.current)
         return result

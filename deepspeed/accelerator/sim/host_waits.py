@@ -4,8 +4,7 @@ go through pageable memory.
 [Note: whose memory it would be]
 All tensors here are host tensors. On a device these would be the host's: what `pin_memory` returns,
 what `torch.tensor`, `as_tensor` and `from_numpy` make of numbers when they are told no device, and
-what `Tensor.cpu` returns. Everything else counts as the device's, and ``to(device)``, which changes
-nothing here, is not seen.
+what `Tensor.cpu` returns; ``to(device)`` copies them. Everything else counts as the device's.
 """
 
 from __future__ import annotations
@@ -71,6 +70,7 @@ class Counting:
         patches.replace(torch, "as_tensor", self._making)
         patches.replace(torch, "from_numpy", self._making)
         patches.replace(torch.Tensor, "cpu", self._copying)
+        patches.replace(torch.Tensor, "to", self._moving)
         self.counters.append(waits)
         try:
             yield waits
@@ -109,9 +109,7 @@ class Counting:
 
     def blocked(self) -> None:
         if self.counters and not self._scheduler.is_running:
-            for waits in self.counters:
-                waits.copied()
-            self.waited(BLOCKING_COPY)
+            self._tell_copied(waits=True)
 
     # What the host makes
 
@@ -123,7 +121,7 @@ class Counting:
         return (
             (made is not None and not made.expired())
             or tensor in self._host_copies
-            or self._allocator.on_host(tensor)
+            or self._allocator.host.owns(tensor)
         )
 
     def _copied(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -133,13 +131,16 @@ class Counting:
         pairs = zip(target, source, strict=False)
         if not any(self._is_pageable(b) and not self._is_hosts(a) for a, b in pairs):
             return
-        for waits in self.counters:
-            waits.copied()
-        if not operators.arguments(func, args, kwargs).get("non_blocking", False):
+        self._tell_copied(not operators.arguments(func, args, kwargs).get("non_blocking", False))
+
+    def _tell_copied(self, waits: bool) -> None:
+        for counter in self.counters:
+            counter.copied()
+        if waits:
             self.waited(BLOCKING_COPY)
 
     def _is_pageable(self, tensor: torch.Tensor) -> bool:
-        return self._is_hosts(tensor) and not self._allocator.on_host(tensor)
+        return self._is_hosts(tensor) and not self._allocator.host.owns(tensor)
 
     def _making(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(original)
@@ -155,6 +156,18 @@ class Counting:
             return made
 
         return make
+
+    def _moving(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(original)
+        def to(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+            moved, given = original(tensor, *args, **kwargs), (*args, *kwargs.values())
+            names_device = any(isinstance(one, (str, torch.device)) for one in given)
+            if not names_device or not self._is_pageable(tensor):
+                return moved
+            self._tell_copied(waits=not kwargs.get("non_blocking", False))
+            return moved.clone() if moved is tensor else moved
+
+        return to
 
     def _copying(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(original)

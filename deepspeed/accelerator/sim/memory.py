@@ -11,9 +11,10 @@ index can be.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -121,6 +122,77 @@ class Life:
         self.owner: weakref.ref[Any] | None = None
 
 
+class _Owned(NamedTuple):
+    storage: StorageWeakRef
+    nbytes: int
+    is_locked: bool
+    is_kept: bool  # when it is freed
+
+
+class HostMemory:
+    """What the host reads and writes past all streams: what is made here, and what operators make
+    of it. `pin` is as torch's allocator of page-locked memory, which rounds up to a power of two,
+    never splits a block, and keeps those that are freed.
+    """
+
+    def __init__(self, settle: Callable[[torch.Tensor], None]) -> None:
+        self._settle = settle  # runs what is queued on a tensor's memory
+        self._owned: dict[int, _Owned] = {}
+        self._kept: Counter[int] = Counter()  # how many blocks of a size are free
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self._owned)
+
+    @property
+    def nbytes(self) -> int:
+        self._sweep()
+        kept = sum(size * count for size, count in self._kept.items())
+        return kept + sum(one.nbytes for one in self._owned.values())
+
+    def _sweep(self) -> None:
+        for cdata, one in list(self._owned.items()):
+            if one.storage.expired():
+                del self._owned[cdata]
+                self._kept[one.nbytes] += one.is_kept
+
+    def empty(self, numel: int, dtype: torch.dtype, pin: bool = False) -> torch.Tensor:
+        """Poisoned memory, as much as is asked for."""
+        with _disable_current_modes():
+            memory = torch.full((numel * dtype.itemsize,), poison_byte(dtype), dtype=torch.uint8)
+        return self.own(memory.view(dtype), is_locked=pin)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """No stream is waited for: on a real device what is pinned was never device memory. Only
+        what is queued on this very memory, which only the simulation takes for the device's, is run
+        first.
+        """
+        self._settle(tensor)
+        with _disable_current_modes():
+            return self.own(tensor.detach().clone())
+
+    def pin(self, tensor: torch.Tensor, make_copy: bool = True) -> torch.Tensor:
+        """A copy in page-locked memory; without `make_copy` poisoned memory, and nothing runs."""
+        empty = self.empty(0 if make_copy else tensor.numel(), tensor.dtype)
+        pinned = self.copy(tensor) if make_copy else empty.view(tensor.shape)
+        nbytes = 1 << max(0, pinned.nbytes - 1).bit_length()
+        self._sweep()
+        self._kept[nbytes] -= self._kept[nbytes] > 0
+        return self.own(pinned, is_locked=True, block=nbytes)
+
+    def own(self, tensor: torch.Tensor, is_locked: bool = False, block: int = 0) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        known = StorageWeakRef(storage), block or storage.nbytes(), is_locked, block > 0
+        self._owned[storage._cdata] = _Owned(*known)
+        return tensor
+
+    def owns(self, tensor: torch.Tensor, unlocked: bool = False) -> bool:
+        """Whether a tensor lies here, in memory that is not page-locked if that is asked."""
+        # A weak reference keeps torch from giving another storage the same identity.
+        found = self._owned.get(tensor.untyped_storage()._cdata) if self._owned else None
+        return found is not None and not (unlocked and found.is_locked)
+
+
 class Allocator:
     """Hands memory out and takes it back."""
 
@@ -131,8 +203,8 @@ class Allocator:
         self._held_back: list[tuple[Life, list[tuple[Stream, int]]]] = []
         self._serial = 0
         self._foreign: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._host: dict[int, StorageWeakRef] = {}
         self._records: list[PeakRecord] = []
+        self.host = HostMemory(self._settle)
         self.allocated = self.max_allocated = 0
         self.reserved = self.max_reserved = 0
 
@@ -236,52 +308,18 @@ class Allocator:
         finally:
             self._records.remove(record)
 
-    # Host memory
-
-    def pin(self, tensor: torch.Tensor, make_copy: bool = True) -> torch.Tensor:
-        """A copy of a host tensor in page-locked memory, which the host reads and writes by itself;
-        without `make_copy` the memory is poisoned, and nothing runs.
-
-        No stream is waited for: on a real device what is pinned was never device memory. Only what
-        is queued on this very memory, which only the simulation takes for the device's, is run
-        first.
-        """
-        block = self.block_of(tensor) if make_copy else None
-        for stream, position in dict(block.uses if block is not None else {}).items():
-            self._scheduler.drain(stream, position)
-        with _disable_current_modes():
-            pinned = tensor.detach().clone() if make_copy else torch.empty_like(tensor)
-            if not make_copy:
-                as_bytes = torch.empty(0, dtype=torch.uint8).set_(pinned.untyped_storage())
-                as_bytes.fill_(poison_byte(pinned.dtype))
-        self.give_to_host(pinned)
-        return pinned
-
-    def give_to_host(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self._host[storage._cdata] = StorageWeakRef(storage)
-
-    @property
-    def has_host_memory(self) -> bool:
-        return bool(self._host)
-
-    def on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in memory that the host reads and writes past all streams."""
-        if not self._host:
-            return False
-        cdata = tensor.untyped_storage()._cdata
-        known = self._host.get(cdata)
-        if known is not None and known.expired():
-            del self._host[cdata]
-            return False
-        return known is not None
-
     # Looking
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
         """The memory under a tensor; None if the host made it."""
         life = self._lives.get(tensor.untyped_storage().data_ptr())
         return None if life is None else life.block
+
+    def _settle(self, tensor: torch.Tensor) -> None:
+        """Run what is queued on the memory under a tensor."""
+        block = self.block_of(tensor)
+        for stream, position in dict(block.uses if block is not None else {}).items():
+            self._scheduler.drain(stream, position)
 
     def shadow(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory as a kernel sees it: an address that keeps no tensor of the user alive.

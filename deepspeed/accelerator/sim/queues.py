@@ -155,7 +155,6 @@ class Event:
 
     def synchronize(self) -> None:
         if self.stream is not None:
-            self.stream.scheduler.refuse_while_capturing("event.synchronize")
             self.stream.scheduler.on_host_wait("event.synchronize")
             self.stream.scheduler.note_host_wait(self.stream, self.position)
             self.stream.scheduler.trace(lambda tracer: tracer.event_synchronized(self))
@@ -231,11 +230,11 @@ class Scheduler:
         if self.capturing is not None and not self._running:
             raise RuntimeError(
                 f"{what} in thread {threading.get_ident()} while thread {self.capturing} captures "
-                "a graph: a device refuses that, and the graph is lost; ask and wait before or "
-                "after, and let no other thread do it"
+                "a graph, which is lost on a device: ask and wait before or after it"
             )
 
     def note_host_wait(self, stream: Stream, position: int) -> None:
+        self.refuse_while_capturing("a wait for the device")
         if self.log is not None and not self._running:
             self.log.host_wait(stream, position)
 
@@ -283,13 +282,11 @@ class Scheduler:
 
     def synchronize(self, kind: str = "device synchronize") -> None:
         """Let the host wait for all work of all streams; `kind` says what makes it wait."""
-        self.refuse_while_capturing(kind)
         self.on_host_wait(kind)
         self.complete_all()
 
     def complete(self, stream: Stream) -> None:
         """Run all work of a stream: what the host learns by waiting, uncounted."""
-        self.refuse_while_capturing("a wait for a stream")
         self.trace(lambda tracer: tracer.stream_synchronized(stream))
         self.note_host_wait(stream, stream.issued)
         self.drain(stream)

@@ -52,6 +52,25 @@ def _register(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setattr(real_accelerator, "entry_points", lambda group: points.get(group, []))
 
 
+def test_cuda_locks_no_more_than_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Kills: memory that is rounded up to a power of two, or stays locked when it is let go.
+    locked: dict[int, int] = {}
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda address, nbytes, flags: locked.update({address: nbytes}) or 0,
+        cudaHostUnregister=locked.pop,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
+    memory = CUDA_Accelerator().host_empty(100_001, torch.float32, pin=True)
+    memory[0] = memory[-1] = 1.0
+    assert memory.shape == (100_001,) and locked == {memory.data_ptr(): memory.nbytes}
+    memory = memory[10:20]
+    assert locked
+    del memory
+    assert not locked
+    assert CUDA_Accelerator().host_empty(3, torch.int64).shape == (3,)
+
+
 def test_environment_chooses(unchosen: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     chosen = get_accelerator()

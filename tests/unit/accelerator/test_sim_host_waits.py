@@ -54,6 +54,7 @@ WAITS: list[tuple[str, Callable[[], Any]]] = [
     ("blocking copy", lambda: torch.ones(3).cpu().tolist()),
     ("blocking copy", lambda: torch.tensor([1.0], device=get_accelerator().device_name())),
     ("blocking copy", lambda: torch.ones(3).copy_(torch.tensor([1.0, 2.0, 3.0]))),
+    ("blocking copy", lambda: torch.tensor([1.0, 2.0]).to(get_accelerator().device_name())),
     ("blocking copy", lambda: torch.ones(3).copy_(pinned(3))),
     ("blocking copy", lambda: pinned(3).copy_(torch.ones(3))),
 ]
@@ -149,8 +150,35 @@ def test_a_device_that_cannot_tell_says_so() -> None:
         CPU_Accelerator().count_host_waits()
 
 
+def test_host_memory_is_as_torch_hands_it_out(sim: Sim_Accelerator) -> None:
+    # Kills: page-locked memory that is counted as it was asked for, split, or given back.
+    host = sim.simulator.allocator.host
+    first = sim.pin_memory(torch.zeros(600))
+    assert host.nbytes == 4096 and sim.is_pinned(first) and not sim.on_accelerator(first)
+    del first
+    smaller = sim.pin_memory(torch.zeros(300))
+    assert host.nbytes == 4096 + 2048 and smaller.tolist() == [0.0] * 300
+    other = sim.pin_memory(torch.empty(1000), make_copy=False)
+    pageable = sim.host_empty(100, torch.float32)
+    assert host.nbytes == 4096 + 2048 + 400 and other[0].isnan() and pageable.isnan().all()
+    assert not sim.is_pinned(pageable) and not sim.on_accelerator(pageable)
+    with sim.count_host_waits() as waits:
+        pageable.copy_(torch.ones(100), non_blocking=True)  # which returns when it is done
+        assert pageable.tolist() == [1.0] * 100
+    assert waits.total == 1 and waits.pageable_copies.total() == 1
+    del pageable
+    assert host.nbytes == 4096 + 2048
+
+
 class TestTraining(DistributedTest):
     world_size = 2
+
+    def test_memory_of_the_host_is_refused(self) -> None:
+        # Kills: a collective on tensors that NCCL cannot reach.
+        with simulate() as sim:
+            with pytest.raises(RuntimeError, match=r"all_reduce: .*\(3,\) is in host memory"):
+                dist.all_reduce(sim.host_empty(3, torch.float32, pin=True).zero_())
+            dist.all_reduce(torch.zeros(3))
 
     def test_places_lie_in_the_package_and_collectives_do_not_wait(self) -> None:
         # Kills: places inside of device or communication layer, counting what is only issued.
