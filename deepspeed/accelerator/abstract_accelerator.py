@@ -359,7 +359,7 @@ class DeepSpeedAccelerator(abc.ABC):
 
     def host_empty(self, numel: int, dtype: torch.dtype, pin: bool = False) -> torch.Tensor:
         """Uninitialized host memory, 1-D; with `pin` page-locked, where copies are not the host's.
-        It is no more than is asked for, and gone when it is let go.
+        It is no more than is asked for, and gone when it is let go: after all copies.
         """
         pin = pin and not self.is_synchronized_device()
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pin)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -116,23 +116,26 @@ def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: str) 
 
 
 _ALIGNMENT = 64
-_MIN_BLOCK_BYTES = 1 << 20
+# Tensors of fewer bytes share blocks; others have one each, which wastes nothing.
+_SMALL_BYTES, _SHARED_BYTES = 1 << 16, 1 << 20
 
 
 class HostCopy:
-    """Copies tensors, each with storage of its own, into memory that `reset` frees for the next."""
+    """Copies tensors, each with storage of its own, into page-locked memory: `reset` keeps what has
+    been used for the next, block by block.
+    """
 
     def __init__(self) -> None:
-        self._blocks: list[torch.UntypedStorage] = []
-        self._used = 0  # bytes of the last block
+        self._used: list[torch.Tensor] = []
+        self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        self._shared = torch.empty(0, dtype=torch.uint8)  # what is left of the last shared one
 
     def reset(self) -> None:
         """Forget all copies; their memory is used again."""
-        total = sum(block.nbytes() for block in self._blocks)
-        if len(self._blocks) > 1:
-            self._blocks = []
-            self._blocks = [_allocate(total)]
-        self._used = 0
+        self._free.clear()
+        for block in self._used:
+            self._free[block.numel()].append(block)
+        self._used, self._shared = [], self._shared[:0]
 
     def __call__(self, content: object) -> Any:
         """A copy of nested dicts, lists and tuples that no change of the original reaches."""
@@ -145,23 +148,19 @@ class HostCopy:
         tensor = tensor.detach()
         if not is_plain(tensor) or tensor.numel() == 0:
             return tensor.clone().cpu()
-        return on_storage(self._take(tensor.numel() * tensor.element_size()), tensor).copy_(
-            tensor, non_blocking=True
-        )
+        return on_storage(self._take(tensor.nbytes), tensor).copy_(tensor, non_blocking=True)
 
     def _take(self, count: int) -> torch.UntypedStorage:
-        aligned = -(-count // _ALIGNMENT) * _ALIGNMENT
-        if not self._blocks or self._used + aligned > self._blocks[-1].nbytes():
-            self._blocks.append(_allocate(max(aligned, _MIN_BLOCK_BYTES)))
-            self._used = 0
-        start = self._used
-        self._used += aligned
-        return self._blocks[-1][start : start + count]
+        if count >= _SMALL_BYTES:
+            return self._block(count).untyped_storage()
+        if count > self._shared.numel():
+            self._shared = self._block(_SHARED_BYTES)
+        taken = with_own_storage(self._shared[:count])
+        self._shared = self._shared[-(-count // _ALIGNMENT) * _ALIGNMENT :]
+        return taken.untyped_storage()
 
-
-def _allocate(count: int) -> torch.UntypedStorage:
-    block = torch.empty(count, dtype=torch.uint8)
-    accelerator = get_accelerator()
-    return (
-        block if accelerator.device_name() == "cpu" else accelerator.pin_memory(block)
-    ).untyped_storage()
+    def _block(self, count: int) -> torch.Tensor:
+        free = self._free[count]
+        block = free.pop() if free else get_accelerator().host_empty(count, torch.uint8, pin=True)
+        self._used.append(block)
+        return block

@@ -60,6 +60,9 @@ class Accumulated(GradientReduction):
         self._apart: list[tuple[ShardedGroup, torch.Tensor]] = []
         for group, flat in zip(groups, self.accumulator.flats, strict=True):
             own = group.only_part(flat)
+            if group.offload:
+                # Copied whole, unlike gradients that others add up on the host.
+                group.use_grad(group.empty(group.grad_dtype, pin=group.pin).zero_())
             if group.offload or own.dtype != group.grad_dtype:
                 self._apart.append((group, own))
             else:

@@ -189,8 +189,7 @@ class StagingBuffers:
                 event.synchronize()
             if memory.dtype == dtype and memory.numel() >= numel:
                 return memory
-        memory = torch.empty(numel, dtype=dtype, device="cpu")
-        return get_accelerator().pin_memory(memory) if self._pin else memory
+        return get_accelerator().host_empty(numel, dtype, self._pin)
 
     def give_back(self, buffer: torch.Tensor, event: Event | None = None) -> None:
         """Let a tensor from `take` be used again, after `event` if there is one."""

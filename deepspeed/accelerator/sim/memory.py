@@ -163,9 +163,8 @@ class HostMemory:
         return self.own(memory.view(dtype), is_locked=pin)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """No stream is waited for: on a real device what is pinned was never device memory. Only
-        what is queued on this very memory, which only the simulation takes for the device's, is run
-        first.
+        """No stream is waited for: on a real device what is pinned was never device memory. What is
+        queued on this very memory, which only the simulation takes for the device's, is run first.
         """
         self._settle(tensor)
         with _disable_current_modes():

@@ -200,6 +200,11 @@ class StreamCollectives:
         return self._streams[key]
 
     def _issue(self, simulator: Simulator, call: CollectiveCall) -> StreamWork:
+        for tensor in filter(simulator.allocator.host.owns, (*call.reads, *call.writes)):
+            raise RuntimeError(
+                f"{call.name}: a tensor of shape {tuple(tensor.shape)} is in host memory, which "
+                "NCCL refuses: copy it to the device first"
+            )
         scheduler = simulator.scheduler
         with scheduler.unlogged() as log:
             work, issued, stream = self._queue(simulator, call)

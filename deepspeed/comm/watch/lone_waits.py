@@ -12,21 +12,18 @@ complete when it was asked last is the one that is reported. Time counts from wh
 seen to have come to it.
 
 [Note: questions to events]
-While a program records a graph, nobody may ask an event, and a thread that never issued anything
-has no device. So only the program's own thread asks, when it waits for the next operation; the
-thread that looks compares times. When the program issues nothing any more, nobody hears that the
-last operations are complete. It waits for its device then, as in `item()`, or it does something
-else, which is no matter of ours: `_Standing` tells these apart.
+While a graph is recorded nobody may ask an event, and a thread that issues nothing has no device:
+the program's thread asks, when it waits for the next operation. When it issues nothing any more, it
+waits for its device, as in `item()`, or does something else: `_Standing` tells these apart.
 
 [Note: meetings]
 Where ranks meet to hear how long work has gone (a file that one of them writes), those that wait
 for it are not alone. They say in the store that they have come before they begin the work; a wait
 for ranks that have all come is not reported.
 
-`stuck_ranks` is no twin of this. It knows every operation of the simulated device, which rank has
-begun its part and what stands in front of it, so it can prove that ranks wait for each other for
-ever, and raises then. On a real device nobody knows that: here is only time, which proves nothing,
-so this logs, for the operations that say so. The simulated device is asked as others are.
+`stuck_ranks` is no twin of this. It knows every operation of the simulated device and who has begun
+it, so it can prove that ranks wait for each other for ever, and raises then. Here is only time,
+which proves nothing, so this logs, for the operations that say so.
 """
 
 from __future__ import annotations
@@ -96,7 +93,7 @@ class _Wait:
 
 class _Standing:
     """How long a thread has been in one call that keeps its processor busy, as those do that wait
-    for CUDA, and programs do not that go on, sleep or read.
+    for CUDA, and programs do not that go on, sleep or read. To be asked at every look.
     """
 
     def __init__(self) -> None:
@@ -104,7 +101,6 @@ class _Standing:
         self._since = self._used = 0.0
 
     def seconds(self, thread: int) -> float:
-        """To be asked at every look."""
         frame = sys._current_frames().get(thread)
         if frame is None or sys.platform != "linux":
             return 0.0
@@ -197,11 +193,9 @@ class LoneWaits:
         # The store ends with the process that hosts it.
         with suppress(RuntimeError):
             for wait in [*list(self.on_host.values()), *self._oldest_on_device()]:
-                if self._is_due(wait) and not wait.is_reported:
+                is_due = time.monotonic() - wait.since > self.report_s > 0
+                if is_due and not wait.is_reported:
                     self._report(wait)
-
-    def _is_due(self, wait: _Wait) -> bool:
-        return time.monotonic() - wait.since > self.report_s > 0
 
     def _oldest_on_device(self) -> list[_Wait]:
         """List it if its program stands; see [Note: questions to events]."""

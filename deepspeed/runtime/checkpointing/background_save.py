@@ -107,14 +107,12 @@ class BackgroundSave:
         """Whether the save has ended on all ranks, which raise together. All ranks call it."""
         if self not in in_flight:
             return True  # all ranks have settled it when another engine saved or loaded
-        answer = self._ask(device, wait)
-        while answer == _NOT_ENDED:
+        while (answer := self._ask(device, wait)) == _NOT_ENDED:
             if not wait:
                 self._is_first_step = False
                 return False
             self.start()
             self._thread.join(_POLL_S[1])
-            answer = self._ask(device, wait)
         in_flight.remove(self)
         if answer != _ALL_WELL:
             raise CheckpointError(

@@ -203,9 +203,8 @@ class HostSink(DeviceSink):
         while self._in_flight:
             staged = self._in_flight.popleft()
             for buffer in staged.buffers:
-                # What still arrives in it comes before whatever is copied to it next, on the same
-                # stream.
-                self._buffers.give_back(buffer)
+                # It may still arrive: memory that is let go is unlocked at once.
+                self._buffers.give_back(buffer, staged.event)
         super().clear()
 
 

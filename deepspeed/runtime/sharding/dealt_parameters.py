@@ -20,6 +20,7 @@ from deepspeed import comm as dist
 from deepspeed.ops.muon.newton_schulz import multiplications
 from deepspeed.ops.whole_parameters import Argument, Function, Part, Use, WholeParameters
 from deepspeed.runtime.sharding.exchange import Layout, LayoutExchange
+from deepspeed.runtime.sharding.flattening import brought
 from deepspeed.runtime.sharding.fragments import Fragment, NumEl, ParamIndex, ShardRank
 from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.utils.tensor_fragment import logical_shape
@@ -200,7 +201,7 @@ class DealtParameters(WholeParameters):
 
         def compute(part: Part) -> None:
             own = argument(part.at)
-            found = function(own.to(self._device).view(self.shapes[part.param]))
+            found = function(brought(own, self._device).view(self.shapes[part.param]))
             use(part, found.reshape(-1).to(own.device))
 
         message = torch.cat([argument(slice(0, 0)), *(argument(part.at) for part in cut)])
@@ -252,6 +253,6 @@ class DealtParameters(WholeParameters):
     def sum_parts(self, values: torch.Tensor) -> torch.Tensor:
         if self._group.num_shards == 1:
             return values
-        summed = values.to(self._device)
+        summed = brought(values, self._device)
         dist.all_reduce(summed, group=self._group.process_group)
         return summed.to(values.device)

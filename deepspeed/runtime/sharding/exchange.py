@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.runtime.sharding.flattening import brought
 from deepspeed.runtime.sharding.fragments import Fragment, NumEl, ParamIndex, ShardRank
 from deepspeed.runtime.sharding.group import ShardedGroup
 
@@ -200,7 +201,7 @@ class LayoutExchange:
     ) -> _Arriving:
         group = self._group
         pieces = [shard[run.start : run.start + run.numel] for run in sent]
-        message = torch.cat([shard[:0], *pieces]).to(self._device)
+        message = brought(torch.cat([shard[:0], *pieces]), self._device)
         arrived = message.new_empty(sum(run.numel for run in received))
         # As bytes: not every backend sends every dtype that an optimizer may keep.
         size = shard.element_size()

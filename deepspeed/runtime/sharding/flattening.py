@@ -63,20 +63,18 @@ def _to_host(param: nn.Parameter) -> torch.Tensor:
 @torch.no_grad()
 def joined(shards: Sequence[torch.Tensor]) -> torch.Tensor:
     """Put 1-D tensors behind one another in new memory of the kind that the first is in."""
-    whole = torch.cat(list(shards))
     accelerator = get_accelerator()
-    needs_lock = accelerator.is_pinned(shards[0]) and not accelerator.is_pinned(whole)
-    return accelerator.pin_memory(whole) if needs_lock else whole
+    if not accelerator.is_pinned(shards[0]):
+        return torch.cat(list(shards))
+    numel = sum(shard.numel() for shard in shards)
+    return torch.cat(list(shards), out=accelerator.host_empty(numel, shards[0].dtype, pin=True))
 
 
-@torch.no_grad()
-def make_master(shard: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Convert `shard` to `dtype` on `device`; itself if it is that already, on the device."""
-    if shard.device == device and not lies_on_host(shard):
-        return shard.detach().to(dtype)
-    master = torch.empty(shard.shape, dtype=dtype, device=device)
-    write_master(master, shard)
-    return master
+def brought(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Bring a tensor to the model's `device`, from wherever it is."""
+    if not lies_on_host(tensor):
+        return tensor.to(device)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor)
 
 
 @torch.no_grad()

@@ -16,7 +16,6 @@ from deepspeed.runtime.sharding.flattening import (
     flatten,
     joined,
     lies_on_host,
-    make_master,
     write_master,
 )
 from deepspeed.runtime.sharding.fragments import (
@@ -61,8 +60,8 @@ class ShardedGroup:
         grad_dtype: Dtype in which the owned gradient is accumulated.
         device: Device of master and gradient (the model's own, or the host when offloaded).
         model_device: Device of the parameters, of which a group may have none; None is `device`.
-        offload: Keep master and gradient apart from the model's buffer, on `device`, the host,
-            page-locked with `pin` so that copies can be asynchronous.
+        offload: Keep master and gradient apart from the model's buffer, on `device`, the host.
+            Nothing is copied from or to them but by way of others' buffers, page-locked with `pin`.
         process_group: Ranks that own the shards; None if this rank owns everything.
         replicas: Ranks over which gradients are averaged; None is the world.
 
@@ -124,15 +123,18 @@ class ShardedGroup:
         return self._is_cut or len(self.table.sections) < 2
 
     def _make_master(self, dtype: torch.dtype) -> torch.Tensor:
-        if self.is_one_piece:
-            part = self.only_part(self.flat)
-            if self.aliased:
-                return part
-            return self.host_or_device(make_master(part, self.device, dtype))
-        numel = self.table.shard_numel
-        master = self.host_or_device(torch.empty(numel, dtype=dtype, device=self.device))
+        if self.aliased:
+            return self.only_part(self.flat)
+        master = self.empty(dtype)
         self._write_master(master)
         return master
+
+    def empty(self, dtype: torch.dtype, pin: bool = False) -> torch.Tensor:
+        """Make a buffer like the shard, where master and gradient lie."""
+        numel = self.table.shard_numel
+        if self.offload:
+            return get_accelerator().host_empty(numel, dtype, pin)
+        return torch.empty(numel, dtype=dtype, device=self.device)
 
     def _write_master(self, master: torch.Tensor) -> None:
         start = 0
@@ -140,15 +142,11 @@ class ShardedGroup:
             write_master(master[start : start + part.numel()], part)
             start += part.numel()
 
-    def host_or_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return get_accelerator().pin_memory(tensor) if self.pin else tensor
-
     @property
     def grad(self) -> torch.Tensor:
         """Reduced gradient of the shard; made at first use: a group that evaluates needs none."""
         if self._grad is None:
-            zeros = torch.zeros(self.table.shard_numel, dtype=self.grad_dtype, device=self.device)
-            self._grad = self.host_or_device(zeros)
+            self._grad = self.empty(self.grad_dtype).zero_()
         return self._grad
 
     @property

@@ -103,16 +103,19 @@ class Publisher:
         if group.flat.dtype not in HALF_DTYPES:
             return None
         self._rounded = True
-        if self._on_host:
-            return group.own(start, end)
-        # Half the bytes of the masters cross to the device, and no fp32 copy is needed there.
-        self._staged = self._staging.take(end - start, group.flat.dtype)
-        return self._staged[: end - start]
+        return group.own(start, end) if self._on_host else self._stage(end - start)
+
+    def _stage(self, numel: int) -> torch.Tensor:
+        """Half the bytes of the masters cross to the device, and no fp32 copy is needed there."""
+        self._staged = self._staging.take(numel, self._group.flat.dtype)
+        return self._staged[:numel]
 
     @torch.no_grad()
     def updated(self, start: int, end: int) -> None:
         """Send the piece at hand: its masters, and `low_precision_out` if asked for, are final."""
         group = self._group
+        if not self._rounded and not self._on_host and lies_on_host(group.master):
+            self._stage(end - start).copy_(group.master[start:end])
         if self._staged is not None:
             self._send(self._staged[: end - start], start)
             self._staging.give_back(self._staged, self._sent)

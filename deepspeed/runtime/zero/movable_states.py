@@ -103,8 +103,7 @@ class HostPieces:
                 if event is not None:
                     event.synchronize()
                 return memory
-        empty = torch.empty(like.numel(), dtype=like.dtype, device="cpu")
-        return get_accelerator().pin_memory(empty)
+        return get_accelerator().host_empty(like.numel(), like.dtype, pin=True)
 
     @torch.no_grad()
     def give_back(self) -> None:

@@ -28,9 +28,10 @@ class ShardMemory(NamedTuple):
                 return shard.to(device)
             moved = torch.empty(shard.shape, dtype=shard.dtype, device=device)
             return moved.copy_(shard)
-        host = accelerator.to_host(shard) if accelerator.on_accelerator(shard) else shard
-        needs_lock = self.pinned and not accelerator.is_pinned(host)
-        return accelerator.pin_memory(host) if needs_lock else host
+        is_loose = self.pinned and not accelerator.is_pinned(shard)
+        if not is_loose and not accelerator.on_accelerator(shard):
+            return shard
+        return accelerator.host_empty(shard.numel(), shard.dtype, self.pinned).copy_(shard)
 
 
 ON_DEVICE = ShardMemory()

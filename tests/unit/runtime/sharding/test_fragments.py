@@ -13,7 +13,7 @@ from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
 from deepspeed.runtime.sharding import flattening
 from deepspeed.runtime.sharding.cut_rows import RowFiller, WholeViews
 from deepspeed.runtime.sharding.exchange import Run, in_rounds, kept, overlaps
-from deepspeed.runtime.sharding.flattening import flatten, make_master, write_master
+from deepspeed.runtime.sharding.flattening import flatten, write_master
 from deepspeed.runtime.sharding.fragments import (
     Fragment,
     FragmentTable,
@@ -337,13 +337,10 @@ def test_masters(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Kills: a piece that is left out, or written to the wrong place.
     monkeypatch.setattr(flattening, "CONVERTED_NUMEL", 7)
     shard = torch.randn(24).bfloat16()
-    master = make_master(shard, torch.device(device), torch.float32)
-    assert master.shape == shard.shape and master.dtype == torch.float32
-    assert master.device.type == device
+    master = torch.empty(24, device=device)
+    write_master(master, shard)
     if device == "cpu":
         assert torch.equal(master, shard.float())
-        write_master(master, shard * 2)
-        assert torch.equal(master, shard.float() * 2)
 
 
 def pairs_of_layouts(seed: int = 5) -> list[tuple[FragmentTable, FragmentTable]]:

@@ -360,6 +360,21 @@ def test_a_host_copy_is_no_view_and_its_memory_is_used_again() -> None:
     assert differences(content, third) == []
 
 
+def test_saves_lock_what_they_save_and_no_more() -> None:
+    """Kills: blocks that are rounded up, merged, or made anew for each save."""
+    with simulate() as device:
+        flats = [torch.randn(numel) for numel in (8_100_000, 300_000, 70_000)]
+        content = [*flats, *(torch.full((1 + i,), float(i)) for i in range(300))]
+        total, copy = sum(tensor.nbytes for tensor in content), HostCopy()
+        for _ in range(3):
+            copy.reset()
+            copied = copy(content)
+            assert device.simulator.allocator.host.nbytes <= 1.05 * total
+            assert all(device.is_pinned(tensor) for tensor in copied[:3])
+        here = [[device.to_host(tensor) for tensor in one] for one in (content, copied)]
+        assert differences(*here) == []
+
+
 def test_as_a_checkpoint_engine_it_is_a_queue(tmp_path: Path) -> None:
     """Kills: `commit` before the files are there, an error that is lost."""
     engine, path = DecoupledCheckpointEngine(TorchCheckpointEngine()), str(tmp_path / "a.pt")

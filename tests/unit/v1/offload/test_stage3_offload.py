@@ -403,7 +403,8 @@ class TestPartsOnStreams(DistributedTest):
                 state = map(torch.as_tensor, sequence.state[group.masters[0]].values())
                 tensors = [group.master, group.grad, *(value for value in state if value.dim())]
                 assert len(tensors) == 4
-                assert {device.is_pinned(tensor) for tensor in tensors[:2]} == {group.offload}
+                places = {device.on_accelerator(tensor) for tensor in tensors[:2]}
+                assert places == {not group.offload}
             engine.destroy()
         assert order == ["device", "host"]
 
