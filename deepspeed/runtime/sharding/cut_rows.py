@@ -84,16 +84,10 @@ class RowFiller:
 
 
 class WholeViews:
-    """Whole parameters, in their shapes, in memory of at least `numel_of(table)` elements; with
-    `is_shard` it is the shard of an only owner, where they follow one another.
-    """
+    """Whole parameters, in their shapes, in memory of at least `numel_of(table)` elements."""
 
     def __init__(
-        self,
-        table: ParameterCutTable,
-        shapes: Sequence[torch.Size],
-        memory: torch.Tensor,
-        is_shard: bool = False,
+        self, table: ParameterCutTable, shapes: Sequence[torch.Size], memory: torch.Tensor
     ) -> None:
         self._cuts = list(table.cuts)
         self._num_shards = table.num_shards
@@ -104,7 +98,7 @@ class WholeViews:
             padded = cut * table.num_shards
             self.params.append(memory[start : start + numel].view(shape))
             self._columns.append(memory[start : start + padded].view(table.num_shards, cut))
-            start += padded if is_shard else _aligned(padded, memory.element_size())
+            start += _aligned(padded, memory.element_size())
 
     @staticmethod
     def numel_of(table: ParameterCutTable, dtype: torch.dtype) -> int:

@@ -201,6 +201,8 @@ class GatherUnit:
 
     @property
     def whole_params(self) -> list[torch.Tensor]:
+        if self.shows_shard:
+            return [record.shard.view(record.shape) for record in self.records]
         whole: WholeViews = self.buffer.views[self]
         return whole.params
 
@@ -342,15 +344,10 @@ class GatherUnit:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _show_shard(self) -> PoolBuffer:
-        if self._own_memory is None:
-            self._own_memory = PoolBuffer(self.shard.detach())
-            shapes = [record.shape for record in self.records]
-            views = WholeViews(self.table, shapes, self._own_memory.tensor, is_shard=True)
-            self._own_memory.owner, self._own_memory.views[self] = self, views
-        memory = self._own_memory
-        memory.filled = self.resources.shards_updated
+        memory = self._own_memory = PoolBuffer(self.shard.detach())
+        memory.owner, memory.filled = self, self.resources.shards_updated
         self._update = self.resources.num_updates
-        self._show(memory.views[self].params)
+        self._show([record.shard.view(record.shape) for record in self.records])
         return memory
 
     def _take_memory(self) -> PoolBuffer:
@@ -402,13 +399,15 @@ class GatherUnit:
             self.forget()
             if self._own_memory is not None and self.resources.is_poisoned:
                 poison(self._own_memory.tensor)
+            self._own_memory = None
             for param in self.params:
                 hide(param)
-        self._own_memory = None
 
     def forget(self) -> None:
         if self._memory is not None and self._memory is not self._own_memory:
             self.resources.pool.give_back(self._memory, self._readers)
+        elif not self.persists:
+            self._own_memory = None
         self._memory = None
         self._readers = set()
 

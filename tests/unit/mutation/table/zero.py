@@ -121,6 +121,9 @@ v1/moe/test_moe_contract.py -k stage_3
 v1/zero/stage3/test_uneven.py -k under_init
   zero.Init hands out shards of another shape on each rank
     Init.cut_own: agree_on_parameters -> print
+v1/zero/stage3/test_fusion.py -k waits_for_what_reads
+  an update does not wait for a stream that reads the shard
+    GatherResources.before_update: get_accelerator().current_stream().wait_stream(stream) -> pass
 v1/zero/stage3/test_fusion.py -k one_at_a_time
   a unit that several modules share stays when others are used
     PartitionedParameterCoordinator._use: not unit.is_fused or any((last.name != unit.name for last
