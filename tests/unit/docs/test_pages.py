@@ -42,8 +42,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_a_dead_link_is_noticed() -> None:
     page = DOCS / "README.md"
-    assert not is_dead(page, "glossary.md#sharding")
-    assert is_dead(page, "glossary.md#sharding-and-more")
+    assert not is_dead(page, "zero3.md#groups-of-ranks")
+    assert is_dead(page, "zero3.md#groups-of-ranks-and-more")
     assert is_dead(page, "glossaries.md")
 
 
