@@ -17,8 +17,7 @@ Tools, and what they stand on:
     cli, ds_to_universal  the commands `ds_checkpoint` and `ds_to_universal`
     resharding            what one run's ranks saved, for another's
 
-Upstream's views and helpers are `deepspeed_checkpoint`, `zero_checkpoint`, `universal_checkpoint`
-and `utils`.
+Upstream's views are `deepspeed_checkpoint`, `zero_checkpoint`, `universal_checkpoint`, `utils`.
 """
 
 from deepspeed._lazy import lazy_attributes

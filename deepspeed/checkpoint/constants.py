@@ -78,8 +78,7 @@ MODEL_STATE_KEYS = frozenset(
 OPTIMIZER_STATE_DICT = "optimizer_state_dict"
 BASE_OPTIMIZER_STATE = "base_optimizer_state"
 BASE_OPTIMIZER_STATE_STEP = "base_optimizer_state_step"
-# Not upstream's: elastic files hold moments only, and a resumed run needs the rates its schedule
-# had set.
+# Not upstream's: elastic files hold moments only, and a resumed run needs its schedule's rates.
 BASE_OPTIMIZER_PARAM_GROUPS = "base_optimizer_param_groups"
 # Not upstream's: state of a shard that is kept by parameter, each whole with the rank that it is
 # dealt to: name -> that parameter's state.

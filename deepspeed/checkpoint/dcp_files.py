@@ -1,8 +1,7 @@
 """Checkpoint files whose tensors are in the format of torch.distributed.checkpoint (DCP).
 
 A file `NAME.pt` becomes an index, in torch's format, with everything but the tensors, and a folder
-`NAME.dcp` that any tool for DCP reads. DCP's `.metadata` is a pickle: it is read with a list of
-classes.
+`NAME.dcp` that any tool for DCP reads. DCP's `.metadata`, a pickle, is read with a list of classes.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@ other number of ranks of any kind.
 
 The layout is upstream's: `zero/<parameter>/<state>.pt` for every parameter, whole,
 `zero/optimizer_state.pt` for what they have in common, the model files, and `latest_universal`
-beside the folder. Layers, experts and host states are copied, too. The output gets its name when
-all of it is on disk.
+beside the folder. Layers, experts and host states are copied. The output is named when complete.
 """
 
 from __future__ import annotations
@@ -99,8 +98,7 @@ def main(args: argparse.Namespace) -> None:
 
     Raises:
         CheckpointError: The input is incomplete, damaged, holds objects that are not data, or does
-            not say what is needed. There is no output then, and an earlier one of that name is
-            untouched.
+            not say what is needed. Then there is no output, and an earlier one is untouched.
         ValueError: An option is out of range.
     """
     for option in ("num_extract_workers", "num_merge_workers"):
@@ -209,8 +207,7 @@ class _Output:
     def finish(self, head: Mapping[str, Any]) -> None:
         for parent, _, _ in os.walk(self.folder, topdown=False):
             sync_folder(parent)
-        # Nothing is in shards here, so there are no fragments to describe: every file has all of
-        # one thing.
+        # Nothing is in shards here, so no fragments are described: every file is whole.
         write_part(self.folder, 0, self._records, {"part": 0, "files": {}})
         merge_parts(self.folder, [0], head)
 

@@ -1,5 +1,4 @@
-"""Names of the files and folders of a checkpoint: how each is made, and how its numbers are read
-back.
+"""Names of a checkpoint's files and folders: how each is made, and how its numbers are read back.
 
 Everyone who writes, finds or sorts such files takes their names from here; `constants` has the
 prefixes, which are upstream's names.
@@ -7,8 +6,7 @@ prefixes, which are upstream's names.
 In the folder of a tag (MM: model-parallel rank, RR: rank, LL: layer):
 
     mp_rank_MM_model_states.pt                        a part of the model
-    zero_pp_rank_R_mp_rank_MM_model_states.pt         the same of a rank of ZeRO stage 3, without
-                                                      weights
+    zero_pp_rank_R_mp_rank_MM_model_states.pt         the same of a rank of stage 3, no weights
     [bf16_]zero_pp_rank_R_mp_rank_MM_optim_states.pt  a ZeRO rank's shard of the optimizer
     expp_rank_E_mp_rank_MM_optim_states.pt            an expert rank's whole optimizer, at stage 0
     layer_LL[-model_TT]-model_states.pt               a layer of a pipeline
@@ -39,8 +37,7 @@ from deepspeed.checkpoint.constants import (
 )
 
 MANIFEST = "manifest.json"
-# What makes a file part of a checkpoint whoever reads the folder: readers take what they find by
-# such names.
+# What makes a file part of a checkpoint: readers take what they find by such names.
 CHECKPOINT_SUFFIXES = (".pt", ".distcp")
 _EXPERT_OPTIMIZER_FILE_PREFIX = "expp_rank_"
 # Not upstream's: random states, and the position in the data.

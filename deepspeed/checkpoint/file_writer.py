@@ -80,8 +80,7 @@ class WriteOptions(NamedTuple):
         num_buffers: 2: one is filled while the other is written and summed by threads. 1: the
             caller's thread does all, as it must where no more threads can be started (the
             interpreter exits). Large pieces need no buffer.
-        direct: Past the page cache, where the file system can: least processor time. One buffer
-            takes everything.
+        direct: Past the page cache, where possible: least processor time. One buffer takes all.
         crc32: Put torch's sum into the file, which `unzip` needs and `torch.load` does not.
         zip_format: torch's format of today; False is that before torch 1.6.
     """
@@ -184,8 +183,7 @@ class FileWriter:
             for action in actions:
                 self._attempt(action)
             return []
-        # A thread each, not a pool: the checksum of one piece must not overtake that of the one
-        # before.
+        # A thread each, no pool: the checksum of a piece must not overtake the one before.
         self._threads = self._threads or [ThreadPoolExecutor(1, "checkpoint-file") for _ in actions]
         return [thread.submit(act) for thread, act in zip(self._threads, actions, strict=True)]
 

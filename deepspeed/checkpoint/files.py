@@ -1,5 +1,4 @@
-"""Reading checkpoint files, and publishing folders so that a crash or a bad file never costs a good
-checkpoint.
+"""Reading checkpoint files, and publishing folders so that no crash or bad file costs a checkpoint.
 
 Reading unpickles an explicit list of classes only. Stands in `zero_to_fp32.py` beside every
 checkpoint too, so it needs torch alone.

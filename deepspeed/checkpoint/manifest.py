@@ -1,5 +1,4 @@
-"""The manifest of a checkpoint: every file with its size and checksum, and what each rank says is
-in the files that it wrote.
+"""The manifest of a checkpoint: each file's size and checksum, and what its rank says is in it.
 
 Each rank leaves its part in the folder, as a hidden file; the rank that publishes makes
 `manifest.json` of all parts: JSON whose first line is the checksum of the rest. A folder without
@@ -29,8 +28,7 @@ class Manifest(NamedTuple):
     """What `manifest.json` says.
 
     Attributes:
-        head: What the publishing rank knows of the whole: tag, version, counters, how the run is
-            divided.
+        head: What the publishing rank knows of all: tag, version, counters, division of the run.
         files: Name of a file in the folder -> its bytes.
         writers: Name of a file -> the rank that wrote it.
         parts: Rank -> what it describes of its files.
@@ -139,8 +137,7 @@ def published_tags(save_dir: str) -> list[str]:
     times: list[tuple[int, str]] = []
     for name in os.listdir(save_dir) if os.path.isdir(save_dir) else ():
         manifest = os.path.join(save_dir, name, file_names.MANIFEST)
-        # A universal checkpoint was made on purpose of another: it is no save, and is not in turn
-        # to be removed.
+        # A universal checkpoint was made on purpose: it is no save, and not in turn to be removed.
         is_universal = os.path.isdir(os.path.join(save_dir, name, UNIVERSAL_FOLDER))
         if not name.startswith(".") and os.path.isfile(manifest) and not is_universal:
             times.append((os.stat(manifest).st_mtime_ns, name))

@@ -1,5 +1,4 @@
-"""Upstream's names for loading one parameter of a universal checkpoint by hand; `load_checkpoint`
-loads all of them.
+"""Upstream's names for loading one parameter of a universal checkpoint by hand.
 
 How such a checkpoint is read and sliced is `resharding`'s. Files name `SubparamShape` by this path.
 """
@@ -38,8 +37,7 @@ def load_hp_checkpoint_state(
     `load_checkpoint` does so for all of them.
 
     Args:
-        self: The parameter, of an engine that keeps master weights and has taken a step (there is
-            no state before).
+        self: The parameter, of an engine with master weights that has taken a step.
         folder: `<checkpoint>/zero/<name>`.
         tp_rank: This rank's number among those that hold slices of the parameter.
         tp_world_size: How many there are.

@@ -15,8 +15,7 @@ from deepspeed.checkpoint.file_names import layer_file, model_file, optimizer_fi
 
 
 def clone_tensors_for_torch_save(item: object, device: torch.device | str = "cpu") -> Any:
-    """A copy of nested lists, tuples and dicts in which every tensor has storage of its own on
-    `device`.
+    """A copy of nested lists, tuples and dicts; each tensor has its own storage on `device`.
 
     Parameters are views of flat buffers; `torch.save` would write the whole buffer for each of
     them. Tensors that share their memory stay one tensor, so tied weights are saved once.
@@ -25,8 +24,7 @@ def clone_tensors_for_torch_save(item: object, device: torch.device | str = "cpu
 
 
 def separate(item: object) -> Any:
-    """`clone_tensors_for_torch_save` without copying what can be written where it is: dense tensors
-    in host memory.
+    """`clone_tensors_for_torch_save`, but dense tensors in host memory are not copied.
 
     The result shares their memory, and is for writing before any of them changes.
     """

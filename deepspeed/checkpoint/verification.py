@@ -1,5 +1,4 @@
-"""Holds a checkpoint folder against its manifest: names, sizes, checksums, the tag, and that every
-element is there exactly once.
+"""Holds a checkpoint folder against its manifest: names, sizes, checksums, tag, every element once.
 
 Used by ranks that load, each of which reads a share of the files, and offline by
 `verify_checkpoint` and `ds_checkpoint verify`. Only bytes and JSON are read, nothing is unpickled.

@@ -1,8 +1,7 @@
 """Upstream's view of the optimizer's files of a checkpoint: which of them a rank has, by its place
 among pipeline stages, tensor-parallel and data-parallel ranks.
 
-Parameters by name are `resharding`'s; files for other numbers of ranks the command
-`ds_to_universal` makes.
+Parameters by name are `resharding`'s; for other numbers of ranks there is `ds_to_universal`.
 """
 
 from __future__ import annotations

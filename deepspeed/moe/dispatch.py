@@ -32,8 +32,7 @@ def route_map(routes: SparseRoutes, slots_per_expert: int) -> RouteMap:
     dropped = routes.indices < 0
     slots = routes.indices * slots_per_expert + routes.locations
     num_slots = routes.num_experts * slots_per_expert
-    # Dropped routes go to a slot behind the last one, which is cut off: selecting the others would
-    # wait for the device.
+    # Dropped routes go to a slot that is cut off: selecting the others would wait for the device.
     route_of_slot = torch.full((num_slots + 1,), -1, dtype=torch.int64, device=slots.device)
     route_of_slot.scatter_(
         0,
@@ -63,8 +62,7 @@ def _rows(source: Tensor, index: Tensor) -> Tensor:
         return source.new_zeros((len(index), *source.shape[1:]))
     rows = source.index_select(0, index.clamp(min=0))
     missing = index < 0
-    # Filled, not multiplied: whatever an expert makes of an empty slot may be infinite, and 0 times
-    # that is NaN.
+    # Filled, not multiplied: an expert may make infinity of an empty slot, and 0 times that is NaN.
     if rows.device.type == "cpu":
         # A mask that is broadcast over rows costs four times what the selection does there; a
         # device would wait for `nonzero`.

@@ -4,8 +4,7 @@ dropped. S tokens, E experts, k routes per token, C slots per expert ("capacity"
 
 The load-balancing loss is E * sum_e(mean gate of e * fraction of the tokens routed to e), over k
 for the top-k gate, where every route counts; it is 1 when balanced. Top 2 counts first choices
-only, as GShard does. Routes are counted before any is dropped, otherwise an overloaded expert would
-look balanced.
+only, as GShard does. Routes are counted before any is dropped: else overload would look balanced.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ NOISE_POLICIES = (None, "None", JITTER, RSAMPLE)
 DROP_POLICIES = ("probs", "position")
 
 Capacity = int
-# One process group, several (the agreement holds over all of them in turn), or None for this rank
-# alone.
+# One process group, several (to agree over each in turn), or None for this rank alone.
 AgreementGroups = Any
 
 
@@ -269,8 +267,7 @@ def _capacity(
 ) -> Capacity:
     """Count slots per expert: for its share of tokens, or for the fullest of all ranks."""
     if drop_tokens:
-        # Local: ranks of one expert group must see equally many tokens, as their slots are
-        # exchanged.
+        # Local: ranks of one expert group exchange slots, so they must see equally many tokens.
         return max(math.ceil(num_tokens / len(counts) * factor), min_capacity)
     most = counts.max()
     for group in groups if isinstance(groups, list | tuple) else (groups,):
@@ -317,8 +314,7 @@ def _result(
         )
     slots = chosen.experts * capacity + locations
     shape = (len(kept), num_experts, capacity)
-    # Adding, not setting: a dropped route adds its 0 to a slot that a kept route of the token may
-    # own.
+    # Adding, not setting: a dropped route adds 0 to a slot that a kept one may own.
     combine = weights.new_zeros(len(kept), num_experts * capacity).scatter_add(1, slots, weights)
     taken = torch.zeros_like(combine, dtype=torch.int64).scatter_add(1, slots, kept.long())
     return DenseRoutes(l_aux, combine.view(shape), taken.bool().view(shape), counts)

@@ -107,8 +107,7 @@ class MoE(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Run the experts on [..., hidden_size]; `used_token` is 0 for those that no expert shall
-        see.
+        """Run the experts on [..., hidden_size]; `used_token` is 0 for those no expert sees.
 
         Returns output (zeros for tokens without an expert), load-balancing loss to be added to the
         model's, and tokens routed to each expert before dropping.

@@ -84,8 +84,7 @@ class TopKGate(nn.Module):
     The capacity factors are slots per expert in units of k tokens / experts, in training and
     evaluation; `min_capacity` is the least. `noisy_gate_policy` is None, "Jitter" (noise on the
     gate's input) or "RSample" (sampled expert, k = 1), in training only. `drop_tokens`, `use_rts`
-    and `ep_group`: see `top1gating`. ValueError for a k or a policy that does not exist, or does
-    not go with the other.
+    and `ep_group`: see `top1gating`. ValueError for a k or a policy that does not exist or fit.
     """
 
     def __init__(
@@ -140,8 +139,7 @@ class TopKGate(nn.Module):
     ) -> Routes:
         """Route tokens [S, M] but those whose `used_token` [S] is 0."""
         refuse_tutel(use_tutel)
-        # Autocast would turn the product back into half precision, in which close experts are
-        # confused.
+        # Autocast would go back to half precision, in which close experts are confused.
         with torch.autocast(input.device.type, enabled=False):
             values = input.float()
             if self.noisy_gate_policy == JITTER and self.training:

@@ -2,8 +2,7 @@
 
 The accumulator is whole on every rank and all-reduced at the boundary, over all data-parallel ranks
 whatever optimizer instance they are in; every rank updates its shard from its part of it. Costs 4
-bytes per parameter more than ZeRO-1 with bf16 accumulation; keeps what eight mantissa bits would
-drop.
+bytes per parameter more than ZeRO-1 that accumulates in bf16; keeps what 8 mantissa bits drop.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ __getattr__ = lazy_attributes(__name__)
 class Accumulated(GradientReduction):
     """Sums micro-batches of whole groups in `dtype`, and all-reduces the sums at the boundary.
 
-    With `immediate` each gradient is added from its hook, as soon as it exists: bf16 gradients are
-    then freed during backward.
+    With `immediate` each gradient is added from its hook: bf16 ones are freed during backward.
     """
 
     accumulator: LocalAccumulator
@@ -138,8 +136,7 @@ class Accumulated(GradientReduction):
     def finish_gradients(self) -> None:
         """Copy to owned gradients that lie apart (on the host, with offload).
 
-        Once per reduction: `safe_set_full_grad` comes between and must not be overwritten by the
-        step.
+        Once per reduction: what `safe_set_full_grad` wrote since must not be overwritten.
         """
         if self._apart and self._reduced and not self._moved:
             self._moved = True

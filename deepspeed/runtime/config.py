@@ -1,8 +1,7 @@
 """The training configuration: what the user gave, validated, with the batch numbers resolved.
 
 A key is read in one spelling, ``config.tree.block.key`` (``config_models``). What is derived is an
-attribute of ``DeepSpeedConfig``; its others are upstream's names for parts of the tree, which only
-scripts read.
+attribute of ``DeepSpeedConfig``; the others are upstream's names, which only scripts read.
 """
 
 from __future__ import annotations

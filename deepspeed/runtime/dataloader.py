@@ -89,8 +89,7 @@ class _SkippingSampler(Sampler[Any]):
 
 
 class _Pass:
-    """The iterator of a loader's pass: `iter()` of it goes on, where `iter()` of the loader would
-    start anew.
+    """The iterator of a loader's pass: `iter()` of it goes on, of the loader starts anew.
 
     It asks the loader for every batch, so that it follows a position restored meanwhile.
     """
@@ -110,20 +109,17 @@ class DeepSpeedDataLoader:
 
     Every pass over the loader is one epoch, shuffled anew. ``state_dict`` counts the batches handed
     out, so a run that restores it continues with the very next batch: none is lost, none repeated.
-    Starting a pass anew before the end repeats that epoch from its beginning, as torch's loader
-    does.
+    Starting anew before the end repeats that epoch from its beginning, as in torch.
 
     Args:
         dataset: With or without random access.
         batch_size: Samples per batch on this rank.
         pin_memory: Load into page-locked memory (not on hosts without a device).
         local_rank: No effect: the share of data follows from the data-parallel rank alone.
-        tput_timer: Throughput timer, whose ``start()`` is called before each batch is fetched; or
-            None.
+        tput_timer: Throughput timer, to ``start()`` before each fetch; or None.
         collate_fn: Makes a batch of samples.
         num_local_io_workers: Worker processes; None for none.
-        data_sampler: Order of samples to use instead of the loader's own; it must know its rank by
-            itself.
+        data_sampler: Order of samples to use instead; it must know its rank by itself.
         data_parallel_world_size, data_parallel_rank: None for the default process group's.
         dataloader_drop_last: Drop the last incomplete batch.
         deepspeed_dataloader_config: ``seed`` (0) and ``shuffle`` (true).
@@ -250,8 +246,7 @@ class DeepSpeedDataLoader:
             # Without random access the batches up to the position have to be read to be skipped.
             batches = itertools.islice(batches, self._batches_done, None)  # type: ignore[assignment]  # any iterator
         for batch in batches:
-            # Counted before it is handed out: a checkpoint written while it is being used holds it
-            # as used.
+            # Counted before it is handed out: a checkpoint written meanwhile holds it as used.
             state = self._sampler_state()
             self._batches_done += 1
             self._samples_done += self.batch_size * self._world

@@ -69,12 +69,10 @@ class DeepSpeedEngine(EngineFace, nn.Module):
     Args:
         args: Namespace of command-line arguments; `local_rank` or `device_rank` chooses the device.
         model: The module to train.
-        optimizer: A torch optimizer, or a callable that makes one from parameters; None takes the
-            configuration's.
+        optimizer: A torch optimizer, or a callable of parameters; None: the configuration's.
         model_parameters: Parameters or groups to optimize; None: those that require a gradient.
         training_data: Dataset to make `training_dataloader` from.
-        lr_scheduler: A scheduler, or a callable that makes one from the optimizer; None takes the
-            configuration's.
+        lr_scheduler: A scheduler, or a callable of the optimizer; None: the configuration's.
         mpu: Megatron-style object that knows the model- and data-parallel groups.
         dist_init_required: Initialize torch.distributed; None: if nobody did.
         collate_fn: For `training_dataloader`.
@@ -87,11 +85,9 @@ class DeepSpeedEngine(EngineFace, nn.Module):
     Attributes:
         optimizer: What `initialize` returns: the wrapper, or at stage 0 without masters the
             client's own optimizer.
-        lr_scheduler: Stepped by the engine after each applied step; clients may set it to None to
-            step it themselves.
+        lr_scheduler: Stepped after each applied step; set to None, it is the client's to step.
         global_steps, global_samples: Optimizer steps, skipped ones included, and samples seen.
-        monitor: Where scripts can write metrics of their own: `monitor.write_events([(name, value,
-            step)])`.
+        monitor: For scripts' own metrics: `monitor.write_events([(name, value, step)])`.
     """
 
     _calls_model = True  # as a whole
@@ -281,8 +277,7 @@ class DeepSpeedEngine(EngineFace, nn.Module):
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
-        """Run backward of `loss`; gradients join the accumulation and, if it is their time, are
-        reduced.
+        """Run backward of `loss`; gradients accumulate and, if it is time, are reduced.
 
         Args:
             loss: Scalar, the mean over this rank's micro-batch.

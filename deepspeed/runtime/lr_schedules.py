@@ -1,7 +1,6 @@
 """Learning-rate schedules: LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR and WarmupCosineLR. Each
 is a pure function of ``last_batch_iteration`` (steps taken minus one; -1 before the first), which
-is all its state, written into the optimizer's groups by ``step()``, which the engine calls after
-its own.
+is all its state, written into the optimizer's groups by ``step()``, called after the engine's.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ def update_lr(param_groups: Iterable[dict[str, Any]], lrs: Iterable[float]) -> l
     """Write one learning rate into each group and return them."""
     written = []
     for group, lr in zip(param_groups, lrs, strict=True):
-        # A capturable optimizer keeps its rate in a tensor that a recorded graph reads; replacing
-        # it would be unseen.
+        # A recorded graph reads a capturable optimizer's rate from a tensor: not to be replaced.
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(lr)
         else:

@@ -43,8 +43,7 @@ from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
-# Written for flat buffers; everything else keeps one master per parameter without ZeRO, as
-# upstream's files expect.
+# Written for flat buffers; all else keeps a master per parameter without ZeRO, as upstream's files.
 FLAT_WITHOUT_ZERO = ("FusedAdam", "DeepSpeedCPUAdam", "FusedLion", "DeepSpeedCPULion")
 
 PARAMS = "optimizer.params"  # of the configuration
@@ -110,8 +109,7 @@ def parameters_to_train(
 def make_basic_optimizer(
     config: DeepSpeedConfig, client: Any, parameters: Iterable[Any], module: nn.Module
 ) -> torch.optim.Optimizer:
-    """Return the client's optimizer, what its callable makes of `parameters`, or the
-    configuration's.
+    """Return the client's optimizer, what its callable makes, or the configuration's.
 
     Raises:
         DeepSpeedConfigError: The configuration's cannot be made.
@@ -140,8 +138,7 @@ def separate_experts(basic: torch.optim.Optimizer, config: DeepSpeedConfig) -> N
     flat buffers are reduced over the ranks that hold all of their parameters.
 
     torch's optimizers keep state by parameter, so they do not notice. A schedule that was made
-    before does: it has a rate per group, and such groups are left for whoever lays them out to
-    refuse.
+    before does, with a rate per group: whoever lays out such groups refuses them.
     """
     is_flat = int(config.tree.zero_optimization.stage) > 0 or model_dtype(config) != torch.float32
     scheduled = any("initial_lr" in group for group in basic.param_groups)
@@ -233,9 +230,7 @@ def _own_optimizers(offload: bool) -> dict[str, Callable[..., torch.optim.Optimi
 def _adam_class(
     key: str, params: dict[str, Any], offload: bool
 ) -> Callable[..., torch.optim.Optimizer]:
-    """Choose as upstream does: "Adam" means AdamW unless `adam_w_mode` is false; `torch_adam` asks
-    for torch's default kernel.
-    """
+    """As upstream: "Adam" is AdamW unless `adam_w_mode` is false; `torch_adam` asks for torch's."""
     from deepspeed.ops.adam import (  # startup: only what is named is needed
         DeepSpeedCPUAdam,
         FusedAdam,
@@ -258,8 +253,7 @@ def _adam_class(
         params.pop("set_grad_none", None)
         params["adamw_mode"] = adam_w_mode
         return DeepSpeedCPUAdam
-    # Honoured either way: what FusedAdam steps here is fp32 (parameters, or masters of others), and
-    # moments have its dtype.
+    # Honoured anyway: FusedAdam steps fp32 here (parameters or masters), and so are moments.
     params.pop("fp32_optimizer_states", None)
     params["adam_w_mode"] = adam_w_mode
     return FusedAdam
@@ -305,8 +299,7 @@ def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSe
             "stage 0 or 1 is not supported: the accumulator does not tell an unused parameter from "
             "a zero gradient; use true, or stage 2"
         )
-    # BF16_Optimizer shards its masters at stage 0 too, which whole-parameter optimizers cannot
-    # take.
+    # BF16_Optimizer shards masters at stage 0 too, not for whole-parameter optimizers.
     is_bf16_summed = model_dtype == torch.bfloat16 and accumulation == torch.float32
     if stage > 0 or (is_bf16_summed and elementwise):
         return _sharded(basic, context, stage, accumulation)
@@ -359,8 +352,7 @@ def _check_partial_offload(basic: torch.optim.Optimizer, config: DeepSpeedConfig
 def _steps(context: WrapContext, is_sharded: bool) -> StepSettings:
     tree, ranks = context.config.tree, context.ranks
     given = "gradient_predivide_factor" in tree.model_fields_set
-    # Where every rank has its parameters' gradients whole, what no other rank has parts of, nobody
-    # sums.
+    # Where a rank has its gradients whole, nobody sums what no other rank has parts of.
     counts_all = ranks.is_whole and not is_sharded
     return StepSettings(
         clip_grad=tree.gradient_clipping,

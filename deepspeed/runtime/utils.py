@@ -63,8 +63,7 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 def move_to_device(
     item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None
 ) -> Any:
-    """Move every tensor (or what `criterion_func` chooses) in nested lists, tuples and dicts to
-    `device`.
+    """Move every tensor (or what `criterion_func` chooses) in nested containers to `device`.
 
     The host does not wait for copies from page-locked memory to a device: what lies there must not
     be overwritten before they are done (a data loader's batches are not).
@@ -95,8 +94,7 @@ def clip_grad_norm_(
     norm_type: float = 2,
     mpu: Any = None,
 ) -> torch.Tensor:
-    """`torch.nn.utils.clip_grad_norm_`, with the norm taken over model-parallel ranks if `mpu` is
-    given.
+    """`torch.nn.utils.clip_grad_norm_`, over `mpu`'s model-parallel ranks too if given.
 
     Returns:
         The norm before clipping, 0-d.
@@ -126,8 +124,7 @@ def clip_grad_norm_(
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Print device and host memory on rank 0, in GB (2**30 bytes); nothing without `force`, so that
-    calls can stay in a script.
+    """Print device and host memory on rank 0, in GB (2**30 bytes); nothing without `force`.
 
     MA is allocated by tensors, CA what the allocator holds; each with its largest value since the
     last call, which starts anew. The host's line is the machine's, not this process's.
@@ -159,8 +156,7 @@ def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Boundaries of `num_parts` consecutive parts with equal numbers of items; the first parts get
-    the remainder.
+    """Boundaries of `num_parts` consecutive parts of equal length, the first longer by a remainder.
 
     Returns:
         num_parts + 1 boundaries; with fewer items than parts, the last parts are empty.
@@ -181,8 +177,7 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
         num_parts: How many parts.
 
     Returns:
-        num_parts + 1 boundaries; with no more items than parts, one item each and empty parts after
-        them.
+        num_parts + 1 boundaries; with fewer items than parts, one each, then empty parts.
     """
     num_items = len(weights)
     if num_items <= num_parts:

@@ -50,8 +50,7 @@ def vocab_sequence_parallel_cross_entropy(
     vocab_parallel_logits: torch.Tensor, target: torch.Tensor, sp_group: dist.Group
 ) -> torch.Tensor:
     """Compute the losses [s, b], in fp32, of a sequence whose positions are split over `sp_group`,
-    from logits [s / P, b, vocabulary] and targets [s / P, b], `IGNORE_INDEX` where nothing is
-    learned.
+    from logits [s / P, b, vocabulary], targets [s / P, b]; `IGNORE_INDEX`: nothing is learned.
 
     They are the same on all ranks. Take their mean, or any other function, on every rank: the
     engine's gradient is that of one process with the whole sequence.

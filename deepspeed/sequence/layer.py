@@ -247,8 +247,7 @@ def plan_heads(query: int, key: int, ranks: int) -> HeadPlan:
         return HeadPlan(tuple(count * ratio for count in keys), keys, None)
     queries = shares(query, ranks)
     if ranks % key == 0 and query % ranks == 0:
-        # Every rank's query heads belong to one key head: it alone is sent, to each rank that needs
-        # it.
+        # All query heads of a rank belong to one key head: it alone goes to ranks that need it.
         return HeadPlan(queries, (1,) * ranks, tuple(rank * key // ranks for rank in range(ranks)))
     # The border between two ranks lies inside a group: one key head per query head has no borders.
     return HeadPlan(queries, queries, tuple(head // ratio for head in range(query)))

@@ -6,14 +6,12 @@ parameters, stages and expert ranks some of the parameters. A part of a paramete
 
     checkpoint.file_names, files        which files hold what, and their content
     cuts                                how the run that saved them divided the model
-    saved_optimizer.SavedOptimizer      optimizer state of one tensor-parallel rank, in fragments by
-                                        parameter name
+    saved_optimizer.SavedOptimizer      one tensor-parallel rank's state, in fragments by name
     saved_weights.SavedWeights          weights of one tensor-parallel rank by name
     tensor_parallel.SlicePatterns       slices of a parameter, put together to the whole
     consolidation                       all of that: every parameter whole
       .ConsolidatedCheckpoint
-    universal.UniversalCheckpoint       the same of a universal checkpoint, where parameters are
-                                        whole in the files
+    universal.UniversalCheckpoint       the same of a universal checkpoint, of whole parameters
     tensor_parallel.slice_of_rank       a whole parameter, sliced again
     rank_slices.RankSlices              all slices of one rank, in fragments like saved ones
     runtime.checkpointing

@@ -1,5 +1,4 @@
-"""Optimizer state of a checkpoint by parameter name, however many ranks, stages and expert groups
-it is sharded over.
+"""Optimizer state of a checkpoint by parameter name, however many ranks and stages it is on.
 
 Four layouts are read: shards of ZeRO and BF16_Optimizer, those of ZeRO stage 3, whole state of one
 expert rank and whole state in the model file (stage 0). In shards a parameter's elements lie in the
@@ -73,8 +72,7 @@ class SavedFragment(NamedTuple):
 
 
 class _OptimizerTensor(NamedTuple):
-    """One tensor that the optimizer updated; its per-element state may have any of `sizes`
-    elements.
+    """A tensor that the optimizer updated; per-element state has any of `sizes` elements.
 
     Attributes:
         is_scalar: It has no dimensions, so its per-element state has none either.

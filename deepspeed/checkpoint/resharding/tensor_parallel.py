@@ -2,8 +2,7 @@
 
 How a parameter is sliced only the client knows: `universal_checkpoint_info` lists regular
 expressions, each matching the beginning of names; others are sliced in dimension 0. Slices are of
-one size, except where pieces (heads, say) are dealt out to ranks that do not divide them: the first
-have one more.
+one size, except where pieces (heads, say) are dealt out unevenly: the first ranks have one more.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ class Share(NamedTuple):
 
 @dataclass
 class SubparamShape:
-    """Parameters that are several stacked in one tensor, each of them sliced by the tensor-parallel
-    ranks (fused q, k and v).
+    """Parameters stacked in one tensor (fused q, k and v), each sliced by itself.
 
     Attributes:
         patterns: Regular expressions that match the beginning of their names.

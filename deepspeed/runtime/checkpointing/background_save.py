@@ -6,14 +6,12 @@ ranks of the world met, by a connection of their own:
 
 1. Each rank's thread writes its files, then sets `written/R` to its error, or to nothing.
 2. Rank 0's waits for all of these and sets `all_written`, which all wait for.
-3. Each publisher's thread publishes (or, if any rank failed, removes the folder), and sets
-   `published/R`.
+3. Each publisher's thread publishes (if any rank failed, removes) the folder, sets `published/R`.
 4. Rank 0's waits for these and sets `all_published`, which all wait for: they know the outcome.
 5. The others set `heard/R`; rank 0's, whose process may be the store, ends when all have.
 
 The step that waits for the copy shall not bear the writing too: the thread starts with the first
-backward of the next step, in which training leaves it the interpreter. Without one it starts after
-`_START_S`.
+backward of the next step, in which training leaves it the interpreter, or else after `_START_S`.
 
 So a checkpoint is published though no step follows. After each step of a run with a save in flight,
 one small collective tells whether the threads of all ranks have ended; only then does any rank
@@ -64,9 +62,7 @@ _numbers = itertools.count()  # the same on all ranks, which start the same save
 
 
 class BackgroundSave:
-    """One save in flight; `fill`, called in the thread, gives a copy. All ranks start it
-    together.
-    """
+    """One save in flight; `fill`, called in the thread, gives a copy. All ranks start together."""
 
     def __init__(
         self, job: SaveJob, description: Mapping[str, Any], fill: Callable[[Put], None]
@@ -89,8 +85,7 @@ class BackgroundSave:
         )
         if len(self._ranks) > 1:
             self._beating.start()
-        # Not a daemon: an interpreter that exits waits for it, so the last checkpoint of a run is
-        # published.
+        # Not a daemon: an interpreter that exits waits for it, so a run's last save is published.
         self._thread = threading.Thread(target=self._run, name=f"save {job.info.tag}")
         in_flight.append(self)
         self._thread.start()
@@ -144,9 +139,7 @@ class BackgroundSave:
         return _NOT_ENDED if self._is_asked else self._answer.read()
 
     def join(self) -> None:
-        """Wait until this rank knows the outcome; a failure is logged now and raised by
-        `settle`.
-        """
+        """Wait until this rank knows the outcome; a failure is logged now, raised by `settle`."""
         self.start()
         self._thread.join()
         if self._error is not None:
@@ -219,9 +212,7 @@ class BackgroundSave:
         return agreed
 
     def _part(self) -> None:
-        """Let rank 0, whose process may be the store, end after all others have heard the
-        outcome.
-        """
+        """Let rank 0, whose process may be the store, end after all others heard the outcome."""
         if self.job.node.rank > 0:
             self._store.set(f"{self._prefix}/heard/{self.job.node.rank}", "")
         elif not self._wait_for(
@@ -239,15 +230,12 @@ class BackgroundSave:
         return value.decode()
 
     def _wait_for(self, names: list[str], limit: float, rank: int | None = None) -> bool:
-        """Whether all are in the store within `limit` seconds. Looks: a client that waits is
-        busy.
-        """
+        """Whether all are in the store within `limit` seconds. Looks: who waits is busy."""
         start = heard = asked = time.monotonic()
         pause, heartbeat = _POLL_S[0], b""
         while names and not self._store.check(names):
             now = time.monotonic()
-            # Asked no more often than it beats: what this thread does keeps training from the
-            # interpreter.
+            # Asked no more often than it beats: this thread keeps training from the interpreter.
             if rank is not None and now - asked > _HEARTBEAT_S:
                 asked = now
                 if (latest := self._heartbeat_of(rank)) != heartbeat:

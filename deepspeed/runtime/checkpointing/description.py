@@ -84,8 +84,7 @@ def model_state(
         keys.SKIPPED_STEPS: state.skipped_steps,
         keys.GLOBAL_STEPS: state.global_steps,
         keys.GLOBAL_SAMPLES: state.global_samples,
-        # Readers take it for the number of optimizer files: with optimizer instances those of
-        # one instance.
+        # Readers take it for the number of optimizer files: of one optimizer instance.
         keys.DP_WORLD_SIZE: state.parallel_map.data.size if shard is None else shard.count,
         keys.MP_WORLD_SIZE: degrees.parts,
         keys.CHECKPOINT_PARALLEL_DIMS: {
@@ -156,9 +155,7 @@ def describe(
     optimizer: OptimizerFiles,
     exclude_frozen_parameters: bool = False,
 ) -> dict[str, Any]:
-    """What this rank knows of the files that are written for it, as in the module's text.
-    Collective-free.
-    """
+    """What this rank knows of the files that are written for it, without a collective."""
     part = state.parallel_map.model.rank
     model_file = optimizer.model_file
     weights = _weights(model, optimizer, model_file, exclude_frozen_parameters)

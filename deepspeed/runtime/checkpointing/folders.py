@@ -32,8 +32,7 @@ from deepspeed.checkpoint.verification import (
 from deepspeed.comm.watch import lone_waits
 from deepspeed.utils.logging import log_dist, logger
 
-# Number of the node, from the launcher of ours and that of torch; without either the machine's name
-# tells nodes apart.
+# Number of the node, from our launcher and torch's; without them the machine's name.
 _NODE_VARIABLES = ("CROSS_RANK", "GROUP_RANK")
 
 # Takes a file's name in the folder and its content, which may change after.
@@ -136,9 +135,7 @@ class FolderChoice:
         )
 
     def latest_tag(self, load_dir: str) -> str | None:
-        """What to load when no tag is given, the same on all ranks; None, with a warning, if
-        nothing.
-        """
+        """What to load when no tag is given, the same on all ranks; None and a warning if none."""
         what = f"looking for the newest checkpoint in {load_dir}"
         known = together(lambda: self._known_tags(load_dir), self._device, what)
         everywhere: list[Any] = [None] * dist.get_world_size()
@@ -183,9 +180,7 @@ class FolderChoice:
         return named or newest, published_tags(load_dir)
 
     def verify_newest(self, folder: str) -> None:
-        """`verify`, and if it fails tell which older checkpoint could be loaded, which none is
-        unasked.
-        """
+        """`verify`; if it fails, tell which older checkpoint could be loaded: none is unasked."""
         try:
             return self.verify(folder)
         except CheckpointError as error:
@@ -210,9 +205,7 @@ class FolderChoice:
         return True
 
     def verify(self, folder: str) -> None:
-        """Hold the folder against its manifest, if it has one; each rank reads a share of the
-        files.
-        """
+        """Hold the folder against its manifest, if any; each rank reads a share of the files."""
         parts = together(
             lambda: _check_share(folder, self._node, self._level),
             self._device,

@@ -227,9 +227,7 @@ class _Load:
         return loaded if everywhere.item() else loaded._replace(optimizer=None)
 
     def _read_model_file(self) -> dict[str, Any]:
-        """This rank's, or with other pipeline stages that of the first, which has what is
-        common.
-        """
+        """This rank's, or with other pipeline stages the first's, which has what is common."""
         folder, parallel_map = self.folder, self.state.parallel_map
         own = ParallelDegrees.of_this_run(parallel_map)
         path = os.path.join(folder, file_names.model_file(parallel_map.model.rank))

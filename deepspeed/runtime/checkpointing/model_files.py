@@ -50,10 +50,8 @@ class ModelExperts:
     Attributes:
         layers: Prefix of the names of a layer's experts -> the layer, in the order of the files'
             numbers. Each expert has a file.
-        packed: Name -> module of experts that `expert_parallel` has spread. Whole ones stand in the
-            model file.
-        numbers: Prefix -> the layer's number in files: its place among those of the whole model, on
-            whatever stage it is.
+        packed: Name -> module of experts that `expert_parallel` spread, whole in the model file.
+        numbers: Prefix -> the layer's number in files: its place in the model over all stages.
         first: Prefix -> number over all ranks of the first expert of this rank.
         group_sizes: Prefix -> how many ranks the experts are spread over.
     """
@@ -96,9 +94,7 @@ class ModelExperts:
         return [layer.num_experts for layer in self.layers.values()]
 
     def are_elsewhere(self, name: str) -> bool:
-        """Whether a name, numbered over all ranks, is of an expert that this or another rank
-        has.
-        """
+        """Whether a name, numbered over all ranks, is of an expert that some rank has."""
         prefix, number = experts.expert_prefix(name), experts.expert_number(name)
         layer = None if prefix is None else self.layers.get(prefix)
         return layer is not None and number is not None and number < layer.num_experts
@@ -116,9 +112,7 @@ class ModelExperts:
         ]
 
     def put(self, put: Put, node: StorageNode, state: Mapping[str, Any]) -> None:
-        """Give `put` the files of the experts of which this rank is the first owner with the
-        folder.
-        """
+        """Give `put` the files of the experts that this rank owns as the first with the folder."""
         for prefix, layer in self.layers.items():
             part = layer.parallel_map.model.rank
             if not node.is_first(layer.parallel_map.experts(layer.expert_group_name).data.ranks):
@@ -180,9 +174,7 @@ class ModelFiles:
         return cast(LayeredModule, self.module)
 
     def collect(self, is_writer: bool) -> None:
-        """Gather what this rank's files have of other ranks' weights; all ranks call it before any
-        writes.
-        """
+        """Gather what this rank's files have of others' weights; on all ranks, before writing."""
         if not self.is_sharded:
             self.gathered = gathered_experts(self.module, keep=is_writer)
 

@@ -42,8 +42,7 @@ class OptimizerFiles:
 
     [Note: collected first]
     Shards may be cut otherwise in memory than in files, so the state of one file comes from several
-    ranks. All of them take part before any writes: one that fails to write would leave the others
-    waiting.
+    ranks. All take part before any writes: one that fails to write would leave the others waiting.
     """
 
     def __init__(self, state: TrainingState, model: ModelFiles) -> None:
@@ -67,9 +66,7 @@ class OptimizerFiles:
     # Writing
 
     def collect(self) -> None:
-        """Make the state of this rank's shard as its file has it, on all ranks; [Note: collected
-        first].
-        """
+        """Make this rank's shard as its file has it, on all ranks; [Note: collected first]."""
         if self.layout.shard is not None and self.sequence is not None:
             self._collected = self.sequence.state_dict()
 
@@ -106,9 +103,7 @@ class OptimizerFiles:
 
     @staticmethod
     def writes(shard: OwnShard, node: StorageNode) -> bool:
-        """Whether this rank writes its shard: of copies, one rank alone does, as offline tools
-        expect.
-        """
+        """Whether this rank writes its shard: of copies one does, as offline tools expect."""
         holders = shard.holders
         return holders is None or node.is_first(dist.get_all_ranks_from_group(holders))
 
@@ -163,9 +158,7 @@ class OptimizerFiles:
     def read(
         self, folder: str, model: Mapping[str, Any], slices: RankSlices | None = None
     ) -> ReshardedState | None:
-        """State as this rank would have saved it; None if the checkpoint, or this run, has no
-        optimizer.
-        """
+        """State as this rank would have saved it; None if checkpoint or run has no optimizer."""
         if self.sequence is None:
             return None
         state = self._read_own_state(self.sequence, folder, model) if slices is None else None
@@ -220,9 +213,7 @@ class OptimizerFiles:
         return state
 
     def _has_own_names(self, model: Mapping[str, Any]) -> bool:
-        """Whether the parameters are this run's in its order, which shards of stage 3 do not
-        say.
-        """
+        """Whether the parameters are this run's, in order, which shards of stage 3 do not say."""
         saved, own = (
             [pair for group in groups for pair in group.items()]
             for groups in (parameter_shapes(model), self.param_shapes())

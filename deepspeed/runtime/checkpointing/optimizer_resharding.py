@@ -65,8 +65,7 @@ class _Place(NamedTuple):
 class _Target:
     """One tensor that this rank's optimizer updates, being filled.
 
-    `filled` counts elements found, `found` those with state; `likeness`: of padding, how far it is
-    what it resembles.
+    `filled` counts elements found, `found` those with state; `likeness`: how alike padding is.
     """
 
     own: OwnTensor
@@ -212,9 +211,7 @@ class _Resharding:
         self._num_saved_groups = len(saved.options)
 
     def _offer(self, target: _Target, fragment: SavedFragment) -> None:
-        """Have padding resemble what lies beside it on other ranks, or what the optimizer treats
-        alike.
-        """
+        """Have padding resemble its neighbours on other ranks, or what is optimized alike."""
         if not fragment.options:  # it was not trained
             return
         own = self.sequence.param_groups[target.own.group]

@@ -1,5 +1,4 @@
-"""`load_sharded_safetensors`: weights of a safetensors folder, of which each rank reads what it
-keeps.
+"""`load_sharded_safetensors`: weights of a safetensors folder; each rank reads what it keeps.
 
 A file begins with the length of its header (8 bytes, little-endian) and the header, which is JSON:
 of every tensor its dtype, shape, and where behind the header its bytes are. A model's folder has
@@ -185,14 +184,12 @@ def load_sharded_safetensors(
     stands whole on any host. All ranks call it.
 
     Of each sharded parameter a rank reads the elements that it owns, 16 MiB at a time; buffers and
-    parameters that are not sharded are read by all. Names, shapes and sizes of files are compared
-    before anything changes.
+    parameters that are not sharded are read by all. Names, shapes and sizes are compared first.
 
     Args:
         model: Made under `deepspeed.zero.Init`, or an engine's module, whose masters follow. Of
             tied weights one name is enough.
-        path: A file, or a folder with files and their index as Hugging Face's `save_pretrained`
-            writes them.
+        path: A file, or a folder with files and their index as `save_pretrained` writes them.
         strict: Names must be the same; False leaves what is missing as it is.
         rename: Name in the files -> name in the model, where experts of `deepspeed.moe` are
             numbered over all ranks.
@@ -202,8 +199,7 @@ def load_sharded_safetensors(
 
     Raises:
         CheckpointError: On all ranks: a file is missing or damaged, a shape is another, or
-            (`strict`) names differ. After an error of a disk in the middle the weights are neither
-            the old nor the new ones.
+            (`strict`) names differ. An error of a disk may leave weights neither old nor new.
     """
     ensure_distributed(None)
     device = torch.device(get_accelerator().current_device_name())

@@ -2,8 +2,7 @@
 engine and does not communicate.
 
 [Note: sequence of a save]
-Publisher is the first rank of those that share the folder. `D` is the folder of all checkpoints,
-`T` the tag.
+Publisher: the first rank of those that share the folder. `D` holds all checkpoints, `T` is the tag.
 
 1. The publisher removes `D/.T.saving` of an earlier save and makes it anew. All wait.
 2. Each rank writes its files into it, each flushed to disk, then what it knows of them as
@@ -68,9 +67,7 @@ class SaveJob:
             os.makedirs(self.folder)
 
     def write(self, description: Mapping[str, Any], fill: Callable[[Put], None]) -> None:
-        """Write this rank's files and its part of the manifest; `fill`'s tensors have their own
-        storage.
-        """
+        """Write this rank's files and its manifest part; `fill`'s tensors own their storage."""
         paths: list[str] = []
 
         def put(name: str, content: object) -> None:

@@ -133,9 +133,7 @@ def _agreed_tag(state: TrainingState, options: SaveOptions) -> str:
 
 
 def _is_tag_of_all(save_dir: str, tag: str, device: torch.device) -> bool:
-    """Whether all ranks have the same tag, by one collective of numbers; raises if one has no
-    folder.
-    """
+    """Whether all ranks have the same tag, by one collective; raises if one has no folder."""
     is_path = isinstance(save_dir, (str, os.PathLike)) and bool(os.fspath(save_dir))
     number = int.from_bytes(hashlib.sha256(tag.encode()).digest()[:7], "big")
     facts = torch.tensor([number, -number, int(not is_path)], dtype=torch.int64, device=device)

@@ -51,9 +51,7 @@ from deepspeed.utils.tensor_fragment import logical_shape
 def slices_of_this_rank(
     module: nn.Module, tensor: Axis, folder: str, model: Mapping[str, Any], universal: bool
 ) -> RankSlices | None:
-    """This rank's share of whole parameters; None for a folder whose files can be read as they
-    are.
-    """
+    """This rank's share of whole parameters; None where files can be read as they are."""
     saved, own = ParallelDegrees.of_file(model).tensor, tensor.size
     if saved == own and not universal:
         return None
@@ -76,9 +74,7 @@ def slices_of_this_rank(
 
 
 def shards_as_whole(module: nn.Module, tensor: Axis, folder: str) -> RankSlices:
-    """The parameters of a folder of stage 3, for a run below it with as many tensor-parallel
-    ranks.
-    """
+    """The parameters of a stage 3 folder, for a run below it with as many tensor-parallel ranks."""
     own = ConsolidatedCheckpoint(folder, tensor_rank=tensor.rank)
     return RankSlices(own, _shapes_of(module), 0, 1)
 
@@ -105,9 +101,7 @@ def saved_names(module: nn.Module) -> dict[str, str]:
 
 
 def read_sliced_weights(files: ModelFiles, slices: RankSlices, strict: bool | None) -> ReadWeights:
-    """The model's weights: parameters rounded from what is whole, the rest from files of
-    weights.
-    """
+    """The model's weights: parameters rounded from what is whole, the rest from weight files."""
     state: dict[str, Any] = {}
     for name, tensor, value in sliced_values(files, slices):
         state[name] = value.to(tensor.dtype) if isinstance(tensor, torch.Tensor) else value
@@ -141,9 +135,7 @@ def _in_layers(files: ModelFiles, slices: RankSlices) -> Iterator[tuple[int, tor
 
 
 def foreign_names(files: ModelFiles, slices: RankSlices) -> dict[str, Any]:
-    """Parameters that are not this model's; another stage or expert rank may have them where there
-    are any.
-    """
+    """Parameters not of this model; another stage or expert rank may have them."""
     if files.is_layered or files.experts.layers:
         return {}
     parameters, own = slices.parameters, set(saved_names(files.module).values())
@@ -193,9 +185,7 @@ def read_shard_weights(
     strict: bool,
     tensor_rank: int,
 ) -> ShardWeights:
-    """Read and check this rank's elements of `wanted`; the rest comes with the optimizer's
-    state.
-    """
+    """Read and check this rank's elements of `wanted`; the rest is in the optimizer's state."""
     if slices is not None:
         return _of_slices(files, slices, wanted, strict)
     files.refuse_layers(folder, model)

@@ -40,9 +40,7 @@ def names_of_all(experts: ModelExperts, name: str) -> list[str]:
 
 
 def values_of_all(experts: ModelExperts, name: str, value: object) -> Iterator[tuple[str, Any]]:
-    """Each of `names_of_all` with its value, until the next is asked for. All ranks go through
-    all.
-    """
+    """Each of `names_of_all` with its value, until the next is asked for. On all ranks."""
     names, prefix = names_of_all(experts, name), expert_prefix(name)
     if len(names) == 1 or prefix is None:
         yield names[0], value
@@ -79,9 +77,7 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def state_of_all(experts: ModelExperts, state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
-    """A state dict with the experts of all ranks, in host memory, empty where none is to be
-    kept.
-    """
+    """A state dict with the experts of all ranks, in host memory, empty where not to be kept."""
     found: dict[str, Any] = {}
     first: dict[Any, list[str]] = {}
     for name, value in state.items():
@@ -222,8 +218,7 @@ def _held_whole(state: TrainingState, exclude_frozen_parameters: bool) -> dict[s
 def save_weights(
     state: TrainingState, save_dir: str, save_filename: str, exclude_frozen_parameters: bool
 ) -> None:
-    """Rank 0 writes the whole state dict to a file, under its name when it is complete. All ranks
-    call it.
+    """Rank 0 writes the whole state dict to a file, named when complete. All ranks call it.
 
     Raises:
         CheckpointError: On every rank if it could not be written.
@@ -248,8 +243,7 @@ def save_weights(
 
 def save_whole(offload: DeepSpeedZeRoOffload, path: str, exclude_frozen_parameters: bool) -> None:
     """Rank 0 writes the whole state dict to a file, whose folder is made if it is not there,
-    parameter by parameter: beside the unit that is gathered its memory holds one parameter. All
-    ranks call it.
+    parameter by parameter: its memory holds one beside the gathered unit. All ranks call it.
 
     Raises:
         OSError: On rank 0, when all parameters have been gathered: others do not wait for it.

@@ -8,6 +8,5 @@ blocks are also in ``zero`` and ``features``, ``base`` has their class and value
 stages and devices. ``arguments`` reads ``params`` by the class they are for; ``getters`` derives
 what upstream calls keys and defaults, for its modules of these names, which are doors to here.
 
-``import deepspeed.runtime.config`` loads ``enums``, ``sizes`` and ``source`` alone (startup:
-pydantic is slow to import).
+``deepspeed.runtime.config`` loads ``enums``, ``sizes`` and ``source`` alone: pydantic is slow.
 """

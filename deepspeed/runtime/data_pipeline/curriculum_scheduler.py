@@ -192,8 +192,7 @@ def make_scheduler(
     """Make the scheduler of the configuration's block, if it is on; refuse a model that cannot be
     told the length of sequences, and ranks that share them.
 
-    A pipeline's engine does not call the model as a whole: its script cuts batches in
-    `set_batch_fn`.
+    A pipeline's engine does not call the whole model: its `set_batch_fn` cuts batches.
     """
     if not block.enabled:
         return None

@@ -62,8 +62,7 @@ class PipeBuffer:
     """One micro-batch in one model chunk.
 
     Outputs are kept only until they are sent; what backward needs is where it starts in the graph
-    and what gradients will come. The activations' memory is then the graph's and the channel's, not
-    held a third time.
+    and what gradients will come. The activations' memory is then not held a third time.
 
     Attributes:
         inputs: What the chunk computes from.
@@ -121,9 +120,7 @@ class PipeBuffer:
         return [tensor for tensor in tensors_in(self.inputs) if tensor.requires_grad]
 
     def input_grads(self) -> tuple[torch.Tensor, ...]:
-        """Gradient of each leaf, zeros where the outputs do not depend on it: the stage before
-        expects one message in any case.
-        """
+        """Gradient of each leaf, zeros if it has none: the stage before expects one message."""
         return tuple(
             leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in self.leaves
         )
@@ -133,8 +130,7 @@ class BatchOutputs:
     """Losses and outputs of one batch; empty but on the last stage.
 
     Attributes:
-        results: Of each micro-batch of an evaluation, its loss, or its output where no loss is
-            computed.
+        results: Of each micro-batch of an evaluation, its loss, or else its output.
         logits: Of each micro-batch of an evaluation, the last layer's output.
     """
 
@@ -159,8 +155,7 @@ class BatchOutputs:
     def mean_loss(self, micro_batches: int) -> torch.Tensor:
         """Mean of the losses over micro-batches and data-parallel ranks, fp32, 0-dim, on all ranks.
 
-        One reduction over all ranks, to which only the last stage adds, instead of one over its
-        ranks and a broadcast.
+        One reduction over all ranks, to which only the last stage adds; no broadcast.
         """
         share = torch.zeros((), dtype=torch.float32, device=self._device)
         if self._total is not None:

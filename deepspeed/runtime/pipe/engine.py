@@ -44,8 +44,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     Attributes:
         micro_batches: Micro-batches per `train_batch`, the gradient accumulation steps.
-        agg_train_loss: Mean loss of the last `train_batch` over micro-batches and data-parallel
-            ranks; the same on all ranks.
+        agg_train_loss: What the last `train_batch` returned; the same on all ranks.
     """
 
     module: PipelineModule
@@ -72,8 +71,7 @@ class PipelineEngine(DeepSpeedEngine):
             self._micro_batches.iterator = iter(RepeatingLoader(self.training_dataloader))
         self._tied = self._tied_weights()
         if self._sequence is not None:
-            # Their gradient is complete only after the reduction over stages: no bucket may take it
-            # from its hook.
+            # Complete only after the reduction over stages: no bucket may take it from its hook.
             self._sequence.hold(weight for weight, _ in self._tied)
         self._passes_left = 0  # backwards that still accumulate into weights in this batch
         self._training_batch = True
@@ -146,8 +144,7 @@ class PipelineEngine(DeepSpeedEngine):
     # Batches
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Run forward and backward of `micro_batches` micro-batches and one optimizer step on all
-        ranks.
+        """Run `micro_batches` micro-batches and one optimizer step on all ranks.
 
         Args:
             data_iter: Where first and last stage read `(inputs, labels)` from, in the same order;
@@ -222,8 +219,7 @@ class PipelineEngine(DeepSpeedEngine):
 
         Args:
             data_iter: Where first and last stage read `(inputs, labels)` from.
-            return_logits: Return the last layer's outputs too (a list over micro-batches on the
-                last stage, None elsewhere).
+            return_logits: Return the last layer's outputs too, a list on the last stage, else None.
             compute_loss: Apply the module's `loss_fn`; otherwise the result is made of the outputs.
             reduce_output: "avg": mean over micro-batches and data-parallel ranks; None: the list
                 over micro-batches.
@@ -232,8 +228,7 @@ class PipelineEngine(DeepSpeedEngine):
             num_micro_batches: How many; None: as many as `train_batch`.
 
         Returns:
-            The result, None where it is not to be had; with `return_logits` a tuple of it and the
-                logits.
+            The result, None where there is none; with `return_logits` a tuple with the logits.
         """
         if reduce_output not in ("avg", None):
             raise ValueError(f"eval_batch(reduce_output={reduce_output!r}): use 'avg' or None")

@@ -29,8 +29,7 @@ class _Placed(NamedTuple):
 class ExpertLayers:
     """The `MoE`s of a pipeline. Construction is collective over the stages.
 
-    `layers` has, of this stage, index in the whole model -> name in the `PipelineModule` and
-    module.
+    `layers`: of this stage, index in the whole model -> name in the `PipelineModule`, module.
     """
 
     def __init__(self, layers: Mapping[int, tuple[str, nn.Module]], stages: Any) -> None:

@@ -1,8 +1,7 @@
 """Checkpoint files of a pipeline: one per layer, named by its place in the whole model, so that any
 number of stages can read them. Experts in a layer are in files of their own.
 
-Nothing here communicates: a rank writes its share of the layers and reads its own. When and where
-is `runtime/checkpointing`'s.
+Nothing here communicates: a rank writes its share and reads its own, when and where it is told.
 """
 
 from __future__ import annotations
@@ -121,14 +120,12 @@ class LayerFiles:
     def read_state_dir(
         self, load_dir: str, checkpoint_engine: Any = None, strict: bool = True
     ) -> LoadedLayers:
-        """Read and compare the own layers' files of a checkpoint, whatever number of stages wrote
-        them; nothing changes.
+        """Read and compare the own layers' files, of any number of stages; nothing changes.
 
         Args:
             load_dir: Folder with the layer files.
             checkpoint_engine: Object with `load(path, map_location)`; None reads files.
-            strict: Each layer must have a file with exactly its names; otherwise what fits is
-                loaded.
+            strict: Each layer must have a file of exactly its names; else what fits is loaded.
 
         Raises:
             CheckpointError: A file is missing or damaged, or does not fit the layer.

@@ -143,8 +143,7 @@ def partition_layers(
         count: Gives each layer's number of parameters.
 
     Raises:
-        PipelineError: For another method, boundaries or counts that do not fit, or a REGEX that no
-            layer matches.
+        PipelineError: For another method, bounds or counts that do not fit, an unmatched REGEX.
     """
     if not isinstance(method, str):
         return _checked_bounds(list(method), len(layers), num_parts)

@@ -60,8 +60,7 @@ class PipelineModule(LayerFiles, nn.Module):
         layers: Modules, `LayerSpec`s and functions, in order. Specs are built on their stage only.
         num_stages: Number of stages; must divide the number of ranks, the rest is data parallelism.
         topology: Coordinates of all ranks instead, with an axis "pipe".
-        loss_fn: `loss_fn(outputs, labels)` on the last stage; None: the last layer returns the
-            loss.
+        loss_fn: `loss_fn(outputs, labels)` on the last stage; None: the last layer returns it.
         seed_layers: Seed before each layer is built (base_seed + index) and before each forward of
             it (so that dropout does not depend on the stages either).
         seed_fn: Called with the seed; None seeds Python, numpy and torch.
@@ -70,8 +69,7 @@ class PipelineModule(LayerFiles, nn.Module):
         activation_checkpoint_interval: Keep the activations of every n-th layer only and recompute
             the others; 0 keeps all.
         activation_checkpoint_func: `func(function, *inputs)` that does it.
-        checkpointable_layers: Names of classes; only runs of these are recomputed. None: all that
-            have parameters.
+        checkpointable_layers: Class names; only these are recomputed. None: all with parameters.
         dynamic_shape: Activations may change shape from one micro-batch to the next.
         num_model_chunks: Chunks per stage for the interleaved schedule: the model has num_stages *
             num_model_chunks parts and part j is on stage j % num_stages.
@@ -399,8 +397,7 @@ class PipelineModule(LayerFiles, nn.Module):
         outputs = self.activation_checkpoint_func(
             unpacked, anchor, *(inputs if is_tuple else (inputs,))
         )
-        # Checkpoint functions hand back the one tensor of a tuple by itself; the next layer waits
-        # for the tuple.
+        # Checkpoint functions unpack a tuple of one tensor; the next layer waits for the tuple.
         return (outputs,) if returns_single and not isinstance(outputs, tuple) else outputs
 
     def _is_checkpointable(self, segment: range) -> bool:

@@ -1,5 +1,4 @@
-"""What pipeline stages exchange: the groups of their channels, and upstream's functions for single
-tensors and objects.
+"""What pipeline stages exchange: channels' groups, upstream's functions for tensors and objects.
 
 [Note: channels and communicators]
 gloo matches transfers by tag, so channels share a group. NCCL runs all transfers of two ranks in a
@@ -44,8 +43,7 @@ class _Transfer:
         return getattr(self._work, name)
 
 
-# The grid of `init_process_groups`, and what `send` and `recv` have begun and `wait` has not waited
-# for.
+# The grid of `init_process_groups`, and what `send` and `recv` began, for `wait`.
 _grid: Any = None
 _begun: list[_Transfer] = []
 
@@ -95,9 +93,7 @@ def _make_channel_groups(pairs: Sequence[tuple[int, int]], device: torch.device)
 
 
 def _turns(pairs: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Say which pairs are made together: each rank is in one of them at most. Their number does not
-    depend on how many pipelines there are.
-    """
+    """Which pairs are made together: no rank twice, as many turns for any number of pipelines."""
     turns: list[list[int]] = []
     taken: list[set[int]] = []
     for at, pair in enumerate(pairs):

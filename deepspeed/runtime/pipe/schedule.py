@@ -1,5 +1,4 @@
-"""Pipeline schedules as data: which instructions each stage runs, in which order, with which
-buffers.
+"""Pipeline schedules as data: the instructions of each stage, their order, and their buffers.
 
 Pure integers, no torch: `PipelineEngine` executes the instructions, `simulator` checks them and
 `schedule_text` prints them. A schedule says in which order its stage computes; `_Lowering` alone
@@ -58,8 +57,7 @@ class ReduceTiedGrads(PipeInstruction):
 
 
 class BufferOpInstruction(PipeInstruction):
-    """An instruction on one buffer: what one micro-batch needs on one part of the model between its
-    forward and its backward.
+    """An instruction on one buffer: what a micro-batch needs on a part from forward to backward.
 
     Attributes:
         buffer_id: Which buffer of the stage, unique over its chunks.
@@ -179,8 +177,7 @@ class PipeSchedule(ABC):
         return self.stage_id == self.stages - 1
 
     def _rounds(self, chunks: Sequence[Chunk], kind: type[BufferOpInstruction]) -> list[Compute]:
-        """Computations over `chunks` in rounds of `stages` micro-batches, each round through all
-        chunks.
+        """Computations over `chunks` in rounds of `stages` micro-batches, each through all chunks.
 
         The last round is full whether micro-batches are left for it or not: stages pair the k-th
         forward pass with a backward pass by counting, and dropping the same surplus passes on all
@@ -260,8 +257,7 @@ class TrainSchedule(PipeSchedule):
     """1F1B: stage s holds at most stages - s micro-batches at once, and waits stages - 1 forward
     and backward passes per batch.
 
-    Steps are 2 * (micro_batches + stages - 1) time slots in which every pass takes one; those in
-    which a stage waits are empty.
+    Steps are 2 * (micro_batches + stages - 1) slots of one pass; a stage waits in empty ones.
     """
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
@@ -273,8 +269,7 @@ class TrainSchedule(PipeSchedule):
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
     def _slot(self, time: int) -> Compute | None:
-        """Forward passes start at stage_id, backward passes when the first gradient has come back;
-        both every other slot.
+        """Forwards start at stage_id, backwards with the first gradient; both every other slot.
 
         The distance 2 * (stages - stage_id) - 1 between them is odd, so that they never meet.
         """
@@ -287,8 +282,7 @@ class TrainSchedule(PipeSchedule):
 
 
 class InterleavedTrainSchedule(PipeSchedule):
-    """1F1B over several chunks of the model per stage (Narayanan et al. 2021): the wait shrinks by
-    the number of chunks.
+    """1F1B over several chunks per stage (Narayanan et al. 2021): the wait shrinks by their number.
 
     A number of micro-batches that is no multiple of the stages leaves part of the last round empty.
     """
@@ -320,8 +314,7 @@ class InterleavedTrainSchedule(PipeSchedule):
 
 
 class ZeroBubbleTrainSchedule(PipeSchedule):
-    """ZB-H1 (Qi et al. 2023): weights' gradients wait until a stage has nothing more urgent, and
-    fill the tail of the batch.
+    """ZB-H1 (Qi et al. 2023): weights' gradients wait for what is more urgent, and fill the tail.
 
     Stage s leaves s weight passes behind, so that every stage holds at most `stages` micro-batches,
     as the first stage of 1F1B. The wait is stages - 1 times (forward + input's gradient - weights'
@@ -341,8 +334,7 @@ class ZeroBubbleTrainSchedule(PipeSchedule):
             for kind in (ForwardPass, BackwardInputPass, BackwardWeightPass)
         )
         delay = min(self.stage_id, self.micro_batches)
-        # The weight pass comes before the next forward pass: it frees the buffer that this one
-        # takes.
+        # The weight pass comes before the next forward: it frees the buffer taken there.
         groups = [
             (each,) if index < delay else (each, weights[index - delay])
             for index, each in enumerate(inputs)

@@ -3,8 +3,7 @@ SVG, and the command for them.
 
     python -m deepspeed.runtime.pipe.schedule_text --schedule 1f1b --stages 4 --micro-batches 8
 
-Exit code 0: the schedule is right; 1: the simulator found a fault, which the grid marks; 2: the
-command was used wrongly.
+Exit code 0: the schedule is right; 1: it has a fault, which the grid marks; 2: wrongly used.
 """
 
 from __future__ import annotations
@@ -231,8 +230,7 @@ def _svg_row(stage: int, row: Sequence[Span], scale: float, makespan: float) -> 
     texts = ['  <g text-anchor="middle" font-size="11" fill="#111111">']
     for span in row:
         left, wide = _LEFT + span.start * scale, (span.end - span.start) * scale
-        # Later chunks are paler, so that the way of a micro-batch through the chunks can be
-        # followed.
+        # Later chunks are paler, so that a micro-batch can be followed through them.
         opacity = 1 / (1 + 0.8 * span.instruction.chunk)
         fill = _LOOKS[type(span.instruction)].fill
         shape = f'x="{left:.1f}" y="{top + 2}" width="{wide:.1f}" height="{_ROW - 4}"'

@@ -1,5 +1,4 @@
-"""Where every rank stands: coordinates on named axes (pure), and the process groups of the lines
-through them.
+"""Where every rank stands: coordinates on named axes, and the process groups of lines through them.
 
 `PipelineParallelGrid` makes the groups once per world and answers Megatron's questions: it is the
 `mpu` behind the `ParallelMap` of a pipeline engine.
@@ -166,20 +165,17 @@ def _reads(attribute: str) -> Callable[[PipelineParallelGrid], Any]:
 
 
 class PipelineParallelGrid:
-    """The process groups of a topology, and Megatron's questions about them. Making it is
-    collective over the world.
+    """A topology's process groups, and Megatron's questions about them. Made collectively.
 
     "model" in Megatron's old sense is everything that shares one data coordinate (pipeline x
     tensor); the tensor axis alone is the "slice".
 
     Attributes:
         model_parallel_size: Of the tensor axis, as slice_parallel_size.
-        ds_model_proc_group, ds_model_world_size, ds_model_rank: All ranks with this data
-            coordinate.
+        ds_model_proc_group, ds_model_world_size, ds_model_rank: Ranks of this data coordinate.
         dp_groups, dp_group, dp_proc_group: Rank lists of all data groups, of this rank's, and its
             process group; pipe_groups, pp_*, and model_groups, slice_* likewise.
-        p2p_groups: [rank, rank of the next stage] of every rank; the last stage's next is the
-            first.
+        p2p_groups: [rank, rank of the next stage] of every rank, in a ring.
     """
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:

@@ -57,8 +57,7 @@ WHOLE_NUMEL = 1 << 24
 @dataclass(frozen=True, eq=False)
 class TensorRanks:
     """An mpu: rank = data rank * size + tensor rank. `data_group` holds the same slices;
-    `cuts_models`: the engine has cut the layers, and a model that is not cut is not for these
-    ranks.
+    `cuts_models`: the engine has cut the layers, and an uncut model is not for these ranks.
     """
 
     size: int

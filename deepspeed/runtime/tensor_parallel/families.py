@@ -97,8 +97,7 @@ def _nothing(*_: object) -> None:
 class Family:
     """How fused layers' outputs lie, by their names; names of embeddings in attention whose columns
     are heads; `check` raises `CannotCut` for an attention; `prepare` is called once per attention
-    after its layers have been cut, with what this rank has of its heads (of keys, if queries have
-    more).
+    after its layers have been cut, with this rank's heads (of keys, if queries have more).
     """
 
     fused: Mapping[str, Callable[[nn.Module, nn.Module], Layout]] = field(default_factory=dict)

@@ -1,8 +1,7 @@
 """Column- and row-parallel layers. A column-parallel one has some of the outputs on each rank:
 every rank reads the whole input, whose gradient is the sum of what the ranks have of it. A
 row-parallel one reads some of the inputs: its output is the sum of the ranks', and the whole bias
-is added once, after it. A layer that stands alone gathers its outputs, or takes its part of the
-inputs.
+is added once, after it. A lone layer gathers its outputs, or takes its part of the inputs.
 
 A layer of a model becomes one in place, by its class: hooks and parameters are kept.
 """

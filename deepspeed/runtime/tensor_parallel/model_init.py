@@ -25,8 +25,7 @@ def tp_model_init(
 
     Parameters stay the same objects, so optimizers may be made before or after; `dtype` is what
     they are cast to. `config`'s `tensor_parallel` block, or `kwargs` as its keys, say how; None:
-    found from the model. DeepSpeedConfigError if it cannot be cut so, or keys contradict each
-    other.
+    found from the model. DeepSpeedConfigError if it cannot be cut so, or keys conflict.
     """
     # startup: the models need pydantic, whose import alone is longer than deepspeed's may be.
     from deepspeed.runtime.config_models.reader import read_block

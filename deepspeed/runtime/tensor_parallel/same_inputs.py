@@ -1,6 +1,5 @@
 """Ranks that share layers compute one forward together: they have to read the same batch, and drop
-out the same activations. Other data on one of them gives wrong gradients without an error, so it is
-checked.
+out the same activations. Other data on one gives wrong gradients without an error: it is checked.
 
 [Note: when it is checked] Before forwards with gradients, by one collective of a few numbers. On
 the host before each of them. A device would wait for the answer, so there before the first few, and

@@ -81,8 +81,7 @@ class LayerCut:
 class Plan:
     """What is to be done to a model to cut it over `size` ranks: embeddings whose columns are
     heads; `scopes` with layers that do not stand alone, the `pieces` that each divides, those that
-    are `attentions` by their layers' names; `partial`, replicated parameters that act on what is
-    cut.
+    are `attentions` by their layers' names; `partial`, replicated parameters on what is cut.
     """
 
     size: int

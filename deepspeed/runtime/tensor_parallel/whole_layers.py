@@ -15,8 +15,7 @@ from deepspeed.runtime.zero.gathering.gathered_parameters import hold_whole, let
 class GatherReplacedLayerParams:
     """A `with` block in which `param.data` is the whole parameter, for reading, put together from
     the slices of all ranks that share the layer; they enter it with the same parameters, of the
-    whole `module`. ValueError for a parameter that is cut and not one of `module`'s, or was changed
-    inside.
+    whole `module`. ValueError for a cut parameter that is not of `module`, or was changed inside.
     """
 
     def __init__(

@@ -130,12 +130,10 @@ QUEUES_ENV = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def messages_ahead() -> int:
-    """Tell how many messages are received ahead of need on one stream: `AHEAD`, or 1 where streams
-    share few hardware queues.
+    """Tell how many messages of a stream are received ahead: `AHEAD`, 1 with few hardware queues.
 
     The second receive stands in its queue until the first is over, and whatever stands behind it
-    there cannot begin: stages in a ring would wait for each other (`verify.check_budgets` finds
-    it).
+    there cannot begin: stages in a ring would wait for each other (see `verify.check_budgets`).
     """
     given = os.environ.get(QUEUES_ENV, "")
     return 1 if given.isdecimal() and int(given) < DEFAULT_QUEUES else AHEAD
@@ -178,8 +176,7 @@ class _Posted:
 
 
 class Channel:
-    """One direction of messages between two ranks, first in first out. Each end uses its own
-    methods.
+    """One direction of messages between two ranks, first in first out; each end has its methods.
 
     Sent tensors must not be written in place afterwards: they leave later, without a copy. Received
     ones are the receiver's own. A channel is used with `send` and `recv`, or with `send_like` and
@@ -342,8 +339,7 @@ class Channel:
         return wire.put_together(spec, tensors)
 
     def recv_like(self, likes: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return the next tensors sent with `send_like`, which look like `likes` (maybe meta
-        tensors).
+        """Return the next tensors sent with `send_like`, like `likes` (maybe meta tensors).
 
         Raises:
             PipelineShapeError: `expect_like` was told something else.

@@ -27,8 +27,7 @@ from deepspeed.utils.logging import logger
 
 # How often the thread looks.
 LOOK_S = 0.25
-# A connection that broke because of a failure broke after the note of it; without a note the
-# process was killed.
+# A failure that breaks a connection leaves a note before; without one the process was killed.
 _NOTE_S = 1.0
 # Whoever can name the lost rank speaks first.
 _NAMELESS_S = 1.0
@@ -151,11 +150,9 @@ class FailureWatch:
         raise error
 
     def raise_lost(self, error: BaseException, what: str = "") -> NoReturn:
-        """Raise a `PipelinePeerError`: an operation of this engine ended because its connection
-        did.
+        """Raise a `PipelinePeerError`: an operation ended because its connection did.
 
-        Without `what` (see `transferring`) several ranks take part: those who can name one speak
-        first.
+        Without `what` (see `transferring`) several take part: who can name one speaks first.
         """
         end = time.monotonic() + _NOTE_S + (0 if what else _NAMELESS_S)
         while not self._look() and self._store is not None and time.monotonic() < end:
@@ -198,8 +195,7 @@ class FailureWatch:
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:
-        # The store ends with the process that hosts it: the one that failed, or one that has done
-        # its last batch.
+        # The store ends with its host process: the one that failed, or one that has finished.
         try:
             yield
         except RuntimeError as error:
@@ -218,8 +214,7 @@ class FailureWatch:
         with self._lock:
             self._is_inside = False
 
-    # A rank that works on finds out by itself at its next transfer. The thread is for those that
-    # are blocked.
+    # A rank that works on finds out at its next transfer; the thread is for blocked ones.
 
     def _is_watching(self) -> bool:
         return self._is_inside and self._failure is None and self._store is not None
@@ -231,8 +226,7 @@ class FailureWatch:
                     self._wake()
 
     def _wake(self) -> None:
-        # First the check, which may wait for other ranks before it lets an operation go on to its
-        # group.
+        # First the check: it may wait for other ranks before it lets operations go on.
         with suppress(RuntimeError):
             intent.abort(self._failure or "")
         dist.abort_groups()

@@ -1,8 +1,7 @@
 """How a value of tensors becomes bytes on a channel, and back; nothing here communicates.
 
 A value is a tensor, None, a constant (bool, int, float, str), or a tuple or list of values.
-`MessageSpec` says what one looks like, `Layout` in which pieces its tensors travel, alike at both
-ends.
+`MessageSpec` says what one looks like, `Layout` how its tensors are packed, alike at both ends.
 
 Pieces are bytes: backends need not know dtypes then. Small tensors share a piece; large ones travel
 alone, from and into their own memory.
@@ -21,8 +20,7 @@ import torch
 SMALL_BYTES = 32 * 1024
 # Offsets in a shared piece suit every dtype.
 _ALIGNMENT = 16
-# One transfer for any usual description: 8 bytes of length, then text. Longer ones continue in a
-# second transfer.
+# One transfer for usual descriptions: 8 bytes of length, then text. Longer ones go on in a second.
 HEADER_BYTES = 1024
 _LENGTH_BYTES = 8
 _CONSTANTS: dict[str, Any] = {
@@ -33,8 +31,7 @@ _CONSTANTS: dict[str, Any] = {
 }
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
-# None, or the text "tensor", or ("const", type, text), or ("tuple", ...) or ("list", ...) of
-# structures.
+# None, "tensor", ("const", type, text), or ("tuple", ...) or ("list", ...) of structures.
 Structure = Any
 
 
