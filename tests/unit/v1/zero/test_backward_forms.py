@@ -401,7 +401,7 @@ class TestForms(DistributedTest):
 class TestOneRank(DistributedTest):
     world_size = 1
 
-    @each(stage=STAGES, precision=("fp32", "bf16", "bf16+fp32", "fp16"), accumulation=(1, 2))
+    @each_pair(stage=STAGES, precision=("fp32", "bf16", "bf16+fp32", "fp16"), accumulation=(1, 2))
     def test_world_of_one(self, stage: int, precision: str, accumulation: int) -> None:
         # Kills: a path that is only taken with several ranks and leaves gradients unaccumulated or
         # unscaled here.

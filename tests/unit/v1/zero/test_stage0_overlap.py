@@ -181,8 +181,8 @@ class TestOverlap(DistributedTest):
                         engine.compile(backend="aot_eager")
                     sent = Sent(engine)
                     assert sent.before_the_last_gradient() == BUCKETS - 1, (stage, block)
-                    train(engine, 3)
-                    compare(engine, 5e-3 if block else 1e-6, 3)
+                    train(engine)
+                    compare(engine, 5e-3 if block else 1e-6)
                     engine.destroy()
         # Kills: compile() that is accepted and does nothing, or hooks that a compiled forward
         # loses.
@@ -273,9 +273,9 @@ class TestBuiltUnderASideStream(DistributedTest):
     def test_same_as_without_streams(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         # Kills: waiting for a stream known at construction, or for the default one.
         expected = train_instances(CONFIGS[name])
-        for schedule in range(2):
-            with simulate(schedule=schedule), check_streams():
-                assert not deviates(train_instances(CONFIGS[name]), expected), schedule
+        # The checker sees a missing wait in any order; numbers are of each in some configuration.
+        with simulate(schedule=list(CONFIGS).index(name) % 2), check_streams():
+            assert not deviates(train_instances(CONFIGS[name]), expected)
         if name == "BF16_Optimizer":
             return
         # Kills: a simulation in which the hooks run on the default stream after all, so that what
