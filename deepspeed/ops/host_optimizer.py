@@ -234,9 +234,8 @@ class HostOptimizer(torch.optim.Optimizer):
             )
         states = [self._state_tensor(state, slot, param) for slot in self._slots(group)]
         state["step"] = int(state.get("step", 0)) + 1
-        return FlatUpdate(
-            param.data, grad, states, None, self._scalars(group, state["step"], grad_factor)
-        )
+        scalars = self._scalars(group, state["step"], grad_factor)
+        return FlatUpdate(param.data, grad, states, None, scalars)
 
     def _run(self, update: FlatUpdate) -> None:
         # A simulated device defers, orders and checks torch's operators; the native op would read
@@ -292,12 +291,8 @@ class HostOptimizer(torch.optim.Optimizer):
         """Restore state in its own dtype: torch would round fp32 moments to a bf16 parameter's."""
         super().load_state_dict(state_dict)
         groups = zip(self.param_groups, state_dict["param_groups"], strict=True)
-        pairs = [
-            pair
-            for here, there in groups
-            for pair in zip(here["params"], there["params"], strict=True)
-        ]
-        for param, index in pairs:
-            for name, value in state_dict["state"].get(index, {}).items():
-                if isinstance(value, torch.Tensor) and name != "step":
-                    self.state[param][name] = value.detach().clone()
+        for here, there in groups:
+            for param, index in zip(here["params"], there["params"], strict=True):
+                for name, value in state_dict["state"].get(index, {}).items():
+                    if isinstance(value, torch.Tensor) and name != "step":
+                        self.state[param][name] = value.detach().clone()

@@ -137,20 +137,12 @@ Answer = TypeVar("Answer")
 
 def _asks(question: Callable[[ParallelMap], Answer]) -> Callable[[], Answer]:
     """A getter of the map in force."""
-
-    def getter() -> Answer:
-        return question(current())
-
-    return getter
+    return lambda: question(current())
 
 
 def _asks_experts(question: Callable[[ExpertAxes], Answer]) -> Callable[[str], Answer]:
     """A getter of the experts "ep_size_N" of the map in force; KeyError if they are not made."""
-
-    def getter(group_name: str) -> Answer:
-        return question(current().experts(group_name))
-
-    return getter
+    return lambda group_name: question(current().experts(group_name))
 
 
 def _asks_all_experts(question: Callable[[ExpertAxes], Answer]) -> Callable[[], dict[str, Answer]]:

@@ -85,9 +85,7 @@ def _level_from_environment() -> int:
         raise ValueError(f"{LOG_LEVEL_ENV}={text}: {error}") from error
 
 
-logger: logging.Logger = LoggerFactory.create_logger(
-    name="DeepSpeed", level=_level_from_environment()
-)
+logger: logging.Logger = LoggerFactory.create_logger("DeepSpeed", _level_from_environment())
 
 
 def set_log_level_from_string(

@@ -37,10 +37,8 @@ def describe(address: int) -> str | None:
             for name, tensor in owner.named_memory():
                 # Not Tensor.data_ptr(), which is the host's look at memory and synchronizes on a
                 # simulated device.
-                start = (
-                    tensor.untyped_storage().data_ptr()
-                    + tensor.storage_offset() * tensor.element_size()
-                )
-                if start <= address < start + tensor.numel() * tensor.element_size():
+                width = tensor.element_size()
+                start = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * width
+                if start <= address < start + tensor.numel() * width:
                     return name
     return None

@@ -209,9 +209,8 @@ def _assign(param: nn.Parameter, shards: list[torch.Tensor], value: torch.Tensor
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """Return the fp32 value, on every rank; None without a master: the parameter is the value."""
     if _link(param) is None:
-        return (
-            param.detach().float() if param.requires_grad and param.dtype == torch.float32 else None
-        )
+        is_value = param.requires_grad and param.dtype == torch.float32
+        return param.detach().float() if is_value else None
     values = _full([param], lambda optimizer: _shards(optimizer, None))
     return values[0] if values else None
 

@@ -384,10 +384,8 @@ class ThroughputTimer:
         if not global_step:
             return
         self.global_step_count += 1
-        due = (
-            bool(self.steps_per_output)
-            and self.global_step_count % (self.steps_per_output or 1) == 0
-        )
+        every = self.steps_per_output
+        due = bool(every) and self.global_step_count % (every or 1) == 0
         if report_speed and due and self.global_step_count > self.start_step:
             self._report()
 

@@ -39,10 +39,6 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
-def _class_path(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
-
-
 def _listed(given: Any) -> list[Any]:
     """One class or name by itself is one: a string is a sequence too, of letters."""
     return [given] if isinstance(given, (str, type)) else list(given)
@@ -50,7 +46,8 @@ def _listed(given: Any) -> list[Any]:
 
 def _is_of(module: nn.Module, cls: type | str) -> bool:
     if isinstance(cls, str):
-        return cls in (type(module).__name__, _class_path(module))
+        own = type(module)
+        return cls in (own.__name__, f"{own.__module__}.{own.__qualname__}")
     return isinstance(module, cls)
 
 

@@ -151,11 +151,8 @@ def get_checkpoint_files(checkpoint_dir: str, glob_pattern: str) -> list[str]:
         FileNotFoundError: There are none.
     """
     names = _listing(checkpoint_dir)
-    found = [
-        os.path.join(checkpoint_dir, name)
-        for name in names
-        if name.endswith(glob_pattern.removeprefix("*"))
-    ]
+    suffix = glob_pattern.removeprefix("*")
+    found = [os.path.join(checkpoint_dir, name) for name in names if name.endswith(suffix)]
     if not found:
         raise FileNotFoundError(
             f"can't find {glob_pattern} files in directory '{checkpoint_dir}'; it holds {names}"
@@ -211,12 +208,9 @@ class LazyTensor:
         # Upstream's masters are saved as requiring a gradient.
         self.pieces = [piece.detach() for piece in pieces]
         self.shape = torch.Size(shape)
-        saved = pieces[0].dtype if pieces else torch.float32
-        self.dtype = (
-            torch.float32
-            if saved.is_floating_point and saved.itemsize < torch.float32.itemsize
-            else saved
-        )
+        self.dtype = pieces[0].dtype if pieces else torch.float32
+        if self.dtype.is_floating_point and self.dtype.itemsize < torch.float32.itemsize:
+            self.dtype = torch.float32
 
     @property
     def nbytes(self) -> int:
@@ -266,10 +260,8 @@ class GatheredTensor(LazyTensor):
         pieces = []
         for buffers in flat_groups:
             for start, buffer in zip(flat_groups_offset, buffers, strict=False):
-                first, end = (
-                    max(0, offset - start),
-                    min(buffer.numel(), offset + partitioned_numel - start),
-                )
+                first = max(0, offset - start)
+                end = min(buffer.numel(), offset + partitioned_numel - start)
                 if first < end:
                     pieces.append(buffer[first:end])
         super().__init__(pieces, shape)
@@ -287,13 +279,10 @@ def to_torch_tensor(
     """
     whole: dict[int, torch.Tensor] = {}
     for tensor in state_dict.values():
-        if id(tensor) not in whole:
-            read = (
-                torch.empty(tensor.shape, dtype=tensor.dtype)
-                if return_empty_tensor
-                else tensor.contiguous()
-            )
-            whole[id(tensor)] = read
+        if id(tensor) not in whole and return_empty_tensor:
+            whole[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        elif id(tensor) not in whole:
+            whole[id(tensor)] = tensor.contiguous()
     return {name: whole[id(tensor)] for name, tensor in state_dict.items()}
 
 
@@ -323,10 +312,8 @@ def _read_folder(folder: str, exclude_frozen: bool) -> dict[str, LazyTensor]:
         if FP32 in saved.fragments[name][0].values
     }
     weights = _weights(folder, saved, tensors)
-    if not tensors and {value.dtype for value in weights.values()} & {
-        torch.float16,
-        torch.bfloat16,
-    }:
+    dtypes = {value.dtype for value in weights.values()}
+    if not tensors and dtypes & {torch.float16, torch.bfloat16}:
         logger.warning(
             "%s holds no fp32 weights by name: these are its 16-bit weights, in fp32", folder
         )
@@ -341,12 +328,8 @@ def _read_folder(folder: str, exclude_frozen: bool) -> dict[str, LazyTensor]:
     state: dict[str, LazyTensor] = {}
     for name in dict.fromkeys([*weights, *saved.weights.frozen, *tensors, *ties]):
         source = ties.get(name, name)
-        is_kept = (
-            not exclude_frozen
-            or saved.local(source) in saved.shapes
-            or saved.weights.is_buffer(source)
-        )
-        if source in tensors and is_kept:
+        is_frozen = saved.local(source) not in saved.shapes and not saved.weights.is_buffer(source)
+        if source in tensors and not (exclude_frozen and is_frozen):
             state[name] = tensors[source]
     return state
 
@@ -416,9 +399,8 @@ def _tied_module(
     """A pipeline's tied module in a layer's file: with these names, shapes and known values."""
     trained = [name for name in saved.fragments if name.startswith("tied_modules.")]
     for prefix in dict.fromkeys(".".join(name.split(".")[:2]) for name in trained):
-        own = {
-            one.removeprefix(f"{prefix}."): one for one in trained if one.startswith(f"{prefix}.")
-        }
+        start = f"{prefix}."
+        own = {one.removeprefix(start): one for one in trained if one.startswith(start)}
         if all(
             name in content
             and content[name].shape == saved.shape(full)
@@ -491,11 +473,8 @@ def parse_model_states(files: Sequence[str]) -> list[zero_model_state]:
     states = []
     for path in files:
         saved = _read(path)
-        if (
-            not isinstance(saved, Mapping)
-            or saved.get("param_shapes") is None
-            or "buffer_names" not in saved
-        ):
+        of_zero = isinstance(saved, Mapping) and saved.get("param_shapes") is not None
+        if not of_zero or "buffer_names" not in saved:
             raise ValueError(f"{path} is not a model state checkpoint of ZeRO")
         module = saved["module"] or {}
         states.append(
@@ -527,9 +506,8 @@ def parse_optim_states(
         ValueError: They are not ZeRO's, damaged, or not all.
     """
     states = [_read(path).get("optimizer_state_dict") or {} for path in files]
-    key = (
-        "fp32_flat_groups" if "fp32_flat_groups" in states[0] else "single_partition_of_fp32_groups"
-    )
+    of_stage3 = keys.FP32_FLAT_GROUPS in states[0]
+    key = keys.FP32_FLAT_GROUPS if of_stage3 else keys.SINGLE_PARTITION_OF_FP32_GROUPS
     for path, state in zip(files, states, strict=True):
         if key not in state:
             raise ValueError(f"{path} is not a zero checkpoint")
@@ -662,11 +640,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     )
     shards = _plan(state, limit)
     os.makedirs(output_dir, exist_ok=True)
-    names = (
-        [f"{stem}-{i + 1:05d}-of-{len(shards):05d}{suffix}" for i in range(len(shards))]
-        if len(shards) > 1
-        else [stem + suffix]
-    )
+    count = len(shards)
+    names = [f"{stem}-{i + 1:05d}-of-{count:05d}{suffix}" for i in range(count)]
+    if count == 1:
+        names = [stem + suffix]
     # A folder of its own: all ranks of a script may convert at once.
     with tempfile.TemporaryDirectory(prefix=".", suffix=".writing", dir=output_dir) as folder:
         weight_map = {}
@@ -674,24 +651,14 @@ def convert_zero_checkpoint_to_fp32_state_dict(
             logger.info("writing %s", os.path.join(output_dir, name))
             stored = write({key: state[key] for key in shard}, os.path.join(folder, name))
             weight_map.update(dict.fromkeys(stored, name))
-        if len(shards) > 1:
+        if count > 1:
             total = sum({id(tensor): tensor.nbytes for tensor in state.values()}.values())
             names.append(f"{stem}{suffix}.index.json")
             with open(os.path.join(folder, names[-1]), "w") as file:
-                json.dump(
-                    {"metadata": {"total_size": total}, "weight_map": weight_map},
-                    file,
-                    indent=2,
-                    sort_keys=True,
-                )
-        _publish(
-            folder,
-            output_dir,
-            names,
-            re.compile(
-                re.escape(stem) + r"(-\d{5}-of-\d{5})?" + re.escape(suffix) + r"(\.index\.json)?"
-            ),
-        )
+                index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+                json.dump(index, file, indent=2, sort_keys=True)
+        own = re.escape(stem) + r"(-\d{5}-of-\d{5})?" + re.escape(suffix) + r"(\.index\.json)?"
+        _publish(folder, output_dir, names, re.compile(own))
 
 
 def _plan(state: Mapping[str, LazyTensor], limit: float) -> list[list[str]]:
@@ -745,11 +712,8 @@ def _safetensors_writer() -> Callable[[Mapping[str, LazyTensor], str], list[str]
             for name, tensor in state.items()
             if first.setdefault(id(tensor), name) != name
         }
-        save_file(
-            to_torch_tensor({name: state[name] for name in first.values()}),
-            path,
-            metadata={"format": "pt", **ties},
-        )
+        stored = to_torch_tensor({name: state[name] for name in first.values()})
+        save_file(stored, path, metadata={"format": "pt", **ties})
         return list(first.values())
 
     return write
@@ -788,19 +752,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "-d", "--debug", action="store_true", help="tell with a traceback what went wrong"
     )
-    options = parser.parse_args(arguments)
+    options = vars(parser.parse_args(arguments))
+    debug = options.pop("debug")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
-        convert_zero_checkpoint_to_fp32_state_dict(
-            options.checkpoint_dir,
-            options.output_dir,
-            max_shard_size=options.max_shard_size,
-            safe_serialization=options.safe_serialization,
-            tag=options.tag,
-            exclude_frozen_parameters=options.exclude_frozen_parameters,
-        )
+        convert_zero_checkpoint_to_fp32_state_dict(**options)
     except (ValueError, OSError, ImportError) as error:
-        if options.debug:
+        if debug:
             raise
         parser.exit(1, f"{parser.prog}: {error}\n")
 
