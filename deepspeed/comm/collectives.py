@@ -380,9 +380,8 @@ def all_gather_coalesced(
 def _all_reduce_each(
     tensors: list[torch.Tensor], op: object, group: Group, async_op: bool
 ) -> Handle:
-    return _together(
-        [partial(torch_dist.all_reduce, t, op, group, True) for t in tensors], group, async_op
-    )
+    issues = [partial(torch_dist.all_reduce, one, op, group, True) for one in tensors]
+    return _together(issues, group, async_op)
 
 
 def _all_gather_each(
@@ -392,9 +391,8 @@ def _all_gather_each(
     async_op: bool,
 ) -> Handle:
     pairs = zip(output_tensors, input_tensors, strict=True)
-    return _together(
-        [partial(all_gather_flat, o, i, group, True) for o, i in pairs], group, async_op
-    )
+    issues = [partial(all_gather_flat, output, own, group, True) for output, own in pairs]
+    return _together(issues, group, async_op)
 
 
 def _together(issues: Sequence[Callable[[], Any]], group: Group, async_op: bool) -> Handle:

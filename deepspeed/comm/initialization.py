@@ -169,24 +169,17 @@ def _init_alone(backend: str, timeout: timedelta, verbose: bool) -> None:
     # Client libraries read LOCAL_RANK to name their device, also when nobody launched them.
     os.environ.setdefault("LOCAL_RANK", "0")
     select_device(process_groups.get_local_rank())
-    init_deepspeed_backend(
-        backend, timeout, None, rank=0, world_size=1, store=torch_dist.HashStore()
-    )
+    store = torch_dist.HashStore()
+    init_deepspeed_backend(backend, timeout, None, rank=0, world_size=1, store=store)
 
 
 def _ranks(rank: int, world_size: int) -> tuple[int, int]:
-    missing = [
-        name
-        for name, given in (("RANK", rank), ("WORLD_SIZE", world_size))
-        if given < 0 and not os.environ.get(name)
-    ]
+    given = {"RANK": rank, "WORLD_SIZE": world_size}
+    missing = [name for name, value in given.items() if value < 0 and not os.environ.get(name)]
     if missing:
         # All that are missing are named at once, also those that would only be noticed later.
-        missing = [
-            name
-            for name in discovery.missing_variables()
-            if name in missing or name.startswith("MASTER")
-        ]
+        names = discovery.missing_variables()
+        missing = [name for name in names if name in missing or name.startswith("MASTER")]
         raise ValueError(
             f"environment variables {', '.join(missing)} are not set; {discovery.REMEDY}"
         )
@@ -213,11 +206,6 @@ def _from_environment(name: str) -> int:
 def _require_meeting_point(ranks_are_arguments: bool) -> None:
     missing = [name for name in discovery.missing_variables() if name.startswith("MASTER")]
     if missing:
-        hint = (
-            "or pass init_method"
-            if ranks_are_arguments
-            else "or pass rank, world_size and init_method"
-        )
-        raise ValueError(
-            f"environment variables {', '.join(missing)} are not set; {discovery.REMEDY}, {hint}"
-        )
+        given = "init_method" if ranks_are_arguments else "rank, world_size and init_method"
+        hint = f"{discovery.REMEDY}, or pass {given}"
+        raise ValueError(f"environment variables {', '.join(missing)} are not set; {hint}")

@@ -13,7 +13,7 @@ kept in `group_store`; which ranks they hold is the arithmetic of `rank_lists`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -126,10 +126,9 @@ def make_mesh(data: int, sequence: int) -> Any:
             f"but there are {world} ranks: make mesh_param=(data parallel, sequence parallel), or "
             "the keys data_parallel_size and sequence_parallel_size, match"
         )
-    axes = (DATA_AXIS, SEQUENCE_AXIS)
-    return group_store.made_once(
-        ("mesh", data, sequence), lambda: dist.initialize_mesh_device((data, sequence), axes)
-    )
+    shape, axes = (data, sequence), (DATA_AXIS, SEQUENCE_AXIS)
+    key = ("mesh", data, sequence)
+    return group_store.made_once(key, lambda: dist.initialize_mesh_device(shape, axes))
 
 
 def _told_by_all(own: Ranks) -> list[Ranks]:
@@ -192,15 +191,17 @@ class ParallelMap:
         return getter()
 
     def _on_mesh(self, axis: str) -> Callable[[], ProcessGroup] | None:
-        if self.mpu is not None or self.mesh is None:
-            return None
-        return (
-            partial(self.mesh.get_group, mesh_dim=axis)
-            if axis in (self.mesh.mesh_dim_names or ())
-            else None
-        )
+        has_mesh = self.mpu is None and self.mesh is not None
+        if has_mesh and axis in (self.mesh.mesh_dim_names or ()):
+            return partial(self.mesh.get_group, mesh_dim=axis)
+        return None
 
     # -- axes
+
+    def _as_told(self, kind: str, axis: Axis) -> Axis:
+        """The axis, of the size and rank that the mpu tells where it does."""
+        size, rank = self._getter(f"get_{kind}_world_size"), self._getter(f"get_{kind}_rank")
+        return replace(axis, find_size=size or axis.find_size, find_rank=rank or axis.find_rank)
 
     @property
     def pipe(self) -> Axis:
@@ -214,12 +215,7 @@ class ParallelMap:
     @property
     def data(self) -> Axis:
         """The ranks that hold the same model (piece) and see different data."""
-        return Axis(
-            "data",
-            self._data_group,
-            self._getter("get_data_parallel_world_size"),
-            self._getter("get_data_parallel_rank"),
-        )
+        return self._as_told("data_parallel", Axis("data", self._data_group))
 
     @property
     def sequence(self) -> Axis:
@@ -227,22 +223,13 @@ class ParallelMap:
         on_mesh = self._on_mesh(SEQUENCE_AXIS)
         if on_mesh is not None:
             return Axis("sequence", on_mesh)
-        return Axis(
-            "sequence",
-            self._sequence_group,
-            self._getter("get_sequence_parallel_world_size") or (lambda: 1),
-            self._getter("get_sequence_parallel_rank") or (lambda: 0),
-        )
+        alone = Axis("sequence", self._sequence_group, lambda: 1, lambda: 0)
+        return self._as_told("sequence_parallel", alone)
 
     @property
     def replicas(self) -> Axis:
         """The ranks over which dense gradients are reduced: data times sequence."""
-        return Axis(
-            "replica",
-            self._replica_group,
-            self._getter("get_sequence_data_parallel_world_size"),
-            self._getter("get_sequence_data_parallel_rank"),
-        )
+        return self._as_told("sequence_data_parallel", Axis("replica", self._replica_group))
 
     @property
     def tensor(self) -> Axis:
@@ -261,12 +248,9 @@ class ParallelMap:
     def model(self) -> Axis:
         """The ranks that hold pieces of one model: tensor times pipe."""
         tensor = self.tensor
-        return Axis(
-            "model",
-            self._getter("get_model_parallel_group") or tensor.find_group,
-            self._getter("get_model_parallel_world_size") or tensor.find_size,
-            self._getter("get_model_parallel_rank") or tensor.find_rank,
-        )
+        find_group = self._getter("get_model_parallel_group") or tensor.find_group
+        pieces = Axis("model", find_group, tensor.find_size, tensor.find_rank)
+        return self._as_told("model_parallel", pieces)
 
     def _data_group(self) -> ProcessGroup:
         if self._knows_sequences_only():
@@ -292,10 +276,9 @@ class ParallelMap:
 
     def _knows_sequences_only(self) -> bool:
         """Whether the mpu has sequence groups and no data groups, as `UlyssesSPAttentionHF`'s."""
-        known = self._has("get_sequence_parallel_group") and not self._has(
-            "get_data_parallel_group"
-        )
-        return known and self.model.size == 1
+        if self._has("get_data_parallel_group"):
+            return False
+        return self._has("get_sequence_parallel_group") and self.model.size == 1
 
     def _replica_group(self) -> ProcessGroup:
         getter = "get_sequence_data_parallel_group"
@@ -405,9 +388,8 @@ def split_into_instances(whole: ProcessGroup | None, count: int) -> OptimizerIns
             f"{len(own)} data-parallel ranks cannot be split into {count} optimizer instances "
             "of equal size"
         )
-    return group_store.made_once(
-        ("instances", own, count), lambda: _make_instances(whole, own, count)
-    )
+    key = ("instances", own, count)
+    return group_store.made_once(key, lambda: _make_instances(whole, own, count))
 
 
 def _make_instances(whole: ProcessGroup | None, own: Ranks, count: int) -> OptimizerInstances:

@@ -109,9 +109,8 @@ def reduce_to_owners(
     pieces = [_part(bucket, rank, world)]
     if world > 1 and is_pairwise(bucket, group):
         parts = _parts(bucket, world)
-        pieces = [
-            parts[rank] if peer == rank else torch.empty_like(parts[rank]) for peer in range(world)
-        ]
+        own = parts[rank]
+        pieces = [own if peer == rank else torch.empty_like(own) for peer in range(world)]
         works = _exchange(parts, pieces, range(world), rank, group)
     elif world > 1:
         pieces = [torch.empty_like(pieces[0])]
@@ -155,13 +154,10 @@ def gather_slices(
     rank, world = dist.get_rank(group=group), dist.get_world_size(group=group)
     works: list[Any] = []
     if world > 1 and by_broadcast:
-        works = [
-            dist.broadcast(
-                piece, src=dist.get_global_rank(group, owner), group=group, async_op=True
-            )
-            for owner, piece in enumerate(slices)
-            if piece.numel()
-        ]
+        for owner, piece in enumerate(slices):
+            if piece.numel():
+                src = dist.get_global_rank(group, owner)
+                works.append(dist.broadcast(piece, src=src, group=group, async_op=True))
     elif world > 1 and is_pairwise(slices[rank], group):
         works = _exchange(slices, slices, [rank] * world, rank, group, tag)
     elif world > 1:

@@ -88,11 +88,8 @@ def get_caller_func(frame: int = 3) -> str:
 
 def get_default_args(func: Callable[..., Any]) -> dict[str, Any]:
     """The defaults of a function's parameters, by name."""
-    return {
-        name: parameter.default
-        for name, parameter in inspect.signature(func).parameters.items()
-        if parameter.default is not inspect.Parameter.empty
-    }
+    parameters = inspect.signature(func).parameters.values()
+    return {one.name: one.default for one in parameters if one.default is not one.empty}
 
 
 def get_tensor_position(func: Callable[..., Any]) -> int:

@@ -116,9 +116,8 @@ def _largest_dividing(micro_batches: list[int], per_rank: int) -> int:
 
 def _choose_v01(config: ElasticityConfig, world_size: int, return_microbatch: bool) -> _Choice:
     """Version 0.1: count in ranks."""
-    batch, valid = _compatible_batch(
-        config, config.max_acceptable_batch_size, config.min_gpus, config.max_gpus
-    )
+    largest = config.max_acceptable_batch_size
+    batch, valid = _compatible_batch(config, largest, config.min_gpus, config.max_gpus)
     if world_size == 0 and return_microbatch:
         world_size = _world_size_from_environment("0.1", "a micro batch size")
     if world_size == 0:

@@ -165,9 +165,8 @@ def run_by_hand(
         raise ValueError(f"--node_rank={args.node_rank}: {text}")
     if not args.master_addr:
         raise ValueError("--master_addr is missing: --no_ssh needs the address of node 0")
-    master_port = (
-        args.master_port if args.master_port_given else constants.TORCH_DISTRIBUTED_DEFAULT_PORT
-    )
+    default_port = constants.TORCH_DISTRIBUTED_DEFAULT_PORT
+    master_port = args.master_port if args.master_port_given else default_port
     port = master_port + 1
     # Nodes with other hosts or slots in mind have another word and are sent away.
     token = hashlib.sha256(world_info.encode()).hexdigest()[:16]

@@ -29,7 +29,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -84,9 +84,8 @@ class _Issued:
         return self.stream.done >= self.started
 
     def start(self) -> None:
-        self.copies = dataclasses.replace(
-            self.memory, args=tuple(_copied(argument) for argument in self.memory.args)
-        )
+        args = tuple(map(_copied, self.memory.args))
+        self.copies = dataclasses.replace(self.memory, args=args)
         self.works = _carry_out(self.copies)
 
     def finish(self, stuck: StuckRanks) -> None:
@@ -191,12 +190,10 @@ class StreamCollectives:
         key = (simulator, group.group_name, side, peer, starts)
         if key not in self._streams:
             ranks = process_groups.get_all_ranks_from_group(group)
-            partner = ("" if side is None else f", {side} rank {peer}") + (
-                ", start" if starts else ""
-            )
-            self._streams[key] = simulator.scheduler.stream_class(
-                name=f"nccl stream of group {ranks}{partner}"
-            )
+            name = f"nccl stream of group {ranks}"
+            name += "" if side is None else f", {side} rank {peer}"
+            name += ", start" if starts else ""
+            self._streams[key] = simulator.scheduler.stream_class(name=name)
         return self._streams[key]
 
     def _issue(self, simulator: Simulator, call: CollectiveCall) -> StreamWork:
@@ -236,14 +233,8 @@ class StreamCollectives:
         simulator.scheduler.put(starts, Work(f"{call.name} (start)", lambda: self._start(issued)))
         if starts is not stream:
             stream.wait_stream(starts)
-        simulator.operators.launch(
-            call.name,
-            lambda: self._finish(issued),
-            call.reads,
-            call.writes,
-            stream,
-            waits_for_ranks=True,
-        )
+        finish, reads, writes = partial(self._finish, issued), call.reads, call.writes
+        simulator.operators.launch(call.name, finish, reads, writes, stream, waits_for_ranks=True)
         done = stream.record_event()
         if call.name == "irecv":
             simulator.scheduler.on_device_wait = self.refuse_device_wait
@@ -290,11 +281,9 @@ class StreamCollectives:
             self.start_issued(self._bound)
         finally:
             self._bound = outer
-        for later in list(self._unstarted):
+        for later in [one for one in self._unstarted if one.memory.name in _POINT_TO_POINT]:
             scheduler = later.stream.scheduler
-            if later.memory.name in _POINT_TO_POINT and scheduler.can_run(
-                later.stream, later.started
-            ):
+            if scheduler.can_run(later.stream, later.started):
                 scheduler.drain(later.stream, later.started)
         issued.finish(self._stuck)
 

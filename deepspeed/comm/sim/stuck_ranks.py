@@ -246,12 +246,8 @@ def _circle(start: int, seen: dict[int, dict[str, Any]]) -> dict[int, dict[str, 
 
 def _are_still_blocked(before: dict[int, dict[str, Any]], now: dict[int, dict[str, Any]]) -> int:
     """1 if all have said again, since the look before, that they are blocked as they were."""
-    return int(
-        all(
-            now[rank]["epoch"] == state["epoch"] and now[rank]["beat"] > state["beat"]
-            for rank, state in before.items()
-        )
-    )
+    pairs = [(state, now[rank]) for rank, state in before.items()]
+    return int(all(a["epoch"] == b["epoch"] and a["beat"] < b["beat"] for a, b in pairs))
 
 
 def _sentence(rank: int, state: dict[str, Any], seen: dict[int, dict[str, Any]]) -> str:

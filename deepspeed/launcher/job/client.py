@@ -101,7 +101,6 @@ class CoordinatorClient:
             if any(entry.address == address for entry in entries):
                 return {"GLOO_SOCKET_IFNAME": name}
         return {}
-        address = self._socket.getsockname()[0].removeprefix("::ffff:")
 
     def _over(self) -> bool:
         return self._end is not None or self._why_lost is not None or self.stopped_at is not None
