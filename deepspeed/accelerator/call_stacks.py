@@ -81,8 +81,6 @@ def describe(stack: Stack, indent: str) -> list[str]:
     lines = []
     for code, line in stack:
         source = linecache.getline(code.co_filename, line).strip()
-        lines.append(
-            f"{indent}{code.co_filename}:{line} in {code.co_name}"
-            + (f": {source}" if source else "")
-        )
+        said = f": {source}" if source else ""
+        lines.append(f"{indent}{code.co_filename}:{line} in {code.co_name}{said}")
     return lines

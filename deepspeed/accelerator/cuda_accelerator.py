@@ -117,8 +117,5 @@ class CUDA_Accelerator(TorchDeviceAccelerator):
 
     def visible_devices_envs(self) -> list[str]:
         """CUDA's variable; ROCm reads it too, and its own first."""
-        return (
-            ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"]
-            if self._is_rocm()
-            else ["CUDA_VISIBLE_DEVICES"]
-        )
+        names = ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"]
+        return names if self._is_rocm() else names[:1]

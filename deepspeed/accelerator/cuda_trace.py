@@ -33,6 +33,7 @@ COLLECTIVES = "c10d"
 
 Address = int
 Handle = int
+Tensors = Sequence[torch.Tensor]
 
 
 class StreamHandle:
@@ -107,9 +108,8 @@ class CudaTrace:
         # Fake and wrapper tensors have no memory of their own; what they stand for is dispatched
         # again.
         is_plain = type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
-        return (
-            is_plain and tensor.device.type == self._device_type and tensor.layout == torch.strided
-        )
+        is_here = tensor.device.type == self._device_type
+        return is_plain and is_here and tensor.layout == torch.strided
 
     def _storage(self, tensor: torch.Tensor) -> int:
         address = tensor.untyped_storage().data_ptr()
@@ -118,13 +118,12 @@ class CudaTrace:
             address, next(self._serials)
         )
 
-    def _accesses(self, tensors: Sequence[torch.Tensor], writes: bool) -> list[Access]:
-        return [
-            access
-            for tensor in tensors
-            if self._on_device(tensor)
-            for access in _split(tensor, self._storage(tensor), writes)
-        ]
+    def _accesses(self, reads: Tensors, writes: Tensors) -> list[Access]:
+        found: list[Access] = []
+        for tensor, is_written in _marked(reads, writes):
+            if self._on_device(tensor):
+                found += _split(tensor, self._storage(tensor), is_written)
+        return found
 
     # Operators
 
@@ -140,46 +139,33 @@ class CudaTrace:
         name = func.name()
         reads, writes = operators.reads(func, args, kwargs), operators.writes(func, args, kwargs)
         is_asynchronous = bool(operators.arguments(func, args, kwargs).get("non_blocking", False))
-        given = self._accesses(reads, False) + self._accesses(writes, True)
+        given = self._accesses(reads, writes)
         if given:
             if is_asynchronous:
-                given += self._host_accesses(reads, False, register=True) + self._host_accesses(
-                    writes, True, register=True
-                )
+                given += self._host_accesses(reads, writes, register=True)
             self._tracer.launched(name, self.current_stream(), given)
         elif self._host_storages:
-            self._host_operator(name, reads, writes)
+            on_host = self._host_accesses(reads, writes, register=False)
+            if on_host:
+                self._tracer.host_accessed(name, on_host)
         result = func(*args, **kwargs)
         self._results(name, [*reads, *writes], result, is_asynchronous and bool(given))
         return result
 
-    def _results(
-        self, name: str, given: Sequence[torch.Tensor], result: object, is_asynchronous: bool
-    ) -> None:
+    def _results(self, name: str, given: Tensors, result: object, is_asynchronous: bool) -> None:
         results = list(operators.tensors_in(result))
         known = {tensor.untyped_storage()._cdata for tensor in given} if results else set()
         fresh = [tensor for tensor in results if tensor.untyped_storage()._cdata not in known]
-        accesses = self._accesses(fresh, True)
+        accesses = self._accesses((), fresh)
         if is_asynchronous:
-            accesses += self._host_accesses(fresh, True, register=True)
+            accesses += self._host_accesses((), fresh, register=True)
         if accesses:
             self._tracer.launched(name, self.current_stream(), accesses)
 
-    def _host_operator(
-        self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
-    ) -> None:
-        accesses = self._host_accesses(reads, False, register=False) + self._host_accesses(
-            writes, True, register=False
-        )
-        if accesses:
-            self._tracer.host_accessed(name, accesses)
-
-    def _host_accesses(
-        self, tensors: Sequence[torch.Tensor], writes: bool, register: bool
-    ) -> list[Access]:
+    def _host_accesses(self, reads: Tensors, writes: Tensors, register: bool) -> list[Access]:
         """Accesses to page-locked memory; CUDA copies pageable memory before the call returns."""
         found: list[Access] = []
-        for tensor in tensors:
+        for tensor, is_written in _marked(reads, writes):
             if tensor.device.type != "cpu" or self._device_type == "cpu":
                 continue
             address = tensor.untyped_storage().data_ptr()
@@ -193,7 +179,7 @@ class CudaTrace:
                     next(self._serials),
                 )
             if known is not None:
-                found += _split(tensor, known[1], writes)
+                found += _split(tensor, known[1], is_written)
         return found
 
     # Collectives
@@ -206,9 +192,7 @@ class CudaTrace:
         issued = EventHandle()
         self._tracer.event_recorded(issued, self.current_stream())
         self._tracer.event_waited(issued, stream)
-        self._tracer.launched(
-            name, stream, self._accesses(reads, False) + self._accesses(writes, True)
-        )
+        self._tracer.launched(name, stream, self._accesses(reads, writes))
         for tensor in filter(self._on_device, (*reads, *writes)):
             # torch keeps a collective's tensors itself until it is done.
             self._tracer.stream_recorded(self._storage(tensor), stream)
@@ -286,12 +270,13 @@ def _query_tells(kind: Any, handle: str, done: Callable[[Handle], None]) -> Iter
         kind.query = query
 
 
+def _marked(reads: Tensors, writes: Tensors) -> list[tuple[torch.Tensor, bool]]:
+    return [*((tensor, False) for tensor in reads), *((tensor, True) for tensor in writes)]
+
+
 def _split(tensor: torch.Tensor, storage: int, writes: bool) -> list[Access]:
-    base = tensor.untyped_storage().data_ptr()
-    return [
-        Access(storage, start, end, writes, base + start)
-        for start, end in operators.byte_intervals(tensor)
-    ]
+    base, pieces = tensor.untyped_storage().data_ptr(), operators.byte_intervals(tensor)
+    return [Access(storage, start, end, writes, base + start) for start, end in pieces]
 
 
 def _handle_of(stream: Any) -> Handle:

@@ -38,18 +38,15 @@ def is_view(func: Any) -> bool:
     """Whether the operator touches no memory: results alias arguments, or only sizes change."""
     if func._schema.name in _UNDECLARED_VIEWS or torch.Tag.inplace_view in func.tags:
         return True
-    returns = func._schema.returns
-    return bool(returns) and all(
-        r.alias_info is not None and not r.alias_info.is_write for r in returns
-    )
+    aliases = [result.alias_info for result in func._schema.returns]
+    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
 
 
 @cache
 def written_names(func: Any) -> tuple[str, ...]:
     """The operator's arguments that it writes."""
-    declared = tuple(
-        a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write
-    )
+    aliases = ((argument.name, argument.alias_info) for argument in func._schema.arguments)
+    declared = tuple(name for name, alias in aliases if alias is not None and alias.is_write)
     return declared + _UNDECLARED_WRITES.get(func._schema.name, ())
 
 
@@ -86,12 +83,8 @@ def writes(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list
 def reads(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Tensors among the arguments that the operator only reads."""
     names = written_names(func)
-    return [
-        t
-        for name, value in arguments(func, args, kwargs).items()
-        if name not in names
-        for t in tensors_in(value)
-    ]
+    given = arguments(func, args, kwargs)
+    return list(tensors_in([value for name, value in given.items() if name not in names]))
 
 
 def byte_intervals(tensor: torch.Tensor, limit: int = MAX_INTERVALS) -> list[tuple[int, int]]:
@@ -112,9 +105,8 @@ def _element_intervals(
         return []
     run = 1
     outer: list[tuple[int, int]] = []
-    for stride, size in sorted(
-        (s, n) for s, n in zip(strides, shape, strict=True) if n > 1 and s > 0
-    ):
+    moving = [(s, n) for s, n in zip(strides, shape, strict=True) if n > 1 and s > 0]
+    for stride, size in sorted(moving):
         if stride <= run and not outer:
             run += stride * (size - 1)
         else:
@@ -122,9 +114,8 @@ def _element_intervals(
     while outer and prod(size for _, size in outer) > limit:
         stride, size = outer.pop(0)
         run += stride * (size - 1)
-    starts = sorted(
-        sum(at) for at in product(*(range(0, stride * size, stride) for stride, size in outer))
-    )
+    steps = [range(0, stride * size, stride) for stride, size in outer]
+    starts = sorted(map(sum, product(*steps)))
     merged: list[tuple[int, int]] = []
     for start in starts:
         low, high = start, start + run
