@@ -19,6 +19,7 @@ from deepspeed.runtime.engine_parts.data import EngineData
 from deepspeed.runtime.engine_parts.device_memory import EngineDeviceMemory
 from deepspeed.runtime.engine_parts.reports import EngineReports
 from deepspeed.runtime.engine_parts.settings import EngineSettings
+from deepspeed.runtime.optimizers.step_sequence import forwarded
 from deepspeed.utils.exceptions import MisuseError
 
 Arguments = ParamSpec("Arguments")
@@ -81,14 +82,8 @@ class EngineFace(EngineSettings):
         """Call `save_16bit_model`, of which this is the older name."""
         return self.save_16bit_model(save_dir, save_filename)
 
-    @property
-    def checkpoint_engine(self) -> CheckpointEngine:
-        """What writes and reads files, as `checkpoint.writer` says, or a client's own."""
-        return self._checkpoints.writer
-
-    @checkpoint_engine.setter
-    def checkpoint_engine(self, engine: CheckpointEngine) -> None:
-        self._checkpoints.writer = engine
+    # What writes and reads files, as `checkpoint.writer` says, or a client's own.
+    checkpoint_engine: CheckpointEngine = forwarded("_checkpoints", name="writer")
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int) -> str:
         """Path of the optimizer state of one expert rank's experts, in the slices of this rank."""
@@ -106,25 +101,15 @@ class EngineFace(EngineSettings):
     movable_states = of_part("_device_memory", EngineDeviceMemory.movable_states)
     empty_partition_cache = of_part("_device_memory", EngineDeviceMemory.empty_partition_cache)
     compile = of_part("_compiling", EngineCompiling.compile)
-
-    @property
-    def is_compiled(self) -> bool:
-        return self._compiling.is_compiled
+    is_compiled = property(attrgetter("_compiling.is_compiled"))
 
     # Reports
 
     was_step_applied = of_part("_reports", EngineReports.was_step_applied)
     get_global_grad_norm = of_part("_reports", EngineReports.get_global_grad_norm)
     get_group_grad_norms = of_part("_reports", EngineReports.get_group_grad_norms)
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps skipped because the gradient was not finite. Reading it may wait for the device."""
-        return self._reports.skipped_steps
-
-    @skipped_steps.setter
-    def skipped_steps(self, value: int) -> None:
-        self._reports.skipped_steps = value
+    # Because the gradient was not finite. Reading it may wait for the device.
+    skipped_steps: int = forwarded("_reports")
 
     # Ranks
 
@@ -168,17 +153,8 @@ class EngineFace(EngineSettings):
                 "is the boundary; leave the call out, or the key"
             )
 
-    @property
-    def micro_steps(self) -> int:
-        return self.tracker.micro_steps
-
-    @micro_steps.setter
-    def micro_steps(self, value: int) -> None:
-        self.tracker.micro_steps = value
-
-    @property
-    def inside_no_sync_ctxt(self) -> bool:
-        return self.tracker.in_no_sync
+    micro_steps: int = forwarded("tracker")
+    inside_no_sync_ctxt = property(attrgetter("tracker.in_no_sync"))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -56,6 +56,15 @@ def _accumulate_all(
         target.add_(part, alpha=factor)
 
 
+class _Target(NamedTuple):
+    """Where pieces are added, and how."""
+
+    grad: torch.Tensor
+    segments: Sequence[Segment]
+    factor: float
+    first: bool
+
+
 class DeviceSink:
     """Adds reduced pieces to `group.grad` where it lies on the device of the pieces."""
 
@@ -90,22 +99,14 @@ class DeviceSink:
         """
         first = bucket not in self.written
         self.written.add(bucket)
-        return self._add(group.grad, segments, pieces, factor, first)
+        return self._add(_Target(group.grad, segments, factor, first), pieces)
 
-    def _add(
-        self,
-        grad: torch.Tensor,
-        segments: Sequence[Segment],
-        pieces: list[torch.Tensor],
-        factor: float,
-        first: bool,
-    ) -> Any:
+    def _add(self, to: _Target, pieces: list[torch.Tensor]) -> Any:
         start = 0
-        for segment in segments:
-            target = grad[segment.shard_start : segment.shard_start + segment.numel]
-            self._accumulate(
-                target, [piece[start : start + segment.numel] for piece in pieces], factor, first
-            )
+        for segment in to.segments:
+            target = to.grad[segment.shard_start : segment.shard_start + segment.numel]
+            parts = [piece[start : start + segment.numel] for piece in pieces]
+            self._accumulate(target, parts, to.factor, to.first)
             start += segment.numel
         return None
 
@@ -124,11 +125,8 @@ class DeviceSink:
 class _Staged(NamedTuple):
     """Reduced pieces on their way to the host, in buffers that `event` completes."""
 
-    grad: torch.Tensor
-    segments: Sequence[Segment]
+    target: _Target
     buffers: list[torch.Tensor]
-    factor: float
-    first: bool
     event: Any
 
 
@@ -147,16 +145,9 @@ class HostSink(DeviceSink):
         self._copies = SideStream(overlap=True, name="gradient offload stream")
         self._in_flight: deque[_Staged] = deque()
 
-    def _add(
-        self,
-        grad: torch.Tensor,
-        segments: Sequence[Segment],
-        pieces: list[torch.Tensor],
-        factor: float,
-        first: bool,
-    ) -> Any:
-        if get_accelerator().on_accelerator(grad):
-            return super()._add(grad, segments, pieces, factor, first)
+    def _add(self, to: _Target, pieces: list[torch.Tensor]) -> Any:
+        if get_accelerator().on_accelerator(to.grad):
+            return super()._add(to, pieces)
         # The pieces are complete after what is issued on the stream that adds them, and are its
         # memory.
         owner = self._copies.current_stream()
@@ -169,8 +160,8 @@ class HostSink(DeviceSink):
                 self._land()
             parts = [piece[start : start + STAGE_NUMEL] for piece in pieces]
             buffers, event = self._stage(parts)
-            within = _cut(segments, start, start + STAGE_NUMEL)
-            self._in_flight.append(_Staged(grad, within, buffers, factor, first, event))
+            within = to._replace(segments=_cut(to.segments, start, start + STAGE_NUMEL))
+            self._in_flight.append(_Staged(within, buffers, event))
         self._copies.keep_alive(pieces, [owner])
         return event
 
@@ -187,9 +178,9 @@ class HostSink(DeviceSink):
         return buffers, event
 
     def _land(self) -> None:
-        grad, segments, buffers, factor, first, event = self._in_flight.popleft()
+        target, buffers, event = self._in_flight.popleft()
         event.synchronize()
-        super()._add(grad, segments, buffers, factor, first)
+        super()._add(target, buffers)
         for buffer in buffers:
             self._buffers.give_back(buffer)
 

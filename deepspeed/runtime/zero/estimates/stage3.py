@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from deepspeed.runtime.sharding.publisher import UPDATE_NUMEL
-from deepspeed.runtime.zero.estimates.stages_1_and_2 import ADAM_MOMENTS, FP32_BYTES, print_needs
+from deepspeed.runtime.zero.estimates.stages_1_and_2 import (
+    ADAM_MOMENTS,
+    FP32_BYTES,
+    Nodes,
+    print_needs,
+)
 from deepspeed.runtime.zero.gathering.units import (
     GatherSettings,
     choose_persistent,
@@ -113,21 +118,14 @@ def plan_sharded_parameters(
 
 
 def _needs(
-    shape: ModelShape,
-    num_gpus_per_node: int,
-    num_nodes: int,
-    offloads: tuple[bool, bool],
-    zero_init: bool,
-    additional_buffer_factor: float,
+    shape: ModelShape, nodes: Nodes, offloads: tuple[bool, bool], zero_init: bool
 ) -> tuple[int, int]:
-    params, optimizer = offloads
-    ranks, settings = num_gpus_per_node * num_nodes, GatherSettings(loads=params)
-    states = plan_sharded_parameters(shape, ranks, settings, offload_ratio=float(optimizer))
+    settings, ratio = GatherSettings(loads=offloads[0]), float(offloads[1])
+    states = plan_sharded_parameters(shape, nodes.num_ranks, settings, offload_ratio=ratio)
     # Without zero.Init every process of a node builds the whole model in fp32 on the host first;
     # that is gone when the state has been made.
     built = shape.unit if zero_init else shape.trained + shape.frozen
-    host = max(FP32_BYTES * built, states.host) * num_gpus_per_node * additional_buffer_factor
-    return int(host), states.device
+    return nodes.host(max(FP32_BYTES * built, states.host)), states.device
 
 
 def estimate_zero3_model_states_mem_needs(
@@ -154,20 +152,15 @@ def estimate_zero3_model_states_mem_needs(
     """
     shape = ModelShape(total_params, largest_layer_params)
     offloads = (cpu_offload and cpu_offload_params, cpu_offload)
-    host, device = _needs(
-        shape, num_gpus_per_node, num_nodes, offloads, zero_init, additional_buffer_factor
-    )
+    nodes = Nodes(num_gpus_per_node, num_nodes, additional_buffer_factor)
+    host, device = _needs(shape, nodes, offloads, zero_init)
     return host, device, 2 * MODEL_BYTES * largest_layer_params
 
 
-def _print_table(
-    shape: ModelShape, num_gpus_per_node: int, num_nodes: int, additional_buffer_factor: float
-) -> None:
+def _print_table(shape: ModelShape, nodes: Nodes) -> None:
     rows: Sequence[tuple[int, int, str]] = [
         (
-            *_needs(
-                shape, num_gpus_per_node, num_nodes, offloads, zero_init, additional_buffer_factor
-            ),
+            *_needs(shape, nodes, offloads, zero_init),
             "offload_param={}, offload_optimizer={}, zero_init={}".format(
                 *("cpu" if offload else "none" for offload in offloads), int(zero_init)
             ),
@@ -179,7 +172,7 @@ def _print_table(
         f"{(shape.trained + shape.frozen) / 1e6:.0f}M total params, "
         f"{shape.unit / 1e6:.0f}M largest layer params"
     )
-    print_needs(model, num_gpus_per_node, num_nodes, rows)
+    print_needs(model, nodes, rows)
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
@@ -191,7 +184,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 ) -> None:
     """Print the estimates of all options, for a model of which only the sizes are known."""
     shape = ModelShape(total_params, largest_layer_params)
-    _print_table(shape, num_gpus_per_node, num_nodes, additional_buffer_factor)
+    _print_table(shape, Nodes(num_gpus_per_node, num_nodes, additional_buffer_factor))
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
@@ -202,4 +195,4 @@ def estimate_zero3_model_states_mem_needs_all_live(
 ) -> None:
     """Print the same for a model at hand, with its units, what persists and what is frozen."""
     shape = ModelShape.of(model, GatherSettings())
-    _print_table(shape, num_gpus_per_node, num_nodes, additional_buffer_factor)
+    _print_table(shape, Nodes(num_gpus_per_node, num_nodes, additional_buffer_factor))

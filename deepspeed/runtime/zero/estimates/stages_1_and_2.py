@@ -248,22 +248,28 @@ def _run_backward(
 # Upstream's names
 
 
-def _needs(
-    numels: Sequence[int],
-    frozen: int,
-    num_gpus_per_node: int,
-    num_nodes: int,
-    cpu_offload: bool,
-    additional_buffer_factor: float,
-) -> tuple[int, int]:
-    states = plan_model_states(
-        numels, num_gpus_per_node * num_nodes, offload=cpu_offload, frozen_numel=frozen
-    )
+@dataclass(frozen=True)
+class Nodes:
+    """Where a model trains, and the margin on the host's number."""
+
+    gpus: int
+    count: int
+    host_factor: float
+
+    @property
+    def num_ranks(self) -> int:
+        return self.gpus * self.count
+
+    def host(self, per_rank: int) -> int:
+        return int(per_rank * self.gpus * self.host_factor)
+
+
+def _needs(numels: Sequence[int], frozen: int, nodes: Nodes, offload: bool) -> tuple[int, int]:
+    states = plan_model_states(numels, nodes.num_ranks, offload=offload, frozen_numel=frozen)
     # Every process of a node builds the whole model in fp32 on the host first; that is gone when
     # the state has been made.
     building = FP32_BYTES * (sum(numels) + frozen)
-    host = max(building, states.host) * num_gpus_per_node * additional_buffer_factor
-    return int(host), states.device
+    return nodes.host(max(building, states.host)), states.device
 
 
 def _unknown_shapes(total_params: int) -> list[int]:
@@ -288,13 +294,11 @@ def estimate_zero2_model_states_mem_needs(
         Bytes on the host of one node, with the margin, and bytes on each device at its peak,
             without activations.
     """
-    numels = _unknown_shapes(total_params)
-    return _needs(numels, 0, num_gpus_per_node, num_nodes, cpu_offload, additional_buffer_factor)
+    nodes = Nodes(num_gpus_per_node, num_nodes, additional_buffer_factor)
+    return _needs(_unknown_shapes(total_params), 0, nodes, cpu_offload)
 
 
-def print_needs(
-    model: str, num_gpus_per_node: int, num_nodes: int, rows: Iterable[tuple[int, int, str]]
-) -> None:
+def print_needs(model: str, nodes: Nodes, rows: Iterable[tuple[int, int, str]]) -> None:
     """Print upstream's table on rank 0: bytes on a node's host and on each device, and options."""
 
     def plural(count: int, what: str) -> str:
@@ -302,7 +306,7 @@ def print_needs(
 
     lines = [
         "Estimated memory needed for params, optim states and gradients for a:",
-        f"HW: Setup with {plural(num_nodes, 'node')}, {plural(num_gpus_per_node, 'GPU')} per node.",
+        f"HW: Setup with {plural(nodes.count, 'node')}, {plural(nodes.gpus, 'GPU')} per node.",
         f"SW: Model with {model}.",
         "  per CPU  |  per GPU |   Options",
     ]
@@ -310,24 +314,16 @@ def print_needs(
     print_rank_0("\n".join(lines))
 
 
-def _print_table(
-    numels: Sequence[int],
-    frozen: int,
-    num_gpus_per_node: int,
-    num_nodes: int,
-    additional_buffer_factor: float,
-) -> None:
+def _print_table(numels: Sequence[int], frozen: int, nodes: Nodes) -> None:
     rows = [
         (
-            *_needs(
-                numels, frozen, num_gpus_per_node, num_nodes, offload, additional_buffer_factor
-            ),
+            *_needs(numels, frozen, nodes, offload),
             f"offload_optimizer={'cpu' if offload else 'none'}",
         )
         for offload in (True, False)
     ]
     model = f"{(sum(numels) + frozen) / 1e6:.0f}M total params"
-    print_needs(model, num_gpus_per_node, num_nodes, rows)
+    print_needs(model, nodes, rows)
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
@@ -337,9 +333,8 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     additional_buffer_factor: float = 1.5,
 ) -> None:
     """Print the estimates with and without offload, for a model of which only the size is known."""
-    _print_table(
-        _unknown_shapes(total_params), 0, num_gpus_per_node, num_nodes, additional_buffer_factor
-    )
+    nodes = Nodes(num_gpus_per_node, num_nodes, additional_buffer_factor)
+    _print_table(_unknown_shapes(total_params), 0, nodes)
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
@@ -352,4 +347,4 @@ def estimate_zero2_model_states_mem_needs_all_live(
     params = list(model.parameters())
     numels = [param.numel() for param in params if param.requires_grad]
     frozen = sum(param.numel() for param in params if not param.requires_grad)
-    _print_table(numels, frozen, num_gpus_per_node, num_nodes, additional_buffer_factor)
+    _print_table(numels, frozen, Nodes(num_gpus_per_node, num_nodes, additional_buffer_factor))
