@@ -26,7 +26,7 @@ class _Filling(NamedTuple):
 
 
 class RowFiller:
-    """Copies whole tensors into rows `[num_shards * shard_numel]`, padding zeroed."""
+    """Copies whole tensors into rows, of `shard_numel` elements or more each, padding zeroed."""
 
     def __init__(self, table: ParameterCutTable, rows: torch.Tensor) -> None:
         self._fillings: list[_Filling] = []
@@ -49,6 +49,8 @@ class RowFiller:
                 self._padding.append(columns[full, rest:])
             if full + bool(rest) < table.num_shards and cut:
                 self._padding.append(columns[full + bool(rest) :])
+        self._padding.append(matrix[:, table.shard_numel :])
+        self._tail = rows.new_zeros(self._padding[-1].numel())
 
     @torch.no_grad()
     def fill(self, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -57,7 +59,8 @@ class RowFiller:
         """
         if runs_ahead(self._matrix) and all(self._is_ready(tensor) for tensor in tensors):
             joined = [tensor.reshape(-1) for tensor in tensors if tensor is not None]
-            torch._chunk_cat(joined, 0, len(self._matrix), out=self._matrix)
+            tail = [self._tail] if self._tail.numel() else []
+            torch._chunk_cat([*joined, *tail], 0, len(self._matrix), out=self._matrix)
             return
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
@@ -99,14 +102,24 @@ class WholeViews:
             self.params.append(memory[start : start + numel].view(shape))
             self._columns.append(memory[start : start + padded].view(table.num_shards, cut))
             start += _aligned(padded, memory.element_size())
+        self._add_tail(table, memory[start:])
+
+    def _add_tail(self, table: ParameterCutTable, memory: torch.Tensor) -> None:
+        """Let what is between rows be copied out too, as a copy of all columns is one kernel."""
+        tail = table.row_numel(memory.element_size()) - table.shard_numel
+        if tail:
+            self._cuts.append(tail)
+            self._columns.append(memory[: tail * table.num_shards].view(-1, tail))
 
     @staticmethod
     def numel_of(table: ParameterCutTable, dtype: torch.dtype) -> int:
-        return sum(_aligned(cut * table.num_shards, dtype.itemsize) for cut in table.cuts)
+        tail = table.row_numel(dtype.itemsize) - table.shard_numel
+        cuts = (*table.cuts, tail)
+        return sum(_aligned(cut * table.num_shards, dtype.itemsize) for cut in cuts)
 
     @torch.no_grad()
     def copy_out(self, rows: torch.Tensor) -> None:
-        """Fill the parameters from `rows`, `[num_shards * shard_numel]`."""
+        """Fill the parameters from `rows`, `[num_shards * row_numel]`."""
         matrix = rows.view(self._num_shards, -1)
         torch.split_with_sizes_copy(matrix, self._cuts, dim=1, out=self._columns)
 

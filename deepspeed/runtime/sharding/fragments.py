@@ -23,6 +23,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+# Device collectives copy fastest from multiples of it.
+ROW_BYTES = 16
+
 NumEl = int
 ParamIndex = int
 ShardRank = int
@@ -260,6 +263,12 @@ class ParameterCutTable(FragmentTable):
         numel = max(0, min(self.cuts[param], self.numels[param] - start))
         return Fragment(param, start, shard, self.cut_starts[param], numel)
 
-    def row(self, shard: ShardRank) -> slice:
-        """Slice the flattened rows where those of `shard` are."""
-        return slice(shard * self.shard_numel, (shard + 1) * self.shard_numel)
+    def row_numel(self, itemsize: int) -> NumEl:
+        """Elements from one row in memory to the next: rows start at multiples of `ROW_BYTES`."""
+        unit = max(1, ROW_BYTES // itemsize)
+        return -(-self.shard_numel // unit) * unit
+
+    def row(self, shard: ShardRank, itemsize: int) -> slice:
+        """Slice rows in memory, flattened, where the shard of that rank is."""
+        start = shard * self.row_numel(itemsize)
+        return slice(start, start + self.shard_numel)

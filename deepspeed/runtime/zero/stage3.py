@@ -162,7 +162,7 @@ class Units(Bucketed):
         return [(", ".join(names), buffer.tensor)]
 
     def _own_part(self, plan: Any, group: ShardedGroup) -> slice:
-        own: slice = plan.table.row(group.shard_rank)
+        own: slice = plan.table.row(group.shard_rank, plan.kind.itemsize)
         return own
 
     def _take_in(self, reduction: Reduction, pieces: list[torch.Tensor]) -> Any:

@@ -286,8 +286,8 @@ oracle: stage 3 on the device
   autograd keeps memory that is given away => stage 3:
     SavedTensors._pack: buffer is None -> True
   rows are filled in another order => stage 3: after step 0 are off
-    RowFiller.fill: torch._chunk_cat(joined, 0, len(self._matrix), out=self._matrix) ->
-      torch._chunk_cat(joined[::-1], 0, len(self._matrix), out=self._matrix)
+    RowFiller.fill: torch._chunk_cat([*joined, *tail], 0, len(self._matrix), out=self._matrix) ->
+      torch._chunk_cat([*joined[::-1], *tail], 0, len(self._matrix), out=self._matrix)
 oracle: stage 3, all persist
   what persists is not gathered after a step => stage 3:
     after_update: self.gather_persistent() -> pass

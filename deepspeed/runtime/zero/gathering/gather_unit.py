@@ -115,8 +115,10 @@ class GatherUnit:
             [record.numel for record in self.records], dist.get_world_size(group=self.group)
         )
         near = None if persists else resources.settings.secondary_group
-        self._secondary = None if near is None else SecondaryShards(near, self.table)
         self.shard = joined([record.shard for record in self.records])
+        itemsize = self.shard.element_size()
+        self._rows_numel = self.table.num_shards * self.table.row_numel(itemsize)
+        self._secondary = None if near is None else SecondaryShards(near, self._rows_numel)
         # What is not is copied before the host goes on.
         self._is_locked = get_accelerator().is_pinned(self.shard)
         self.holds = 0
@@ -236,7 +238,7 @@ class GatherUnit:
             rows = shared.pool.take(
                 self._whole_numel, self.shard.dtype, self.device, (self, "rows")
             )
-            filled = rows.tensor[: self.table.padded_numel]
+            filled = rows.tensor[: self._rows_numel]
             filled[own].copy_(shard, non_blocking=self._is_locked)
         try:
             with shared.gather.issue():
@@ -269,7 +271,7 @@ class GatherUnit:
             return near.group, near.own, near.shard, near.update
         if near is not None:
             near.expect(num_updates)
-        row = self.table.row(dist.get_rank(group=self.group))
+        row = self.table.row(dist.get_rank(group=self.group), self.shard.element_size())
         return self.group, row, self.shard, num_updates
 
     def _keep(self, rows: torch.Tensor) -> None:
@@ -321,13 +323,13 @@ class GatherUnit:
         else:
             with lone_waits.watch.waiting(lambda: self.label):
                 self._wait(rows, pending)
-            self._keep(rows.tensor[: self.table.padded_numel])
+            self._keep(rows.tensor[: self._rows_numel])
         memory = self._take_memory()
         views = memory.views.get(self)
         if views is None:
             shapes = [record.shape for record in self.records]
             views = memory.views[self] = WholeViews(self.table, shapes, memory.tensor)
-        views.copy_out(rows.tensor[: self.table.padded_numel])
+        views.copy_out(rows.tensor[: self._rows_numel])
         shared.pool.give_back(rows, () if current is None else (current,))
         self._under_way = None
         if current is not None:
@@ -472,9 +474,9 @@ class SecondaryShards:
     alike.
     """
 
-    def __init__(self, group: dist.Group, table: ParameterCutTable) -> None:
+    def __init__(self, group: dist.Group, rows_numel: int) -> None:
         self.group = group
-        numel = table.padded_numel // dist.get_world_size(group=group)
+        numel = rows_numel // dist.get_world_size(group=group)
         start = dist.get_rank(group=group) * numel
         self.own = slice(start, start + numel)
         self.update = -1

@@ -221,6 +221,8 @@ def test_cut_is_upstreams() -> None:
     assert table.cuts == (3, 1)
     assert [table.fragment(0, rank)[1::3] for rank in range(4)] == [(0, 3), (3, 3), (6, 3), (9, 1)]
     assert table.padded_numel == 16
+    # Kills: rows that start at odd addresses; padding that is taken for the shard.
+    assert (table.row_numel(2), table.row(3, 2)) == (8, slice(24, 28))
     assert len(ParameterCutTable.cut((1_000_003,) * 50, 1 << 40).of_shard(0)) == 50
 
 
@@ -230,7 +232,7 @@ def test_rows_and_back(world: int, dtype: torch.dtype) -> None:
     # Kills: padding that keeps what was in memory, a last cut that is not whole, a lost parameter.
     table = table_of(SHAPES, world)
     tensors = [torch.randn(shape).to(dtype) for shape in SHAPES]
-    rows = torch.full((table.padded_numel,), float("nan"), dtype=dtype)
+    rows = torch.full((world * table.row_numel(dtype.itemsize),), float("nan"), dtype=dtype)
     filler = RowFiller(table, rows)
     for _ in range(2):
         filler.fill(tensors)
