@@ -91,10 +91,8 @@ class DeepSpeedCheckpoint:
     def get_zero_files(self, pp_index: int, tp_index: int, dp_index: int) -> list[str]:
         """Paths of the optimizer files of a rank, as saved; empty if its state is not sharded."""
         part = self._part(tp_index, pp_index)
-        paths = [
-            os.path.join(self.dir, file_names.optimizer_file(dp_index, part, bf16))
-            for bf16 in (False, True)
-        ]
+        names = [file_names.optimizer_file(dp_index, part, bf16) for bf16 in (False, True)]
+        paths = [os.path.join(self.dir, name) for name in names]
         return [path for path in paths if os.path.isfile(path)]
 
     def get_zero_checkpoint_state(

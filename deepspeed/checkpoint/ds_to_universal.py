@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -45,11 +45,20 @@ from deepspeed.utils.logging import logger
 __getattr__ = lazy_attributes(__name__)
 
 # State of a rank's shard, which a universal checkpoint has by parameter.
-_PER_SHARD = (
+# State of one shard, and of a run at stage 0, which is not sharded and lies in the model file.
+_NOT_COMMON = (
     keys.BASE_OPTIMIZER_STATE,
     keys.SINGLE_PARTITION_OF_FP32_GROUPS,
     keys.PARAM_SLICE_MAPPINGS,
     keys.FP32_FLAT_GROUPS,
+    keys.OPTIMIZER_STATE_DICT,
+    keys.FP32_GROUPS,
+    keys.FP32_GROUPS_FLAT,
+    keys.PARAM_SHAPES,
+    "state",
+    *LABELS,
+    keys.EXPERT_GROUP_SIZES,
+    keys.DATA_BEFORE_EXPERTS,
 )
 _TEMPORARY = "tmp"
 
@@ -261,31 +270,22 @@ def _extract(
     state: ConsolidatedCheckpoint, name: str, slot: str, kept: _Output | None
 ) -> list[torch.Tensor]:
     slices = [part.clone() for part in state.slices(name, slot)]
-    for rank, part in enumerate(slices if kept is not None else ()):
-        cast(_Output, kept).write(
-            part.reshape(-1), _TEMPORARY, name, str(rank), file_names.slice_file(slot)
-        )
+    if kept is not None:
+        for rank, part in enumerate(slices):
+            kept.write(part.reshape(-1), _TEMPORARY, name, str(rank), file_names.slice_file(slot))
     return slices
 
 
 def _merge(
     state: ConsolidatedCheckpoint, name: str, slot: str, slices: list[torch.Tensor], output: _Output
 ) -> None:
-    output.write(
-        state.patterns.merged(name, slices),
-        keys.UNIVERSAL_FOLDER,
-        name,
-        file_names.state_file(slot),
-    )
+    file = file_names.state_file(slot)
+    output.write(state.patterns.merged(name, slices), keys.UNIVERSAL_FOLDER, name, file)
 
 
 def _common_state(state: ConsolidatedCheckpoint, names: Sequence[str]) -> dict[str, Any]:
     saved = state.optimizer_content()
-    common = {
-        key: value
-        for key, value in saved.items()
-        if key not in _PER_SHARD and not _is_unsharded_state(key)
-    }
+    common = {key: value for key, value in saved.items() if key not in _NOT_COMMON}
     members: dict[int, list[str]] = {}
     for name in names:
         index = state.group(name)
@@ -296,19 +296,6 @@ def _common_state(state: ConsolidatedCheckpoint, names: Sequence[str]) -> dict[s
     ]
     common[keys.PARAM_NAMES] = [members.get(index, []) for index in sorted(state.options)]
     return common
-
-
-def _is_unsharded_state(key: str) -> bool:
-    """State of a run at stage 0, which is not sharded and lies in the model file."""
-    whole = (
-        keys.OPTIMIZER_STATE_DICT,
-        keys.FP32_GROUPS,
-        keys.FP32_GROUPS_FLAT,
-        keys.PARAM_SHAPES,
-        "state",
-        *LABELS,
-    )
-    return key in (*whole, keys.EXPERT_GROUP_SIZES, keys.DATA_BEFORE_EXPERTS)
 
 
 def _copy_files(state: ConsolidatedCheckpoint, output: _Output) -> None:

@@ -31,11 +31,9 @@ def get_torch_optimizer(optimizer: object) -> Any:
     """Return the object whose parameter groups a schedule writes: a torch optimizer, the one of a
     wrapper, or anything with ``param_groups``. TypeError for others.
     """
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer
-    inner = getattr(optimizer, "optimizer", None)
-    if isinstance(inner, torch.optim.Optimizer):
-        return inner
+    for found in (optimizer, getattr(optimizer, "optimizer", None)):
+        if isinstance(found, torch.optim.Optimizer):
+            return found
     if hasattr(optimizer, "param_groups"):
         return optimizer
     raise TypeError(
@@ -376,11 +374,8 @@ class WarmupCosineLR(_Schedule):
         steps = max(0, steps)
         length = self.total_num_steps - steps
         progress = min(1.0, (iteration - steps + 1) / length) if length > 0 else 1.0
-        return max(
-            0.0,
-            self.cos_min_ratio
-            + (1.0 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2,
-        )
+        wave = 1 + math.cos(math.pi * progress)
+        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * wave / 2)
 
     def get_lr(self) -> list[float]:
         ratio = self.get_lr_ratio()

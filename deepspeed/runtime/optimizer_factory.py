@@ -321,16 +321,13 @@ def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSe
 def _check_accumulation(
     stage: int, model_dtype: torch.dtype, accumulation: torch.dtype | None
 ) -> None:
-    if (
-        accumulation is None
-        or accumulation == torch.float32
-        or (stage >= 2 and accumulation == model_dtype)
-    ):
-        return
-    raise DeepSpeedConfigError(
-        f"data_types.grad_accum_dtype: {accumulation} with a {model_dtype} model at ZeRO stage "
-        f"{stage} is not supported; use fp32, or leave it out to accumulate in the model's dtype"
-    )
+    supported = (None, torch.float32, model_dtype) if stage >= 2 else (None, torch.float32)
+    if accumulation not in supported:
+        raise DeepSpeedConfigError(
+            f"data_types.grad_accum_dtype: {accumulation} with a {model_dtype} model at ZeRO stage "
+            f"{stage} is not supported; use fp32, or leave it out to accumulate in the model's "
+            "dtype"
+        )
 
 
 def _check_partial_offload(basic: torch.optim.Optimizer, config: DeepSpeedConfig) -> None:

@@ -184,9 +184,5 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """Exchange all gradients back, zeros too: every rank has to send the same messages."""
-        return (
-            None,
-            None,
-            None,
-            *exchange(grads, [cut.back() for cut in ctx.cuts], ctx.group, ctx.stream),
-        )
+        back = [cut.back() for cut in ctx.cuts]
+        return (None, None, None, *exchange(grads, back, ctx.group, ctx.stream))

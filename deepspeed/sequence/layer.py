@@ -354,11 +354,7 @@ class DistributedAttention(nn.Module):
                 f"positions in dimension {self.gather_idx}"
             )
         positions = (context.shape[self.gather_idx] // ranks,) * ranks
-        cut = Cut(
-            self.gather_idx,
-            self.scatter_idx,
-            positions,
-            tuple(heads * width for heads in plan.query),
-        )
+        widths = tuple(heads * width for heads in plan.query)
+        cut = Cut(self.gather_idx, self.scatter_idx, positions, widths)
         (result,) = Exchange.apply(self.spg, (cut,), self.sp_stream, context)
         return result

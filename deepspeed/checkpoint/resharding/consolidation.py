@@ -117,11 +117,8 @@ class ConsolidatedCheckpoint:
             yield number, weights.models[0], {**weights.values, **weights.extra}
 
     def optimizer_content(self) -> Mapping[str, Any]:
-        of_shards = [
-            os.path.join(self.folder, file_names.optimizer_file(0, 0, bf16))
-            for bf16 in (False, True)
-        ]
-        for path in of_shards:
+        of_shards = [file_names.optimizer_file(0, 0, bf16) for bf16 in (False, True)]
+        for path in (os.path.join(self.folder, name) for name in of_shards):
             if os.path.isfile(path):
                 content: Mapping[str, Any] = read_file(path, mmap=True)[keys.OPTIMIZER_STATE_DICT]
                 return content

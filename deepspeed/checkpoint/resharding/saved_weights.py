@@ -157,11 +157,8 @@ def _frozen_shards(models: Mapping[int, Mapping[str, Any]], folder: str) -> dict
     for rank, model in models.items():
         held = HeldExperts(model, rank, folder)
         for local, saved_shape in (model.get(keys.FROZEN_PARAM_SHAPES) or {}).items():
-            shape, name, rows = (
-                torch.Size(saved_shape),
-                held.of_all(local),
-                held.packed.num_ranks(local),
-            )
+            shape, name = torch.Size(saved_shape), held.of_all(local)
+            rows = held.packed.num_ranks(local)
             share, place = held.share_and_place(local)
             shard = model[keys.FROZEN_PARAM_FRAGMENTS][local].reshape(-1)
             numel = shape.numel() // rows

@@ -168,12 +168,9 @@ def describe(
     files.setdefault(model_file, {})["scheduler"] = (
         None if scheduler is None else type(scheduler).__name__
     )
-    random = [
-        "python",
-        "numpy",
-        "torch",
-        *([] if get_accelerator().device_name() == "cpu" else ["device"]),
-    ]
+    random = ["python", "numpy", "torch"]
+    if get_accelerator().device_name() != "cpu":
+        random.append("device")
     has_position = hasattr(state.training_dataloader, "state_dict")
     files[file_names.host_file(dist.get_rank())] = {"random": random, "dataloader": has_position}
     return {"part": part, "files": files}

@@ -206,21 +206,14 @@ class FolderChoice:
 
     def verify(self, folder: str) -> None:
         """Hold the folder against its manifest, if any; each rank reads a share of the files."""
-        parts = together(
-            lambda: _check_share(folder, self._node, self._level),
-            self._device,
-            f"checking {folder}",
-        )
+        device, doing = self._device, f"checking {folder}"
+        parts = together(lambda: _check_share(folder, self._node, self._level), device, doing)
         if len(self._node.publishers) > 1:
             everywhere: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everywhere, parts)
             parts = {rank: part for found in everywhere for rank, part in found.items()}
         # Of one folder its first rank has them all; of folders of several nodes now every rank has.
-        together(
-            lambda: raise_problems(folder, check_coverage(parts.values())),
-            self._device,
-            f"checking {folder}",
-        )
+        together(lambda: raise_problems(folder, check_coverage(parts.values())), device, doing)
 
 
 def _check_share(folder: str, node: StorageNode, level: str) -> Mapping[int, Mapping[str, Any]]:

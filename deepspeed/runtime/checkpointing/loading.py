@@ -152,13 +152,8 @@ class _Load:
         tensor = state.parallel_map.tensor
         model = read_own_model_file(folder, offload.instances.inside, tensor.rank)
         self._check_manifest_is_there(model)
-        slices = slices_of_this_rank(
-            state.module,
-            tensor,
-            folder,
-            model,
-            state._config.load_universal_checkpoint,
-        )
+        universal = state._config.load_universal_checkpoint
+        slices = slices_of_this_rank(state.module, tensor, folder, model, universal)
         optimizer = None
         if state._sequence is not None and not options.load_module_only:
             optimizer = self._read_optimizer(files, model, slices)

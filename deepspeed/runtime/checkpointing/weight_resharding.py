@@ -70,19 +70,15 @@ def slices_of_this_rank(
     parameters: ConsolidatedParameters = (
         UniversalCheckpoint(folder) if universal else ConsolidatedCheckpoint(folder)
     )
-    return _slices_of(parameters, module, tensor)
+    cut = slices_of(module)
+    patterns = None if cut is None else cut.patterns
+    return RankSlices(parameters, _shapes_of(module), tensor.rank, tensor.size, patterns)
 
 
 def shards_as_whole(module: nn.Module, tensor: Axis, folder: str) -> RankSlices:
     """The parameters of a stage 3 folder, for a run below it with as many tensor-parallel ranks."""
     own = ConsolidatedCheckpoint(folder, tensor_rank=tensor.rank)
     return RankSlices(own, _shapes_of(module), 0, 1)
-
-
-def _slices_of(parameters: ConsolidatedParameters, module: nn.Module, tensor: Axis) -> RankSlices:
-    own = slices_of(module)
-    patterns = None if own is None else own.patterns
-    return RankSlices(parameters, _shapes_of(module), tensor.rank, tensor.size, patterns)
 
 
 def _shapes_of(module: nn.Module) -> dict[str, torch.Size]:
@@ -142,12 +138,8 @@ def foreign_names(files: ModelFiles, slices: RankSlices) -> dict[str, Any]:
     return {
         name: torch.empty(0)
         for name in parameters.names()
-        if name not in own and _is_trained(parameters, name)
+        if name not in own and len(parameters.slots(name)) > 1  # it is trained
     }
-
-
-def _is_trained(parameters: ConsolidatedParameters, name: str) -> bool:
-    return len(parameters.slots(name)) > 1
 
 
 Parts = Mapping[nn.Parameter, torch.Tensor]

@@ -12,7 +12,8 @@ import argparse
 import ast
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -306,15 +307,10 @@ def _schedules(arguments: argparse.Namespace) -> Sequence[PipeSchedule]:
     chunks = arguments.chunks if arguments.chunks is not None else 1 + (name == "interleaved")
     if stages < 1:
         raise ValueError(f"--stages {stages}: a pipeline has at least 1 stage")
-    if name == "inference":
-        return [
-            InferenceSchedule(arguments.micro_batches, stages, stage, chunks)
-            for stage in range(stages)
-        ]
-    return [
-        make_schedule(name, arguments.micro_batches, stages, stage, chunks)
-        for stage in range(stages)
-    ]
+    make: Callable[..., PipeSchedule] = (
+        InferenceSchedule if name == "inference" else partial(make_schedule, name)
+    )
+    return [make(arguments.micro_batches, stages, stage, chunks) for stage in range(stages)]
 
 
 def _title(arguments: argparse.Namespace, first: PipeSchedule) -> str:

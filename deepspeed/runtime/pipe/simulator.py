@@ -224,10 +224,8 @@ class _Stage:
 
     def _mask(self, chunk: Chunk) -> int:
         """All that has to happen to a micro-batch on the part that is `chunk` of this stage."""
-        part, last = (
-            chunk * self._schedule.stages + self.id,
-            self._schedule.stages * self._schedule.num_chunks - 1,
-        )
+        stages = self._schedule.stages
+        part, last = chunk * stages + self.id, stages * self._schedule.num_chunks - 1
         mask = (
             _FORWARD
             | (_LOADED if part in (0, last) else 0)
@@ -263,11 +261,8 @@ class _Stage:
 
     def apply(self, instruction: BufferOpInstruction, rule: _Rule) -> None:
         """Follow what the instruction does to its buffer."""
-        buffer_id, key, does = (
-            instruction.buffer_id,
-            (instruction.micro_batch, instruction.chunk),
-            rule.does,
-        )
+        buffer_id, does = instruction.buffer_id, rule.does
+        key = (instruction.micro_batch, instruction.chunk)
         if not 0 <= buffer_id < len(self._owner):
             raise self.error(
                 f"buffer {buffer_id} does not exist: the stage has num_pipe_buffers() = "
