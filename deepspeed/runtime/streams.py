@@ -5,7 +5,8 @@ A buffer written on one stream and read on another needs two things: the reader'
 the writer's, and the memory isn't written again before the reader is done, by its owner or by
 whoever gets it after its last reference is gone. The first is `SideStream.wait_for`. For the
 second the streams that the memory came from wait for an event recorded behind the reader's last
-use: at once (`SideStream.release`), or two uses later, held till then (`SideStream.keep_alive`).
+use: at once (`SideStream.release`), or two uses later, and until then a Python reference is held
+(`SideStream.keep_alive`).
 
 Why dropping the last reference is safe once those streams wait, without the host knowing that the
 reader is done: the allocator hands freed memory out again on the stream that it was allocated for,

@@ -112,7 +112,9 @@ class ModelExperts:
         ]
 
     def put(self, put: Put, node: StorageNode, state: Mapping[str, Any]) -> None:
-        """Give `put` the files of the experts that this rank owns as the first with the folder."""
+        """Give `put` the files of the experts of which this rank is the first owner with the
+        folder.
+        """
         for prefix, layer in self.layers.items():
             part = layer.parallel_map.model.rank
             if not node.is_first(layer.parallel_map.experts(layer.expert_group_name).data.ranks):
