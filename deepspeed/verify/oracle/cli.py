@@ -85,6 +85,8 @@ def parser() -> argparse.ArgumentParser:
         f"(default: {TRACED_BACKEND}, which traces and needs no compiler; without BACKEND "
         f"{DEFAULT_BACKEND})",
     )
+    text = "save half of a run in FOLDER, and train the rest from there on other ranks"
+    add("--checkpoint", metavar="FOLDER", help=text)
     add("--json", metavar="FILE", help="write everything as JSON")
     text = "write FILE.html with table and curves, or FILE.png with the curves"
     add("--report", metavar="FILE", help=text)
@@ -106,7 +108,11 @@ def verify(settings: Settings, visible: bool = False) -> Report:
     if backend not in known and backend not in list_backends(exclude_tags=()):
         backends = ", ".join(list_backends())
         raise UsageError(f"--compile {backend}: torch.compile knows {backends}")
-    config = load_config(settings.config)
+    config, folder = load_config(settings.config), settings.checkpoint
+    can_stop = settings.steps > 1 and config.get("optimizer") is not None
+    if folder is not None and (not can_stop or Path(folder).exists()):
+        needs = "needs a folder that does not exist yet, an optimizer in --config and 2 --steps"
+        raise UsageError(f"--checkpoint {folder}: {needs}")
     is_alone, rows = not dist.is_initialized(), 0
     if settings.model.startswith(HUGGING_FACE):
         rows = shape_of(config, settings.world_size)[1].rows
@@ -115,7 +121,7 @@ def verify(settings: Settings, visible: bool = False) -> Report:
     found = _try_model(settings, config, shape, workload)
     if is_alone and dist.is_initialized():  # a model's
         dist.destroy_process_group()
-    plan = make_plan(settings, config, ranks, shape, *found)
+    plan = make_plan(settings, config, ranks, shape, *found, workload.parts)
     started = time.monotonic()
     progress = _Progress(plan, visible)
     with progress.bar:

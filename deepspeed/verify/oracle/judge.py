@@ -4,15 +4,18 @@ plain numbers. What parameters may differ by after a step is derived in docs/ds_
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from deepspeed.runtime.gradients.norm import clip_factor
 from deepspeed.runtime.optimizer_factory import build_basic_optimizer
-from deepspeed.verify.oracle.plan import Run, read_config
+from deepspeed.verify.oracle.plan import Run, RunKind, read_config
 from deepspeed.verify.oracle.reference import (
     FP32_TOLERANCE,
     ROUNDOFF,
@@ -132,7 +135,7 @@ class ReferenceOptimizer:
     def __init__(self, run: Run, before: Tensors, module: torch.nn.Module) -> None:
         self.note = ""  # what it is, if it is not torch's own optimizer
         self.clip = read_config(run.config, run.shape.world).tree.gradient_clipping
-        self.params = {name: module.get_parameter(name) for name in before}
+        self.params = {name: module.get_parameter(name) for name in sorted(before)}
         for name, value in before.items():
             self.params[name].data = value.clone()
         try:
@@ -142,6 +145,15 @@ class ReferenceOptimizer:
             self.optimizer = build_basic_optimizer(config, list(self.params.values()), module)
             made = type(self.optimizer).__name__
             self.note = f"the reference is this package's own {made} over whole parameters"
+        self.faults: list[str] = []  # what a second half does otherwise than without a stop
+        self._run, self._path = run, Path(run.checkpoint, "reference.pt")
+        self._handed: dict[Any, Any] = {}
+        if run.kind is RunKind.RESUMED:
+            self._handed = torch.load(self._path, weights_only=True)
+            self.optimizer.load_state_dict(self._handed["optimizer"])
+            masters = self._handed["masters"].items()
+            apart = [name for name, value in masters if not torch.equal(before[name], value)]
+            self.faults += [f"{name} is not as it was saved" for name in apart]
 
     def judge(self, record: StepRecord) -> dict[str, Deviation]:
         """Step as the system did, and compare the parameters."""
@@ -167,4 +179,22 @@ class ReferenceOptimizer:
             update = (param.detach() - before).norm().item()
             bound = change * update + weight * before.norm().item()
             found[name] = deviation(record.after.get(name), param.detach(), bound)
+        if self._run.checkpoint:
+            self._hand_over(record)
         return found
+
+    def _hand_over(self, record: StepRecord) -> None:
+        """Tell the second half how a run goes on that does not stop; or compare it with that."""
+        run, handed = self._run, self._handed
+        rates = [record.loss_scale, *sorted({float(group["lr"]) for group in record.groups})]
+        if run.kind is RunKind.RESUMED:
+            if rates != (wanted := handed[record.step]):
+                text = f"loss scale and learning rates {rates}, without a stop {wanted}"
+                self.faults.append(f"step {record.step}: {text}")
+            return
+        handed[record.step] = rates
+        if record.step + 1 == run.half:
+            handed["masters"] = record.after
+            handed["optimizer"] = copy.deepcopy(self.optimizer.state_dict())
+        if record.step + 1 == run.steps:
+            torch.save(handed, self._path)

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,7 @@ class RunKind(str, Enum):
     COMPILED = "compiled"  # gradients of the compiled model
     LEDGER = "ledger"  # nothing: the gradient ledger watches
     COLLECTIVES = "collectives"  # nothing: the collective intent check watches
+    RESUMED = "resumed"  # the same as USER, whose second half it makes from a checkpoint
     SIM = "sim"  # the same as SGD or USER, on the simulated device under the stream checker
 
     @property
@@ -74,6 +76,7 @@ class Settings:
     steps: int = 4
     schedules: int = 8
     compile: str = TRACED_BACKEND
+    checkpoint: str | None = None  # folder, to go on from on other ranks
     seed: int = 0
     timeout: float = 300.0
 
@@ -92,6 +95,13 @@ class Run:
     # Most elements of a piece, for SIM; see `deepspeed.verify.sizes`. 0: sizes and streams are the
     # configuration's and autograd's own.
     piece_numel: int = 0
+    # Where it saves after half of its steps or, for RESUMED, goes on from. Empty: nowhere.
+    checkpoint: str = ""
+
+    @property
+    def half(self) -> int:
+        """Steps before the checkpoint."""
+        return self.steps // 2
 
     @property
     def has_user_optimizer(self) -> bool:
@@ -114,6 +124,10 @@ class Plan:
     no_split: str = ""
     no_whole: str = ""
     no_compile: str = ""
+
+    def ranks_of(self, run: Run) -> int:
+        """Count the processes of a run."""
+        return self.ranks * run.shape.world // self.shape.world
 
 
 @dataclass(frozen=True)
@@ -262,6 +276,24 @@ def shape_of(
     return ranks, shape
 
 
+def resumed(run: Run, ranks: int, sizes: Sequence[int], parts: Parts) -> Run:
+    """The second half of a run: at another stage, on half or twice the ranks if they can."""
+    zero, shape = dict(run.config.get("zero_optimization") or {}), run.shape
+    stage, on_host = int(zero.get("stage", 0)), bool(zero.get("offload_optimizer"))
+    zero["stage"] = stage % 3 + 1 if parts.stages == 1 else int(stage == 0 or on_host)
+    zero.pop("offload_param", None)
+    config = in_shards({**run.config, "zero_optimization": zero}, sizes)
+    worlds = (shape.world * 2, shape.world // 2)
+    for world in (one for one in worlds if one and shape.micro_batches % one == 0):
+        other = Shape(world, run.shape.micro_batches // world, run.shape.rows)
+        with suppress(UsageError):
+            shape_of(with_shape(config, other), ranks * world // run.shape.world, parts)
+            shape = other
+    name = f"{run.name}, second half: stage {zero['stage']}, {shape.world} data-parallel"
+    config = with_shape(config, shape)
+    return replace(run, name=name, kind=RunKind.RESUMED, config=config, shape=shape)
+
+
 def make_plan(
     settings: Settings,
     config: dict[str, Any],
@@ -270,6 +302,7 @@ def make_plan(
     sizes: Sequence[int],
     no_split: str = "",
     no_whole: str = "",
+    parts: Parts | None = None,
 ) -> Plan:
     """List the runs for these settings and trained parameters of these sizes."""
     given = with_shape(quiet(config), shape)
@@ -280,6 +313,9 @@ def make_plan(
     if (optimizer := config.get("optimizer")) is not None:
         runs.append(Run(f"optimizer {optimizer.get('type')}", RunKind.USER, base, shape, steps))
         configs.append(with_low_scale(base))
+        if settings.checkpoint is not None:
+            runs[-1] = replace(runs[-1], checkpoint=settings.checkpoint)
+            runs.append(resumed(runs[-1], ranks, sizes, parts or Parts()))
     splits, few = [] if no_split else shape.splits(), min(steps, SPLIT_STEPS)
     for split in splits:
         name = f"{split.accumulation} x {split.rows} per rank"

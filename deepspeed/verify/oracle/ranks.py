@@ -55,25 +55,26 @@ def run_plan(plan: Plan, timeout_s: float, progress: Progress) -> Session:
     session = Session()
     left = list(plan.runs)
     while left:
-        launch = _Launch(replace(plan, runs=left), timeout_s, progress)
+        ranks = plan.ranks_of(left[0])
+        now = [run for run in left if plan.ranks_of(run) == ranks]
+        launch = _Launch(replace(plan, runs=now, ranks=ranks), timeout_s, progress)
         failed = launch.follow()
         session.ready = session.ready or launch.ready()
-        for run in left:
+        for run in now:
             results = [log.results.get(run.name) for log in launch.logs]
             if None not in results:
                 session.outcomes[run.name] = Outcome([one for one in results if one is not None])
-        if failed is None:
-            return session
-        name = next((run.name for run in left if run.name not in session.outcomes), None)
-        if name is None:
-            return session  # every result was there before a rank failed on its way out
-        if failed.kind == DeepSpeedConfigError.__name__ and not session.outcomes:
-            raise DeepSpeedConfigError(failed.failure)  # the engine refuses it in every run
-        if not session.ready:
-            session.not_started = failed.failure  # starting again would end the same way
-            return session
-        session.outcomes[name] = failed
-        left = [run for run in left if run.name not in session.outcomes]
+        name = next((run.name for run in now if run.name not in session.outcomes), None)
+        # Without a name every result was there before a rank failed on its way out.
+        if failed is not None and name is not None:
+            if failed.kind == DeepSpeedConfigError.__name__ and not session.outcomes:
+                raise DeepSpeedConfigError(failed.failure)  # the engine refuses it in every run
+            if not session.ready:
+                session.not_started = failed.failure  # starting again would end the same way
+                return session
+            session.outcomes[name] = failed
+        tried = session.outcomes if failed is not None else [run.name for run in now]
+        left = [run for run in left if run.name not in tried and run.name not in session.outcomes]
     return session
 
 

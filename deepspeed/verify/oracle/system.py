@@ -170,10 +170,13 @@ class SystemRun:
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> RunRecord:
         """Train all steps; `keep` says of which the record is kept."""
-        record = RunRecord()
+        record, first = RunRecord(), 0
+        if self.run.kind is RunKind.RESUMED:
+            self.engine.load_checkpoint(self.run.checkpoint)
+            first = self.run.half
         wants_tensors = not self.run.kind.is_watched
         masters = self._copied(self.values()) if wants_tensors else {}
-        for step in range(self.run.steps):
+        for step in range(first, self.run.steps):
             before = masters
             of_groups = self.optimizer.param_groups
             groups = [{k: v for k, v in group.items() if k != "params"} for group in of_groups]
@@ -203,6 +206,8 @@ class SystemRun:
             if keep(step):
                 record.steps.append(found)
             progress(step)
+            if self.run.checkpoint and step + 1 == self.run.half:
+                self.engine.save_checkpoint(self.run.checkpoint)
         return record
 
     def _train_batch(self, step: int) -> float:

@@ -59,10 +59,12 @@ def make_report(plan: Plan, session: Session, settings: dict[str, Any]) -> Repor
 def _not_covered(plan: Plan, rows: list[Row], settings: dict[str, Any]) -> list[str]:
     """Name what no row says anything of."""
     config = settings.get("config", {})
+    loads = any(run.kind is RunKind.RESUMED for run in plan.runs)
     return [
         "kernels, collectives and times of a device",
         f"more than {plan.ranks} ranks or {plan.steps} steps",
-        *("evaluation", "the order of a sampler", "saving and loading"),
+        *("evaluation", "the order of a sampler"),
+        *([] if loads else ["saving and loading (--checkpoint)"]),
         *dict.fromkeys(row.check for row in rows if row.verdict is Verdict.NOT_RUN),
         *(name for name, block in config.items() if name in LEFT_OUT and isinstance(block, dict)),
     ]
@@ -319,6 +321,15 @@ def _whole_rows(run: Run, outcome: Outcome) -> list[Row]:
     return [_judge(row, findings, what)]
 
 
+def _resumed_rows(run: Run, outcome: Outcome) -> list[Row]:
+    """Judge the second half of a run, that began at a checkpoint, as one that did not stop."""
+    row = Row("checkpoint = not stopped", family=run.name)
+    faults = [fault for result in outcome.ranks for fault in result["faults"]]
+    if outcome.failure or faults:
+        return [_fail(row, f"no result: {outcome.failure}" if outcome.failure else faults[0])]
+    return [_judge(row, [one for one in _findings(outcome) if not one.skipped])]
+
+
 # Watched runs
 
 _WATCHED = {
@@ -409,6 +420,7 @@ def _curves(outcome: Outcome, findings: list[StepFindings]) -> dict[str, list[An
 _ROWS: dict[RunKind, Callable[[Run, Outcome], list[Row]]] = {
     RunKind.SGD: _training_rows,
     RunKind.USER: _training_rows,
+    RunKind.RESUMED: _resumed_rows,
     RunKind.SPLIT: _whole_rows,
     RunKind.COMPILED: _whole_rows,
     RunKind.LEDGER: _watched_rows,

@@ -83,8 +83,9 @@ class Worker:
 
         # One rank's reference is enough: that all ranks hold the same parameters is checked by
         # their checksums.
-        follows = run.kind is RunKind.USER and self.rank == 0
+        follows = run.kind in (RunKind.USER, RunKind.RESUMED) and self.rank == 0
         record = self._trained(run, keeps, follow if follows else None)
+        record.faults += [fault for one in followers for fault in one.faults]
         findings = [self._judge(run, one) for one in self._own(record)]
         if run.kind is RunKind.SGD:
             self.sgd_steps = [one for one in record.steps if one.step < self._sim_steps()]

@@ -44,11 +44,12 @@ def plan_of(
     sizes: Sequence[int] = (128, 16, 240, 16),
     ranks: int = 2,
     parts: Parts | None = None,
+    checkpoint: str | None = None,
 ) -> Plan:
     """A plan for a function of `MODELS`, or for a model of transformers (`hf:...`)."""
     model = function if function.startswith("hf:") else f"{MODELS}:{function}"
-    settings = Settings(config, model, steps=steps, schedules=schedules)
-    plan = make_plan(settings, config, *shape_of(config, ranks, parts), sizes)
+    settings = Settings(config, model, steps=steps, schedules=schedules, checkpoint=checkpoint)
+    plan = make_plan(settings, config, *shape_of(config, ranks, parts), sizes, parts=parts)
     return replace(plan, runs=[run for run in plan.runs if run.kind in kinds])
 
 

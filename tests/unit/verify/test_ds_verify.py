@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,6 +65,7 @@ NAMED = ("--world-size 0", "--steps 0", "--schedules -1", "--timeout 0", "--comp
 WRONG = {
     **{f"--model {MODELS}:{function}": text for function, text in MISUSES.items()},
     **{arguments: arguments for arguments in (*NAMED, "--data nothing.pt")},
+    "--checkpoint .": "a folder that does not exist yet",
     "--report r.pdf": ".html or .png",
     "--json /no/such/folder/r.json": "there is no folder",
     "--model nothing": "expected package.module:function",
@@ -132,12 +134,48 @@ def test_a_small_model_is_in_shards() -> None:
     assert in_shards(config_of(2), [9, 9]) == config_of(2)
 
 
-def test_a_refusal_of_the_engine_is_met_once(monkeypatch: Patch) -> None:
-    """Kills: a configuration that the engine refuses, started again for each run of the plan."""
-    refusal = Outcome(failure="stage 2 with a PipelineModule", kind="DeepSpeedConfigError")
-    monkeypatch.setattr(ranks._Launch, "follow", lambda launch: refusal)
-    with pytest.raises(DeepSpeedConfigError, match="PipelineModule"):
-        run_plan(plan_of(config_of(2), "right", (RunKind.SGD,)), 1.0, lambda event, values: None)
+def test_the_second_half_is_on_other_ranks() -> None:
+    """Kills: a checkpoint that is read by the ranks and at the stage that saved it."""
+    for stage, count, parts, wanted in (
+        (2, 2, Parts(), (3, 1, Shape(1, 4, 4))),
+        (3, 2, Parts(experts=2), (1, 4, Shape(4, 1, 4))),
+        (1, 4, Parts(stages=2), (0, 2, Shape(1, 4, 4))),
+        (0, 8, Parts(stages=2, experts=2), (1, 4, Shape(2, 4, 4))),
+    ):
+        how: dict[str, Any] = {"ranks": count, "parts": parts, "checkpoint": "c"}
+        plan = plan_of(config_of(stage), "right", tuple(RunKind), **how)
+        run = next(run for run in plan.runs if run.kind is RunKind.RESUMED)
+        assert (run.config["zero_optimization"]["stage"], plan.ranks_of(run), run.shape) == wanted
+
+
+class Launch:
+    """Stands for a start of ranks that all end at once."""
+
+    started: list[tuple[int, list[RunKind]]] = []
+    refusal: Outcome | None = None
+
+    def __init__(self, plan: Plan, *_: object) -> None:
+        self.started.append((plan.ranks, [run.kind for run in plan.runs]))
+        results = {} if self.refusal else {run.name: {} for run in plan.runs}
+        self.logs = [SimpleNamespace(results=results)]
+
+    def ready(self) -> list[dict[str, Any]]:
+        return [{}]
+
+    def follow(self) -> Outcome | None:
+        return self.refusal
+
+
+def test_runs_of_other_ranks_are_started_apart(monkeypatch: Patch) -> None:
+    """Kills: a second half on the ranks of the first; a refusal that is met again in each run."""
+    monkeypatch.setattr(ranks, "_Launch", Launch)
+    kinds = (RunKind.USER, RunKind.RESUMED, RunKind.LEDGER)
+    plan = plan_of(config_of(1), "right", kinds, checkpoint="c")
+    assert run_plan(plan, 1.0, print).outcomes.keys() == {run.name for run in plan.runs}
+    assert Launch.started == [(2, [RunKind.USER, RunKind.LEDGER]), (1, [RunKind.RESUMED])]
+    monkeypatch.setattr(Launch, "refusal", Outcome(failure="no", kind="DeepSpeedConfigError"))
+    with pytest.raises(DeepSpeedConfigError, match="no"):
+        run_plan(plan, 1.0, print)
 
 
 STANDS = {

@@ -5,6 +5,8 @@ import importlib
 import io
 import json
 from contextlib import redirect_stdout
+from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.verify import lowered_sizes
 from deepspeed.verify.oracle import cli
 from deepspeed.verify.oracle.parts import Parts
-from deepspeed.verify.oracle.plan import Plan, RunKind
+from deepspeed.verify.oracle.plan import Plan, RunKind, with_shape
 from deepspeed.verify.oracle.report import culprits
 from deepspeed.verify.sizes import SIZES, piece_numel
 from unit.common import DistributedTest
@@ -136,6 +138,30 @@ class TestCleanRuns(DistributedTest):
         kinds = (RunKind.SPLIT, RunKind.LEDGER, RunKind.COLLECTIVES, RunKind.SIM)
         report = report_of(divided(kind, kinds, 1, "bf16", schedules=1))
         assert failures(report) == []
+
+    def test_the_second_half_of_a_run(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Kills: moments, a schedule or weights that begin anew."""
+        warmup = {"warmup_num_steps": 3, "warmup_max_lr": 0.01}
+        config = config_of(2, "bf16", scheduler={"type": "WarmupLR", "params": warmup})
+        kinds, folder = (RunKind.USER, RunKind.RESUMED), str(tmp_path / "half")
+        plan = plan_of(config, "right", kinds, steps=4, checkpoint=folder)
+        # On the ranks that are here.
+        first, second = (
+            replace(run, shape=plan.shape, config=with_shape(run.config, plan.shape))
+            for run in plan.runs
+        )
+        assert failures(report_of(replace(plan, runs=[first, second]))) == []
+        load = DeepSpeedEngine.load_checkpoint
+        for left_out, text in (
+            ("load_optimizer_states", "value after the step"),
+            ("load_lr_scheduler_states", "learning rates"),
+        ):
+            forgetful = partialmethod(load, **{left_out: False})
+            monkeypatch.setattr(DeepSpeedEngine, "load_checkpoint", forgetful)
+            (failed,) = failures(report_of(replace(plan, runs=[second])))
+            assert failed.startswith("checkpoint = not stopped") and text in failed
 
     def test_checks_that_are_not_possible_are_told_in_the_verdict(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
