@@ -180,9 +180,8 @@ def _ranks(rank: int, world_size: int) -> tuple[int, int]:
         # All that are missing are named at once, also those that would only be noticed later.
         names = discovery.missing_variables()
         missing = [name for name in names if name in missing or name.startswith("MASTER")]
-        raise ValueError(
-            f"environment variables {', '.join(missing)} are not set; {discovery.REMEDY}"
-        )
+        unset = ", ".join(missing)
+        raise ValueError(f"environment variables {unset} are not set; {discovery.REMEDY}")
     rank = _from_environment("RANK") if rank < 0 else rank
     world_size = _from_environment("WORLD_SIZE") if world_size < 0 else world_size
     if world_size < 1 or not 0 <= rank < world_size:

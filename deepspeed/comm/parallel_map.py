@@ -168,11 +168,10 @@ class ParallelMap:
                 "a sequence-parallel mesh beside an mpu: the mpu says which ranks share what; give "
                 "one of them"
             )
-        missing = {DATA_AXIS, SEQUENCE_AXIS} - set(self.mesh.mesh_dim_names or ())
+        axes = self.mesh.mesh_dim_names
+        missing = {DATA_AXIS, SEQUENCE_AXIS} - set(axes or ())
         if missing:
-            raise ValueError(
-                f"the mesh has axes {self.mesh.mesh_dim_names}; {sorted(missing)} missing"
-            )
+            raise ValueError(f"the mesh has axes {axes}; {sorted(missing)} missing")
 
     # -- what is behind the map
 
@@ -185,9 +184,8 @@ class ParallelMap:
     def _from_mpu(self, name: str) -> Any:
         getter = self._getter(name)
         if getter is None:
-            raise ValueError(
-                f"the mpu {type(self.mpu).__name__!r} has no {name}(); add it, or pass no mpu"
-            )
+            mpu = type(self.mpu).__name__
+            raise ValueError(f"the mpu {mpu!r} has no {name}(); add it, or pass no mpu")
         return getter()
 
     def _on_mesh(self, axis: str) -> Callable[[], ProcessGroup] | None:

@@ -100,7 +100,8 @@ class MonitorMaster(Monitor):
         for kind in asked:
             if kind.needs:
                 require(*kind.needs, kind.block)
-        for kind in asked if self.enabled and _is_rank_0() else ():
+        is_rank_0 = not dist.is_initialized() or dist.get_rank() == 0
+        for kind in asked if self.enabled and is_rank_0 else ():
             # optional: some need a package of their own, and few runs use them all
             module = importlib.import_module(f"deepspeed.monitor.{kind.module}")
             opened = getattr(module, kind.class_name)(getattr(monitor_config, kind.block))
@@ -150,14 +151,10 @@ class MonitorMaster(Monitor):
             yield
         except Exception as error:
             # Whatever a logging service raises, days of training are worth more than its point.
-            self._warn(type(monitor).__name__, error)
-
-    def _warn(self, name: str, error: Exception) -> None:
-        if name not in self._warned:
-            self._warned.add(name)
-            logger.warning(
-                "%s could not write events (said once): %s: %s", name, type(error).__name__, error
-            )
+            name, what = type(monitor).__name__, type(error).__name__
+            if name not in self._warned:
+                self._warned.add(name)
+                logger.warning("%s could not write events (said once): %s: %s", name, what, error)
 
     def close(self) -> None:
         for monitor in self.monitors:
@@ -174,7 +171,3 @@ def checked(event: Event) -> tuple[str, float, int]:
         return str(name), float(value), int(step)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"write_events: an event is (name, value, step), got {event!r}") from error
-
-
-def _is_rank_0() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0

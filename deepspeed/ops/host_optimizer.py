@@ -66,11 +66,8 @@ def native_op(name: str) -> ModuleType | None:
     try:
         return ALL_OPS[name].load()
     except (OpBuildError, ImportError, OSError) as error:
-        logger.warning(
-            "op %s cannot be used, its optimizer runs on torch instead, which is slower: %s",
-            name,
-            error,
-        )
+        text = "op %s cannot be used, its optimizer runs on torch instead, which is slower: %s"
+        logger.warning(text, name, error)
         return None
 
 
@@ -206,10 +203,8 @@ class HostOptimizer(torch.optim.Optimizer):
         `low_precision_out` (bf16 or fp16) receives the new parameter. ValueError, and nothing
         changed, for a tensor that is not contiguous, not on the host, or of another dtype or size.
         """
-        group = next(
-            (group for group in self.param_groups if any(param is one for one in group["params"])),
-            None,
-        )
+        own = (one for one in self.param_groups if any(param is each for each in one["params"]))
+        group = next(own, None)
         if group is None:
             raise ValueError(
                 f"{type(self).__name__}.step_flat: param of shape {tuple(param.shape)} is in no "

@@ -69,9 +69,8 @@ def get_log_level_from_string(log_level_str: str) -> int:
     """The numeric level of ``debug``, ``info``, ``warning``, ``error``, ``critical`` (any case)."""
     level = log_levels.get(str(log_level_str).lower())
     if level is None:
-        raise ValueError(
-            f"log level {log_level_str!r} is unknown; use one of {', '.join(log_levels)}"
-        )
+        known = ", ".join(log_levels)
+        raise ValueError(f"log level {log_level_str!r} is unknown; use one of {known}")
     return level
 
 

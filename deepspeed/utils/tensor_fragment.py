@@ -193,10 +193,9 @@ def _owned(param: nn.Parameter, shards: list[torch.Tensor]) -> torch.Tensor | No
 
 def _assign(param: nn.Parameter, shards: list[torch.Tensor], value: torch.Tensor) -> None:
     optimizer, group, index = _require_link(param, "safe_set_full")
-    if value.shape != logical_shape(param):
-        raise ValueError(
-            f"value has shape {tuple(value.shape)}, the parameter {tuple(logical_shape(param))}"
-        )
+    given, shape = tuple(value.shape), tuple(logical_shape(param))
+    if given != shape:
+        raise ValueError(f"value has shape {given}, the parameter {shape}")
     owned = optimizer.groups[group].owned(index)
     if owned is not None:
         with torch.no_grad():

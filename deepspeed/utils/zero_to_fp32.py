@@ -314,9 +314,8 @@ def _read_folder(folder: str, exclude_frozen: bool) -> dict[str, LazyTensor]:
     weights = _weights(folder, saved, tensors)
     dtypes = {value.dtype for value in weights.values()}
     if not tensors and dtypes & {torch.float16, torch.bfloat16}:
-        logger.warning(
-            "%s holds no fp32 weights by name: these are its 16-bit weights, in fp32", folder
-        )
+        text = "%s holds no fp32 weights by name: these are its 16-bit weights, in fp32"
+        logger.warning(text, folder)
     for name, value in weights.items():
         tensors.setdefault(name, LazyTensor([value], value.shape))
     for name, shards in saved.weights.frozen.items():

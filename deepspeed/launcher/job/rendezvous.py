@@ -117,9 +117,8 @@ class NodeWatch:
         beat = 0
         try:
             # A connection of its own: the agent's is busy while the agent waits there.
-            store = create_c10d_store(
-                False, host.strip("[]"), int(port), timeout=self._timeout, wait_for_workers=False
-            )
+            place = host.strip("[]"), int(port)
+            store = create_c10d_store(False, *place, timeout=self._timeout, wait_for_workers=False)
             while not self._ended.wait(beat_interval(self._timeout)):
                 beat += 1
                 seen = self.round or Round("", 0, 1)

@@ -87,10 +87,6 @@ def _heard(run: Run) -> float:
     return heard
 
 
-def _clock(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-
-
 def _span(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -109,7 +105,8 @@ def _head(run: Run) -> str:
         parts.append(f"{about['batch']:,} samples per step")
     began = about.get("began")
     if began is not None:
-        parts.append(f"began {_clock(began)}, {_span(_heard(run) - began)}")
+        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began))
+        parts.append(f"began {clock}, {_span(_heard(run) - began)}")
     said = " · ".join(html.escape(part) for part in parts if part)
     return (
         f'<header><h1>{html.escape(_title(run))} <span id="state" class="state {state}">{state}'
@@ -134,13 +131,14 @@ def _figures(run: Run, before: Run | None) -> str:
         shown = _compared(title, mine, theirs, here, better)
         return shown._replace(value=number(value))
 
+    times = _mean_ms(run, "total"), _mean_ms(before, "total")
     reached = (before.last or {}).get("step", 0) if before else 0
     figures = [Figure("step", f"{line['step']:,}", f"{reached:,}" if before else "")]
     figures += [
         of_step("loss", "loss", _float(line.get("loss")), False),
         of_step("gradient norm", "norm", _float(line.get("norm")), None),
         of_step("learning rate", "lr.0", (line.get("lr") or [None])[0], None),
-        _step_time(run, before),
+        _compared("step time, mean", *times, "", False, milliseconds),
         _speed(run, before),
     ]
     peak = _largest_peak(run), _largest_peak(before)
@@ -164,11 +162,6 @@ def _which(point: Point) -> str:
     if point.first == point.last:
         return f" at step {point.last:,.0f}"
     return f" in steps {point.first:,.0f} to {point.last:,.0f}"
-
-
-def _step_time(run: Run, before: Run | None) -> Figure:
-    mine, theirs = (_mean_ms(each, "total") for each in (run, before))
-    return _compared("step time, mean", mine, theirs, "", False, milliseconds)
 
 
 def _speed(run: Run, before: Run | None) -> Figure:

@@ -23,12 +23,9 @@ _NAME = re.compile(r"run-(\d+)\.jsonl")
 
 def records_in(folder: Path) -> list[Path]:
     """The records in a folder, oldest first."""
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _match(path))]
+    matches = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
+    found = [(int(match[1]), path) for match, path in matches if match]
     return [path for _, path in sorted(found)]
-
-
-def _match(path: Path) -> re.Match[str] | None:
-    return _NAME.fullmatch(path.name)
 
 
 def new_record(folder: Path) -> TextIO:
@@ -75,13 +72,9 @@ class RecordReader:
             added = file.read()
         whole = added[: added.rfind(b"\n") + 1]
         self._position += len(whole)
-        lines = []
-        for text in whole.splitlines():
-            line = _decoded(text)
-            if line is None:
-                self.unreadable += 1
-            else:
-                lines.append(line)
+        decoded = [_decoded(text) for text in whole.splitlines()]
+        lines = [line for line in decoded if line is not None]
+        self.unreadable += len(decoded) - len(lines)
         return lines
 
 

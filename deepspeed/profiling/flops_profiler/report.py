@@ -292,10 +292,8 @@ def _module_lines(
 
 def _numbers(module: nn.Module, totals: tuple[float, float, float]) -> str:
     params, macs, seconds = amounts = _amounts(module)
-    shares = [
-        f"{100 * value / total:.4g}%" if total else "0%"
-        for value, total in zip(amounts, totals, strict=True)
-    ]
+    pairs = zip(amounts, totals, strict=True)
+    shares = [f"{100 * value / total:.4g}%" if total else "0%" for value, total in pairs]
     return (
         f"{params_to_string(params)} = {shares[0]} Params, {macs_to_string(macs)} = {shares[1]} "
         f"MACs, {duration_to_string(seconds)} = {shares[2]} latency, "
