@@ -137,7 +137,7 @@ class BackwardStreams:
         if (
             self._chosen is None
             and not self.num_side_streams
-            and self._only_stream() is self._scheduler.current
+            and set(self._streams) == {self._scheduler.current}
         ):
             return None
         nodes = _nodes([root.grad_fn for root in roots if isinstance(root, torch.Tensor)])
@@ -152,9 +152,6 @@ class BackwardStreams:
             captures,
             copies=self._chosen is not None or self.num_side_streams > 0,
         )
-
-    def _only_stream(self) -> Stream | None:
-        return self._streams[0] if len(set(self._streams)) == 1 else None
 
     def _stream_of(self, node: Any, consumers: dict[Any, list[Any]]) -> Stream:
         variable = getattr(node, "variable", None)

@@ -249,11 +249,9 @@ class Operators(TorchDispatchMode):
             return self._allocator.shadow(args)
         if isinstance(args, (list, tuple)):
             return type(args)([self.shadows(item) for item in args]) if args else args
-        return (
-            {name: self.shadows(value) for name, value in args.items()}
-            if isinstance(args, dict)
-            else args
-        )
+        if isinstance(args, dict):
+            return {name: self.shadows(value) for name, value in args.items()}
+        return args
 
     def _issue(
         self,

@@ -343,10 +343,8 @@ class Allocator:
         address = storage.data_ptr()
         life = self._lives.get(address)
         serial = self._foreign_serial(storage) if life is None else life.serial
-        return [
-            Access(serial, start, end, writes, address + start)
-            for start, end in byte_intervals(tensor)
-        ]
+        places = byte_intervals(tensor)
+        return [Access(serial, start, end, writes, address + start) for start, end in places]
 
     def _foreign_serial(self, storage: torch.UntypedStorage) -> int:
         # A weak reference keeps torch from giving another storage the same identity.

@@ -42,10 +42,8 @@ class Plan(NamedTuple):
 
 def generator_of(args: Any, kwargs: Mapping[str, Any]) -> torch.Generator:
     """The generator that a random operator uses."""
-    return next(
-        (v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)),
-        torch.default_generator,
-    )
+    given = (v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator))
+    return next(given, torch.default_generator)
 
 
 def dummies_of(tree: object, fill: int) -> Any:
@@ -61,11 +59,9 @@ def dummies_of(tree: object, fill: int) -> Any:
         )
     if isinstance(tree, (list, tuple)):
         return type(tree)([dummies_of(item, fill) for item in tree]) if tree else tree
-    return (
-        {name: dummies_of(value, fill) for name, value in tree.items()}
-        if isinstance(tree, Mapping)
-        else tree
-    )
+    if isinstance(tree, Mapping):
+        return {name: dummies_of(value, fill) for name, value in tree.items()}
+    return tree
 
 
 def made_plan(func: Any, args: Any, kwargs: Any) -> Plan | None:
@@ -95,15 +91,10 @@ def _plan_of(
     entries = []
     for declared, value in zip(returns, values, strict=True):
         alias = declared.alias_info
-        entries.append(
-            _aliased(func, alias, len(args))
-            if alias is not None and alias.is_write
-            else _spec(value)
-        )
-    before, after = (
-        operators.tensors_in((args, kwargs)),
-        operators.tensors_in((dummies, dummy_kwargs)),
-    )
+        is_argument = alias is not None and alias.is_write
+        entries.append(_aliased(func, alias, len(args)) if is_argument else _spec(value))
+    before = operators.tensors_in((args, kwargs))
+    after = operators.tensors_in((dummies, dummy_kwargs))
     # `out=` may be given another size.
     keeps_sizes = all(t.shape == d.shape for t, d in zip(before, after, strict=True))
     on_host = all(

@@ -221,11 +221,8 @@ class CheckpointFunction(torch.autograd.Function):
                 f"a checkpointed function returned {len(grads)} tensors in forward and "
                 f"{len(tensors)} in backward"
             )
-        pairs = [
-            (out, grad)
-            for out, grad in zip(tensors, grads, strict=True)
-            if grad is not None and out.requires_grad
-        ]
+        both = zip(tensors, grads, strict=True)
+        pairs = [(out, grad) for out, grad in both if grad is not None and out.requires_grad]
         if pairs:
             torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
         return (None, None, *(x.grad if isinstance(x, torch.Tensor) else None for x in inputs))

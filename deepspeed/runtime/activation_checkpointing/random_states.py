@@ -147,11 +147,10 @@ class Surroundings:
         try:
             with ExitStack() as stack:
                 for kind, dtype, enabled in self._autocast:
-                    stack.enter_context(
-                        torch.autocast(
-                            kind, dtype=dtype, enabled=enabled, cache_enabled=self._caches
-                        )
+                    mode = torch.autocast(
+                        kind, dtype=dtype, enabled=enabled, cache_enabled=self._caches
                     )
+                    stack.enter_context(mode)
                 yield
         finally:
             outside.restore()

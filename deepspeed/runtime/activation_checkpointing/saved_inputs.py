@@ -35,11 +35,8 @@ def is_activation_to_checkpoint(item: object) -> bool:
     """Tell whether `item` is a floating-point tensor with an element for each rank."""
     if not isinstance(item, torch.Tensor) or isinstance(item, nn.Parameter):
         return False
-    return (
-        item.is_floating_point()
-        and item.layout is torch.strided
-        and item.numel() >= settings.current().group_size
-    )
+    is_dense = item.is_floating_point() and item.layout is torch.strided
+    return is_dense and item.numel() >= settings.current().group_size
 
 
 def get_partition_size(item: torch.Tensor) -> int:
@@ -206,11 +203,9 @@ class InputStore:
         copies = self._copies
         if copies is None:
             raise RuntimeError("no stream to copy to the host on: cpu_checkpointing is off")
-        source = (
-            part_of(flat, _empty(get_partition_size(flat), flat, on_host=False))
-            if self._parts
-            else flat
-        )
+        source = flat
+        if self._parts:
+            source = part_of(flat, _empty(get_partition_size(flat), flat, on_host=False))
         producer = copies.current_stream()
         copies.wait_for([producer])
         with copies.issue():

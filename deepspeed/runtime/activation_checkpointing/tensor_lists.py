@@ -72,12 +72,8 @@ def partition_activations(
     if contiguous_checkpoint:
         parts = iter(_blocks(activations, sizes))
     else:
-        parts = iter(
-            [
-                torch.empty(n, dtype=a.dtype, device=a.device)
-                for a, n in zip(activations, sizes, strict=True)
-            ]
-        )
+        sized = zip(activations, sizes, strict=True)
+        parts = iter([torch.empty(n, dtype=a.dtype, device=a.device) for a, n in sized])
     saved: list[Any] = []
     for item in args:
         if not is_activation_to_checkpoint(item):
@@ -124,11 +120,8 @@ def gather_partitioned_activations(
             whole.append(item)
             continue
         size = torch.Size(shape.tolist())
-        whole.append(
-            whole_of(item.detach().to(target), size.numel())
-            .view(size)
-            .requires_grad_(item.requires_grad)
-        )
+        flat = whole_of(item.detach().to(target), size.numel())
+        whole.append(flat.view(size).requires_grad_(item.requires_grad))
     return tuple(whole)
 
 

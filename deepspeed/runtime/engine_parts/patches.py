@@ -39,7 +39,8 @@ def _patches_of(thing: object) -> Iterator[tuple[str, bool]]:
         known = _known(names[max(place - 1, 0) :])
         honoured = HONOURED.get(names[place - 1], ()) if place else ()
         for name, value in vars(holder).items() if known else ():
-            if _is_of_this_package(value):
+            module = str(getattr(value, "__module__", None))
+            if module.partition(".")[0] == "deepspeed":
                 continue
             if name in honoured:
                 yield f"{known[0]}.{name} is this program's own; this package calls it", True
@@ -56,7 +57,3 @@ def _known(classes: tuple[str, ...]) -> tuple[str, ...]:
 def _why(known: tuple[str, ...], name: str) -> str | None:
     """Why none of these classes has the name. Kept: each new engine asks of a thousand names."""
     return next(filter(None, (reason(where, name) for where in known)), None)
-
-
-def _is_of_this_package(value: object) -> bool:
-    return str(getattr(value, "__module__", None)).partition(".")[0] == "deepspeed"

@@ -53,10 +53,7 @@ class PlainBackward:
                 return
         for tensor in tensors_in(outputs):
             if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(self._on_output_gradient)
-
-    def _on_output_gradient(self, grad: torch.Tensor) -> None:
-        self._enter()
+                tensor.register_hook(lambda grad: self._enter())
 
     def _enter(self) -> None:
         """Begin a plain `loss.backward()` if nobody did; its epilogue runs when its task ends."""

@@ -114,21 +114,18 @@ class EngineTimers:
         self.throughput.stop(global_step=True, report_speed=False)
         if self._enabled:
             self._timers(STEP).stop()
-            self._log_phases(is_due=global_steps % (self._steps_per_print or 1) == 0)
+            self.logged_phases = {}
+            # Reading them waits for the device.
+            if global_steps % (self._steps_per_print or 1) == 0:
+                self._log_phases()
         for observer in self.observers:
             observer.step_ended()
 
-    def _log_phases(self, is_due: bool) -> None:
-        phases = [FORWARD, BACKWARD, INNER, REDUCE, STEP]
-        timers = self._timers
-        # Read only when it is time: reading waits for the device.
-        self.logged_phases = (
-            {name: timers(name).elapsed(reset=False) for name in phases if timers.has_timer(name)}
-            if is_due
-            else {}
-        )
-        if is_due:
-            timers.log(phases, ranks=[0])
+    def _log_phases(self) -> None:
+        phases, timers = [FORWARD, BACKWARD, INNER, REDUCE, STEP], self._timers
+        known = [name for name in phases if timers.has_timer(name)]
+        self.logged_phases = {name: timers(name).elapsed(reset=False) for name in known}
+        timers.log(phases, ranks=[0])
 
     def summary(self) -> str:
         rate = self.throughput.avg_samples_per_sec()

@@ -112,11 +112,8 @@ def fill_buckets(
     for param in sorted(range(len(numels)), key=lambda index: -registration[index]):
         kind = kinds[param] if kinds is not None else None
         by_kind.setdefault(kind, []).append(param)
-    chunks = [
-        tuple(sorted(chunk))
-        for params in by_kind.values()
-        for chunk in _fill(params, numels, bucket_numel)
-    ]
+    filled = (_fill(params, numels, bucket_numel) for params in by_kind.values())
+    chunks = [tuple(sorted(chunk)) for several in filled for chunk in several]
     return sorted(chunks, key=lambda chunk: -_completed_by(chunk, registration))
 
 

@@ -92,11 +92,7 @@ def _widened(grads: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor
     if len(grads) == 1:
         return grads  # one kernel converts and adds it
     flat = torch.empty(sum(grad.numel() for grad in grads), dtype=dtype, device=grads[0].device)
-    pieces = [
-        piece.view(grad.shape)
-        for piece, grad in zip(
-            flat.split_with_sizes([grad.numel() for grad in grads]), grads, strict=True
-        )
-    ]
+    pieces_of = flat.split_with_sizes([grad.numel() for grad in grads])
+    pieces = [piece.view(grad.shape) for piece, grad in zip(pieces_of, grads, strict=True)]
     torch._foreach_copy_(pieces, grads)
     return pieces

@@ -41,10 +41,8 @@ class GroupLayout:
         """Make one for each parameter group of `optimizer`, whose parameters become masters; with
         parts that stay on the device, as many of these behind them.
         """
-        trained = [
-            [param for param in group["params"] if param.requires_grad]
-            for group in optimizer.param_groups
-        ]
+        given = (group["params"] for group in optimizer.param_groups)
+        trained = [[param for param in params if param.requires_grad] for params in given]
         kept = self._kept_on_device(trained)
         found = []
         for options, params, first in zip(optimizer.param_groups, trained, kept, strict=True):

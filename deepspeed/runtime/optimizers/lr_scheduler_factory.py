@@ -23,11 +23,8 @@ def build_lr_scheduler(
     block = config.tree.scheduler
     if block is None or block.type is None or optimizer is None:
         return None
-    cls = (
-        getattr(lr_schedules, block.type, None)
-        if block.type in lr_schedules.VALID_LR_SCHEDULES
-        else None
-    )
+    is_known = block.type in lr_schedules.VALID_LR_SCHEDULES
+    cls = getattr(lr_schedules, block.type, None) if is_known else None
     cls = cls or getattr(torch.optim.lr_scheduler, block.type, None)
     if cls is None:
         raise DeepSpeedConfigError(

@@ -75,12 +75,8 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     arguments = RANGE_TEST_ARGUMENTS | ONE_CYCLE_ARGUMENTS | WARMUP_ARGUMENTS | COSINE_ARGUMENTS
     for name, (kind, default, text) in arguments.items():
         group.add_argument(f"--{name}", type=kind, default=default, help=text)
-    group.add_argument(
-        "--cycle_momentum",
-        default=False,
-        action="store_true",
-        help="OneCycle: cycle momentum (its default anyway)",
-    )
+    text = "OneCycle: cycle momentum (its default anyway)"
+    group.add_argument("--cycle_momentum", action="store_true", help=text)
     return parser
 
 

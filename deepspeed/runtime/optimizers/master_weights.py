@@ -226,14 +226,9 @@ class MasterWeights:
         key = (group_index, counted)
         if key not in self._grad_slices:
             owned = group.table.of_shard(group.shard_rank)
-            chosen = (
-                fragment
-                for fragment in owned
-                if self._counts_in_norm(group.params[fragment.param]) is counted
-            )
-            ranges = joined(
-                (fragment.shard_start, fragment.shard_start + fragment.numel) for fragment in chosen
-            )
+            counts = self._counts_in_norm
+            chosen = (one for one in owned if counts(group.params[one.param]) is counted)
+            ranges = joined((one.shard_start, one.shard_start + one.numel) for one in chosen)
             self._grad_slices[key] = [slice(start, end) for start, end in ranges]
         return [group.grad[part] for part in self._grad_slices[key]]
 

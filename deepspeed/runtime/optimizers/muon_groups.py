@@ -61,11 +61,8 @@ def muon_groups(
 
     def uses_muon(param: torch.Tensor) -> bool:
         name = names.get(param, "").lower()  # type: ignore[call-overload]  # any tensor is asked for
-        return (
-            is_matrix(param)
-            and param not in embeddings
-            and not any(word in name for word in TOKEN_WORDS)
-        )
+        is_of_tokens = any(word in name for word in TOKEN_WORDS)
+        return is_matrix(param) and param not in embeddings and not is_of_tokens
 
     try:
         groups = with_marks(parameters, uses_muon, names)

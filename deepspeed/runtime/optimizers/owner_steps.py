@@ -159,11 +159,8 @@ class OwnerSteps(WholeParameterOptimizer):
         for number, (own, options) in enumerate(
             zip(self._owned(), base["param_groups"], strict=True)
         ):
-            kept = {
-                one.name: base["state"][key]
-                for one, key in zip(own, options["params"], strict=True)
-                if key in base["state"]
-            }
+            numbered = zip(own, options["params"], strict=True)
+            kept = {one.name: base["state"][key] for one, key in numbered if key in base["state"]}
             # Also where it is empty: so that files tell whose state they have.
             state[number] = {STATE_OF_PARAMETERS: kept}
             groups.append({**options, "params": [number]})
@@ -196,13 +193,8 @@ class OwnerSteps(WholeParameterOptimizer):
                 )
             first = sum(len(group["params"]) for group in groups)
             numbers = list(range(first, first + len(own)))
-            states.update(
-                {
-                    key: kept[one.name]
-                    for key, one in zip(numbers, own, strict=True)
-                    if one.name in kept
-                }
-            )
+            numbered = zip(numbers, own, strict=True)
+            states.update({key: kept[one.name] for key, one in numbered if one.name in kept})
             groups.append({**options, "params": numbers})
         with self._in_groups():
             load_in_place(self.inner, {"state": states, "param_groups": groups})

@@ -194,11 +194,9 @@ class Outcomes:
 
     def _report_skip(self, scale: float) -> None:
         new_scale = self._scaler.loss_scale
-        detail = (
-            f"loss scale {scale:g} -> {new_scale:g}"
-            if scale != new_scale or scale != 1.0
-            else "no loss scaling"
-        )
+        detail = "no loss scaling"
+        if scale != new_scale or scale != 1.0:
+            detail = f"loss scale {scale:g} -> {new_scale:g}"
         message = (
             f"step skipped on all ranks: the gradient is not finite ({detail}); parameters are "
             "unchanged"

@@ -90,11 +90,9 @@ class DealtTable:
             yield Fragment(param, start, self.owners[param], at, end - start)
 
     def of_shard(self, shard: ShardRank) -> Sequence[Fragment]:
+        own = (param for param, owner in enumerate(self.owners) if owner == shard)
         return [
-            fragment
-            for param, owner in enumerate(self.owners)
-            if owner == shard
-            for fragment in self.of_range(param, 0, self._numels[param])
+            fragment for param in own for fragment in self.of_range(param, 0, self._numels[param])
         ]
 
 

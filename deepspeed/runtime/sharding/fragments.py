@@ -101,16 +101,10 @@ class FragmentTable:
         sections: Sequence[Sequence[ParamIndex]] | None = None,
     ) -> FragmentTable:
         """Lay out parameters of these element counts; None: they are one section."""
-        filled = (
-            [param for param in section if numels[param]]
-            for section in ([range(len(numels))] if sections is None else sections)
-        )
-        return cls(
-            tuple(numels),
-            num_shards,
-            alignment,
-            tuple(tuple(section) for section in filled if section),
-        )
+        given: Sequence[Sequence[int]] = [range(len(numels))] if sections is None else sections
+        filled = ([param for param in section if numels[param]] for section in given)
+        kept = tuple(tuple(section) for section in filled if section)
+        return cls(tuple(numels), num_shards, alignment, kept)
 
     @cached_property
     def sections(self) -> tuple[Section, ...]:
@@ -175,11 +169,8 @@ class FragmentTable:
 
     def is_laid_out_as(self, other: FragmentTable) -> bool:
         """Whether every element has the same place in both."""
-        return (self.numels, self.num_shards, self.sections) == (
-            other.numels,
-            other.num_shards,
-            other.sections,
-        )
+        mine = (self.numels, self.num_shards, self.sections)
+        return mine == (other.numels, other.num_shards, other.sections)
 
     def of_param(self, param: ParamIndex) -> tuple[Fragment, ...]:
         return tuple(self.of_range(param, 0, self.numels[param]))

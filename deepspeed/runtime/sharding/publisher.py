@@ -64,11 +64,8 @@ class Publisher:
         # checkpoint that is loaded, say.
         self._arrivals = None if group.aliased else arrivals
         self._on_host = get_accelerator().is_synchronized_device() or lies_on_host(group.flat)
-        self._pairwise = (
-            group.num_shards > 1
-            and not by_broadcast
-            and is_pairwise(group.flat, group.process_group)
-        )
+        gathers = group.num_shards > 1 and not by_broadcast
+        self._pairwise = gathers and is_pairwise(group.flat, group.process_group)
         # By the end in the shard: when that is updated, the gather may go.
         self._planned = {gather.end: gather for gather in self._plan(allgather_bucket_size)}
         self._staging = StagingBuffers(NUM_STAGED, pin=group.pin)

@@ -86,12 +86,8 @@ def shard_model(
     set_z3_leaf_modules_by_name(model, leaves.names, raise_if_not_found=False)
     set_z3_leaf_modules_by_suffix(model, leaves.name_suffixes, raise_if_not_found=False)
     _mark_fine_grained(model, zero.module_granularity_threshold)
-    params = [
-        param
-        for module in model.modules()
-        for param in dict.values(module._parameters)
-        if param is not None
-    ]
+    direct = (dict.values(module._parameters) for module in model.modules())
+    params = [param for own in direct for param in own if param is not None]
 
     def cut(chosen: Iterable[nn.Parameter]) -> None:
         # Experts are shared by fewer ranks than the rest.

@@ -199,11 +199,8 @@ class Movable(ABC):
         """
         if device != OffloadDeviceEnum.cpu:
             raise ValueError(f"offload_states(device={device!r}) is not supported; use 'cpu'")
-        kinds = [
-            kind
-            for kind in self.kinds
-            if (include is None or kind in include) and kind not in self._away.kinds
-        ]
+        wanted = self.kinds if include is None else [kind for kind in self.kinds if kind in include]
+        kinds = [kind for kind in wanted if kind not in self._away.kinds]
         self._leave(kinds)
         for kind in kinds:
             self._away.take(kind, self.state_tensors(kind), pin_memory)
@@ -288,12 +285,8 @@ class MovableStates(Movable):
         if kind is OffloadStateTypeEnum.contiguous_grad_buffer:
             return []  # nothing is kept in it
         wanted = kind is OffloadStateTypeEnum.lp_params
-        masters = [
-            tensor
-            for group in groups
-            if group.aliased is wanted
-            for tensor in (group.master, *group.masters)
-        ]
+        chosen = (group for group in groups if group.aliased is wanted)
+        masters = [tensor for group in chosen for tensor in (group.master, *group.masters)]
         return [*masters, *self._weights()] if wanted else masters
 
     def _weights(self) -> Iterator[torch.Tensor]:

@@ -43,7 +43,7 @@ def sharded_state_dict(masters: MasterWeights, elastic: bool) -> dict[str, Any]:
     base = masters.optimizer.state_dict()
     host = torch.device("cpu")  # state may fill the device: what is made here must not
     if refiling.is_needed:
-        moments = refiling.moments(_states_of_groups(masters, base))
+        moments = refiling.moments(_states_of_groups(base))
         refiling.agree(moments)
         base = _with_moments(base, refiling.move_all(moments, host))
     lean = [
@@ -106,13 +106,11 @@ def _lean_state(masters: MasterWeights, base: dict[str, Any]) -> list[dict[str, 
             else value
             for key, value in state.items()
         }
-        for group, state in zip(masters.groups, _states_of_groups(masters, base), strict=True)
+        for group, state in zip(masters.groups, _states_of_groups(base), strict=True)
     ]
 
 
-def _states_of_groups(
-    masters: MasterWeights, base: dict[str, Any] | list[dict[str, Any]]
-) -> list[dict[str, Any]]:
+def _states_of_groups(base: dict[str, Any] | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the state of each group's shard, of a state dict or as `elastic_checkpoint` has it."""
     if not isinstance(base, dict):
         return base
@@ -268,7 +266,7 @@ def load_sharded_state(
     try:
         check_fits(masters, saved)
         if load_optimizer_states and refiling.is_needed:
-            moments = refiling.moments(_states_of_groups(masters, saved[keys.BASE_OPTIMIZER_STATE]))
+            moments = refiling.moments(_states_of_groups(saved[keys.BASE_OPTIMIZER_STATE]))
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
     refiling.agree(moments, problem)
@@ -301,10 +299,8 @@ def _with_groups(
     optimizer; `saved` has the hyper-parameters of each group, if the file does.
     """
     own = masters.optimizer.state_dict()["param_groups"]
-    groups = [
-        {**mine, **kept, "params": mine["params"]}
-        for mine, kept in zip(own, saved or [{}] * len(own), strict=True)
-    ]
+    pairs = zip(own, saved or [{}] * len(own), strict=True)
+    groups = [{**mine, **kept, "params": mine["params"]} for mine, kept in pairs]
     padded = {
         options["params"][0]: {key: _padded_value(group, value) for key, value in lean.items()}
         for options, group, lean in zip(groups, masters.groups, states, strict=True)
@@ -361,10 +357,8 @@ class ShardFiles(StateFiles):
     def rebuilt_state(
         self, base: dict[str, Any], masters: Sequence[torch.Tensor], scaler: Mapping[str, Any]
     ) -> dict[str, Any]:
-        lean = [
-            without_padding(group, master)
-            for group, master in zip(self._masters.groups, masters, strict=True)
-        ]
+        pairs = zip(self._masters.groups, masters, strict=True)
+        lean = [without_padding(group, master) for group, master in pairs]
         clip = {keys.CLIP_GRAD: self._outcomes.clip_grad}
         return {**clip, **as_sharded_state(self._masters, base, lean)}
 

@@ -116,11 +116,8 @@ class SystemRun:
         self.frozen = {
             n: _held(p).clone() for n, p in self.model.named_parameters() if not p.requires_grad
         }
-        self.spread = {
-            param: experts
-            for _, experts in named_spread_experts(self.model)
-            for param in experts.spread_params.values()
-        }
+        found = (experts for _, experts in named_spread_experts(self.model))
+        self.spread = {param: one for one in found for param in one.spread_params.values()}
         if run.kind is RunKind.COMPILED:
             self.engine.compile(backend=run.backend)
 

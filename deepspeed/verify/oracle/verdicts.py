@@ -364,12 +364,8 @@ def _stream_rows(runs: list[tuple[Run, Outcome]]) -> list[Row]:
         f"reduce_bucket_size {bucket:,}, pieces of {first.piece_numel:,}; "
         f"{runs[-1][0].steps} steps {AS_CONFIGURED}"
     )
-    hazards = [
-        (run.name, hazard)
-        for run, outcome in runs
-        for result in outcome.ranks
-        for hazard in result["hazards"]
-    ]
+    results = ((run.name, result) for run, outcome in runs for result in outcome.ranks)
+    hazards = [(name, hazard) for name, result in results for hazard in result["hazards"]]
     rows = []
     for check, is_race in ((checks[0], True), (checks[1], False)):
         mine = [(name, hazard) for name, hazard in hazards if (hazard["kind"] == "race") == is_race]

@@ -90,9 +90,7 @@ def _leave_at_exit() -> None:
     # An exception that ends the program is known here; one in a thread, or a signal, is not.
     error = getattr(sys, "last_value", None)
     if _check is not None:
-        why = (
-            "has ended"
-            if error is None
-            else f"has ended after {type(error).__name__}: {str(error)[:500]}"
-        )
+        why = "has ended"
+        if error is not None:
+            why += f" after {type(error).__name__}: {str(error)[:500]}"
         _check.leave(why, stay=True)

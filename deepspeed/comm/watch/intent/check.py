@@ -143,11 +143,8 @@ class IntentCheck:
         leader = group.ranks[0]
 
         def missing() -> list[int]:
-            absent = [
-                rank
-                for rank, post in zip(group.ranks, posts, strict=True)
-                if _number(store.read(post)[0]) < number
-            ]
+            posted = zip(group.ranks, posts, strict=True)
+            absent = [rank for rank, post in posted if _number(store.read(post)[0]) < number]
             # When all have come, the leader is waited for: it may end before it has said "go".
             return absent or [leader] * (
                 self._rank != leader and _number(store.read(go)[0]) < number

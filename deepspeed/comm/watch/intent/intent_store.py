@@ -194,11 +194,8 @@ class IntentStore:
             self.write({f"waits/{self.rank}": json.dumps(note)})
             circle = self._circle()
             if circle:
-                self.fail(
-                    self._report(
-                        "ranks wait for each other, each in another operation", circle, what
-                    )
-                )
+                why = "ranks wait for each other, each in another operation"
+                self.fail(self._report(why, circle, what))
         if waited_s > self.timeout_s and absent:
             reason = f"{_ranks(absent)} did not come within {self.timeout_s:g} s"
             advice = (
@@ -256,11 +253,8 @@ class IntentStore:
     def whereabouts(self, rank: int) -> str:
         """What is known of a rank, in words that follow its name."""
         left, waits, seen = (self.read(f"{kind}/{rank}")[0] for kind in ("left", "waits", "seen"))
-        last = (
-            f"its last collective was {seen}"
-            if seen
-            else "it took part in no collective that was checked"
-        )
+        nothing = "it took part in no collective that was checked"
+        last = f"its last collective was {seen}" if seen else nothing
         if left:
             return f"{left}; {last}"
         if waits:

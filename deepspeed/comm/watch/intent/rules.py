@@ -86,7 +86,8 @@ def intent_of(call: CollectiveCall, ranks: Sequence[int], rank: int) -> Intent:
         facts["root"] = root
     reduction = call.argument("op")
     if reduction is not None:
-        facts["reduction"] = _reduction_name(reduction)
+        # One with a factor is an object whose text holds its address.
+        facts["reduction"] = str(getattr(reduction, "name", type(reduction).__name__))
     if call.name == "broadcast_object_list":
         facts["count"] = len(call.argument("object_list"))
     sends, expects = _exchanged(call, ranks, rank)
@@ -124,11 +125,6 @@ def divergence(intents: Mapping[int, Intent]) -> str | None:
 
 def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _reduction_name(reduction: object) -> str:
-    # A reduction with a factor is an object whose text holds its address.
-    return str(getattr(reduction, "name", type(reduction).__name__))
 
 
 def _in_words(call: CollectiveCall, facts: Mapping[str, Any]) -> str:
@@ -173,10 +169,8 @@ def _exchanged(
             )
         case "all_to_all_single":
             output = call.argument("output")
-            return (
-                _splits(ranks, tensor, call.argument("input_split_sizes")),
-                _splits(ranks, output, call.argument("output_split_sizes")),
-            )
+            sends = _splits(ranks, tensor, call.argument("input_split_sizes"))
+            return sends, _splits(ranks, output, call.argument("output_split_sizes"))
     return {}, {}
 
 
@@ -195,7 +189,5 @@ def _splits(
     rows = tensor.shape[0] if tensor.dim() else 1
     per_row = tensor.numel() // rows if rows else 0
     sizes = sizes or [rows // len(ranks)] * len(ranks)
-    return {
-        str(rank): f"{size * per_row} x {_dtype(tensor)}"
-        for rank, size in zip(ranks, sizes, strict=False)
-    }
+    sized, kind = zip(ranks, sizes, strict=False), _dtype(tensor)
+    return {str(rank): f"{size * per_row} x {kind}" for rank, size in sized}

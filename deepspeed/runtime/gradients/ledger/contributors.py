@@ -39,11 +39,8 @@ def with_common_cuts(
 
 
 def _cut(piece: GradientPiece, cuts: Sequence[int]) -> list[GradientPiece]:
-    inside = [
-        piece.start,
-        *(at for at in cuts if piece.start < at < piece.start + piece.numel),
-        piece.start + piece.numel,
-    ]
+    end = piece.start + piece.numel
+    inside = [piece.start, *(at for at in cuts if piece.start < at < end), end]
     return [
         piece._replace(
             start=start,
@@ -68,10 +65,8 @@ class ContributorSum:
         # In the order of `shared`, the same on all ranks, so that parts which share several
         # parameters never wait in a circle.
         for param, group in scope.shared:
-            rows = sorted(
-                (i for i, piece in enumerate(pieces) if piece.param is param),
-                key=lambda i: pieces[i].start,
-            )
+            own = (i for i, piece in enumerate(pieces) if piece.param is param)
+            rows = sorted(own, key=lambda i: pieces[i].start)
             self._sums.append((group, rows))
             for row in rows:
                 self.sharers[row] = _ranks(group)

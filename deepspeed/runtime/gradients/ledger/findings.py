@@ -38,11 +38,8 @@ class LedgerFinding:
 
     def __str__(self) -> str:
         shown = ", ".join(self.parameters[:NAMES_SHOWN])
-        more = (
-            f" and {len(self.parameters) - NAMES_SHOWN} more"
-            if len(self.parameters) > NAMES_SHOWN
-            else ""
-        )
+        hidden = len(self.parameters) - NAMES_SHOWN
+        more = f" and {hidden} more" if hidden > 0 else ""
         return f"{self.kind}: {self.text}; {len(self.parameters)} parameter(s): {shown}{more}"
 
 
@@ -280,11 +277,9 @@ class _Holder:
 def _padded(contributions: torch.Tensor, num_micro: int) -> torch.Tensor:
     """Add zeros for micro-batches that this rank did not have."""
     missing = num_micro - contributions.shape[0]
-    return (
-        torch.nn.functional.pad(contributions, (0, 0, 0, 0, 0, missing))
-        if missing
-        else contributions
-    )
+    if missing:
+        return torch.nn.functional.pad(contributions, (0, 0, 0, 0, 0, missing))
+    return contributions
 
 
 def _possible_groups(num_ranks: int, rank: int) -> list[list[int]]:

@@ -198,11 +198,8 @@ class GradientLedger(ContributionRecorder):
         comparable = right.isfinite().all(1) & tolerance.isfinite()
         held = [self._pieces[index] for index in self._held]
         # Finite fp16 contributions may have a sum that is not.
-        in_fp16 = torch.tensor(
-            [torch.float16 in (p.sums_in, p.param.dtype) for p in held],
-            dtype=torch.bool,
-            device=self._device,
-        )
+        are_fp16 = [torch.float16 in (p.sums_in, p.param.dtype) for p in held]
+        in_fp16 = torch.tensor(are_fp16, dtype=torch.bool, device=self._device)
         overflows = in_fp16 & ~found.isfinite().all(1)
         excused = torch.tensor(
             [piece.param in self._excused for piece in held], dtype=torch.bool, device=self._device
@@ -240,10 +237,8 @@ class GradientLedger(ContributionRecorder):
             tolerance.cpu(),
             wrong.nonzero().flatten().tolist(),
         )
-        keys = [
-            PieceKey(name, piece.start, piece.numel)
-            for name, piece in zip(self._names, self._pieces, strict=True)
-        ]
+        named = zip(self._names, self._pieces, strict=True)
+        keys = [PieceKey(name, piece.start, piece.numel) for name, piece in named]
         report = RankReport(
             record, keys, self._contributors.holders, self._contributors.sharers, absent
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -188,17 +189,14 @@ class ZeroParameter(nn.Parameter):
 
     _zero3: ShardRecord
 
-    @property
-    def ds_id(self) -> int:
-        return self._zero3.id
-
-    @property
-    def ds_shape(self) -> torch.Size:
-        return self._zero3.shape
-
-    @property
-    def ds_numel(self) -> int:
-        return self._zero3.numel
+    ds_id = property(attrgetter("_zero3.id"))
+    ds_shape = property(attrgetter("_zero3.shape"))
+    ds_numel = property(attrgetter("_zero3.numel"))
+    ds_status = property(attrgetter("_zero3.status"))
+    ds_persist = property(attrgetter("_zero3.persists"), doc="Whether it stays whole between steps")
+    ds_process_group = property(attrgetter("_zero3.group"))
+    # Kept for clients that clear it; nothing here reads it.
+    ds_active_sub_modules = property(attrgetter("_zero3.active_modules"))
 
     @property
     def ds_tensor(self) -> torch.Tensor:
@@ -231,24 +229,6 @@ class ZeroParameter(nn.Parameter):
         record.shard[:numel].copy_(values[:numel])
         if record.on_edit is not None:
             record.on_edit(self)
-
-    @property
-    def ds_status(self) -> ZeroParamStatus:
-        return self._zero3.status
-
-    @property
-    def ds_persist(self) -> bool:
-        """Whether it stays whole between steps."""
-        return self._zero3.persists
-
-    @property
-    def ds_process_group(self) -> dist.Group:
-        return self._zero3.group
-
-    @property
-    def ds_active_sub_modules(self) -> set[Any]:
-        """Kept for clients that clear it; nothing here reads it."""
-        return self._zero3.active_modules
 
     @property
     def ds_param_type(self) -> ZeroParamType:

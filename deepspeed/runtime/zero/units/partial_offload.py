@@ -118,10 +118,8 @@ class DevicePart:
             number: _join(base["state"].get(count + number, {}), base["state"].get(number, {}))
             for number in range(count)
         }
-        wholes = [
-            torch.cat([device.detach().cpu(), host.detach().cpu()])
-            for host, device in zip(masters[:count], masters[count:], strict=True)
-        ]
+        pairs = zip(masters[:count], masters[count:], strict=True)
+        wholes = [torch.cat([device.detach().cpu(), host.detach().cpu()]) for host, device in pairs]
         return {**base, "state": {n: state for n, state in states.items() if state}}, wholes
 
     def load(self, base: State) -> None:
