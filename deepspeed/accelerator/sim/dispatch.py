@@ -389,11 +389,9 @@ def _storing(work: Callable[[], Any], into: list[torch.Tensor]) -> Callable[[], 
         if into:
             # Arguments that are returned come before or between fresh results; they are no results
             # of ours.
-            made = (
-                [result]
-                if isinstance(result, torch.Tensor)
-                else list(operators.tensors_in(result))[-len(into) :]
-            )
+            made = [result]
+            if not isinstance(result, torch.Tensor):
+                made = list(operators.tensors_in(result))[-len(into) :]
             for target, value in zip(into, made, strict=True):
                 target.copy_(value)
 

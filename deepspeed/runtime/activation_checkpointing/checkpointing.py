@@ -152,11 +152,9 @@ def _boundary(what: str) -> Iterator[None]:
     if chosen.synchronize:
         get_accelerator().current_stream().synchronize()
     # A timer of its own: checkpointed functions nest.
-    timer = (
-        SynchronizedWallClockTimer.Timer(f"activation checkpoint {what}")
-        if chosen.profile
-        else None
-    )
+    timer = None
+    if chosen.profile:
+        timer = SynchronizedWallClockTimer.Timer(f"activation checkpoint {what}")
     if timer is not None:
         timer.start()
     try:

@@ -67,11 +67,8 @@ class FlatGradients:
 
     @torch.no_grad()
     def collect_some(self, indices: Iterable[int]) -> None:
-        moved = [
-            (self.views[index], self.params[index])
-            for index in indices
-            if self.params[index].grad is not self.views[index]
-        ]
+        pairs = [(self.views[index], self.params[index]) for index in indices]
+        moved = [(view, param) for view, param in pairs if param.grad is not view]
         present = [(view, param.grad) for view, param in moved if param.grad is not None]
         if present:
             torch._foreach_copy_([view for view, _ in present], [grad for _, grad in present])
@@ -135,11 +132,8 @@ def start_all_reduce(
     communication_data_type: torch.dtype | None,
 ) -> Flight:
     """Begin to average `target`, a range of a flat buffer."""
-    payload = (
-        target
-        if communication_data_type in (None, target.dtype)
-        else target.to(communication_data_type)
-    )
+    travels_as_is = communication_data_type in (None, target.dtype)
+    payload = target if travels_as_is else target.to(communication_data_type)
     factors = rule.factors(travels_in=payload.dtype)
     if factors.pre != 1.0:
         payload.mul_(factors.pre)

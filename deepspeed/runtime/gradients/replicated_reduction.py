@@ -79,14 +79,11 @@ class Replicated(GradientReduction):
             ]
             for gradients in self.gradients
         ]
-        tables = [
-            FragmentTable.build([param.numel() for param in gradients.params], 1, 1)
-            for gradients in self.gradients
-        ]
-        buckets = [
-            fill_buckets(table.numels, positions, self.settings.reduce_bucket_size)
-            for table, positions in zip(tables, order, strict=True)
-        ]
+        sizes = [[param.numel() for param in gradients.params] for gradients in self.gradients]
+        tables = [FragmentTable.build(numels, 1, 1) for numels in sizes]
+        bucket_size = self.settings.reduce_bucket_size
+        ordered = zip(tables, order, strict=True)
+        buckets = [fill_buckets(table.numels, places, bucket_size) for table, places in ordered]
         self._plans = plan_buckets(tables, buckets, [0] * len(tables), order)
         self._hooks.plan(
             [[self.gradients[plan.group].params[i] for i in plan.params] for plan in self._plans]

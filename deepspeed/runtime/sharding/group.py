@@ -212,10 +212,8 @@ class ShardedGroup:
             buffers.append(("gradient shard", self._grad))
         for what, buffer in buffers:
             label = f"{what} of group {index}"
-            yield from (
-                (f"{label} ({names[param]})", buffer[start : start + numel])
-                for param, start, numel in self._pieces_of(buffer)
-            )
+            for param, start, numel in self._pieces_of(buffer):
+                yield f"{label} ({names[param]})", buffer[start : start + numel]
             yield f"{label} (padding)", buffer
 
     def _pieces_of(self, buffer: torch.Tensor) -> Iterable[tuple[int, int, int]]:

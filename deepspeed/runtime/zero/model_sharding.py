@@ -72,13 +72,8 @@ def shard_model(
         return instances if holders is ranks.replicas else OptimizerInstances(holders)
 
     named = [(name, described(param)) for name, param in model.named_parameters()]
-    agree_on_parameters(
-        named,
-        ranks.replicas,
-        "deepspeed.initialize",
-        "ranks have different models",
-        told_too=ranks.everyone,
-    )
+    apart, everyone = "ranks have different models", ranks.everyone
+    agree_on_parameters(named, ranks.replicas, "deepspeed.initialize", apart, told_too=everyone)
     _take_from_other_engines(model)
     memory = _shard_memory(zero)
     leaves = zero.leaf_module

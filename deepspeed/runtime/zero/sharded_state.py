@@ -178,11 +178,8 @@ class Refiling:
         digest = hashlib.sha256(repr(described).encode()).digest()
         number = int.from_bytes(digest[:7], "big")
         longest = [0 if one is None else one.longest for one in self._exchanges]
-        told = torch.tensor(
-            [int(problem is not None), number, -number, *longest],
-            dtype=torch.int64,
-            device=self._masters.device,
-        )
+        facts = [int(problem is not None), number, -number, *longest]
+        told = torch.tensor(facts, dtype=torch.int64, device=self._masters.device)
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._masters.context.dp_process_group)
         failed, highest, negative_of_lowest, *self._longest = told.tolist()
         if failed:

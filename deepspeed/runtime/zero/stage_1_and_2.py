@@ -147,15 +147,10 @@ class Bucketed(GradientReduction):
         # counts as registered before them.
         layout, held = self._layout, self.hooks.held
         assert layout is not None, "who has no layout plans otherwise"
-        order = [
-            [
-                -1 if param in held else position
-                for param, position in zip(
-                    group.params, layout.positions(group.params), strict=True
-                )
-            ]
-            for group in self.groups
-        ]
+        order = []
+        for group in self.groups:
+            places = zip(group.params, layout.positions(group.params), strict=True)
+            order.append([-1 if param in held else place for param, place in places])
         self.plans = plan_buckets(
             [group.table for group in self.groups],
             [layout.buckets(group.params) for group in self.groups],
@@ -350,11 +345,9 @@ class Bucketed(GradientReduction):
         group = self.groups[plan.group]
         if self.settings.reduce_scatter:
             return reduce_to_owners(payload, group.process_group, async_op=True)
-        works = (
-            []
-            if group.num_shards == 1
-            else [dist.all_reduce(payload, group=group.process_group, async_op=True)]
-        )
+        works = []
+        if group.num_shards > 1:
+            works.append(dist.all_reduce(payload, group=group.process_group, async_op=True))
         return PendingShards(works, [payload[self._own_part(plan, group)]], keep=payload)
 
     def _own_part(self, plan: BucketPlan, group: ShardedGroup) -> slice:
@@ -411,10 +404,8 @@ class Bucketed(GradientReduction):
         used += [(bucket.index, buffer) for bucket in self.ipg_buckets for buffer in bucket.buffer]
         for index, buffer in used:
             names = [self.context.name_of(param) for param in self.ipg_buckets[index].params]
-            yield from (
-                (f"ipg bucket {index} ({name})", view)
-                for name, view in self._named_views(buffer, index, names)
-            )
+            for name, view in self._named_views(buffer, index, names):
+                yield f"ipg bucket {index} ({name})", view
         yield from (("ipg bucket buffer", buffer.tensor) for buffer in self.buffers.free)
         yield from super().named_memory()
 

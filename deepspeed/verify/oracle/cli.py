@@ -178,10 +178,8 @@ class _Progress:
         total = sum(run.steps * (2 if run.kind.is_judged else 1) for run in plan.runs)
         is_terminal = sys.stderr.isatty()
         self._tells = visible and not is_terminal
-        shows = visible and is_terminal
-        self.bar = tqdm(
-            total=total, unit="step", disable=not shows, dynamic_ncols=True, leave=False
-        )
+        hidden = not (visible and is_terminal)
+        self.bar = tqdm(total=total, unit="step", disable=hidden, dynamic_ncols=True, leave=False)
         self._started = time.monotonic()
 
     def event(self, event: str, values: dict[str, Any]) -> None:

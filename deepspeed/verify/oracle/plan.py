@@ -327,19 +327,11 @@ def make_plan(
     for kind in (RunKind.LEDGER, RunKind.COLLECTIVES):
         watched = {**base, "verify": {kind.value: True}}
         runs.append(Run(kind.value, kind, watched, shape, min(steps, GUARD_STEPS)))
+    few, piece = min(steps, SIM_STEPS), piece_numel(numel, shape.world)
     for number in range(settings.schedules):  # configurations and gathers take turns
         cut = in_several_buckets(configs[number % len(configs)], numel, number // 2 % 2 == 0)
-        runs.append(
-            Run(
-                f"schedule {number}",
-                RunKind.SIM,
-                cut,
-                shape,
-                min(steps, SIM_STEPS),
-                schedule=number,
-                piece_numel=piece_numel(numel, shape.world),
-            )
-        )
+        run = Run(f"schedule {number}", RunKind.SIM, cut, shape, few, number, piece_numel=piece)
+        runs.append(run)
     if settings.schedules:
         some = min(steps, AS_CONFIGURED_STEPS)
         own = with_sgd(given) if len(configs) == 1 else with_low_scale(given)

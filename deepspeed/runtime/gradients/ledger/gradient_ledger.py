@@ -177,11 +177,8 @@ class GradientLedger(ContributionRecorder):
             relative.append(
                 roundings * torch.finfo(narrowest).eps / 2 + fingerprint_roundoff(piece.numel)
             )
-            absolute.append(
-                roundings * FP16_SMALLEST * math.sqrt(piece.numel)
-                if narrowest == torch.float16
-                else 0.0
-            )
+            denormal = FP16_SMALLEST if narrowest == torch.float16 else 0.0
+            absolute.append(roundings * denormal * math.sqrt(piece.numel))
         smallest = torch.tensor(absolute, dtype=torch.float32, device=self._device)
         if self._micro_batches:
             # Subnormals are those of scaled gradients.

@@ -315,13 +315,10 @@ def print_needs(model: str, nodes: Nodes, rows: Iterable[tuple[int, int, str]]) 
 
 
 def _print_table(numels: Sequence[int], frozen: int, nodes: Nodes) -> None:
-    rows = [
-        (
-            *_needs(numels, frozen, nodes, offload),
-            f"offload_optimizer={'cpu' if offload else 'none'}",
-        )
-        for offload in (True, False)
-    ]
+    rows = []
+    for offload in (True, False):
+        text = f"offload_optimizer={'cpu' if offload else 'none'}"
+        rows.append((*_needs(numels, frozen, nodes, offload), text))
     model = f"{(sum(numels) + frozen) / 1e6:.0f}M total params"
     print_needs(model, nodes, rows)
 

@@ -237,10 +237,8 @@ class CutMasters(ZeroMasters):
         if self.device_part is None:
             return super().numbered_params()
         count = len(self.optimizer.param_groups)
-        return [
-            [*device.params, *host.params]
-            for host, device in zip(self.groups[:count], self.groups[count:], strict=True)
-        ]
+        pairs = zip(self.groups[:count], self.groups[count:], strict=True)
+        return [[*device.params, *host.params] for host, device in pairs]
 
     def shard_numels(self) -> list[int]:
         numels = [0] * len(self.optimizer.param_groups)
