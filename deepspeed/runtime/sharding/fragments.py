@@ -259,6 +259,10 @@ class ParameterCutTable(FragmentTable):
         unit = max(1, ROW_BYTES // itemsize)
         return -(-self.shard_numel // unit) * unit
 
+    def rows_numel(self, itemsize: int) -> NumEl:
+        """Count the elements of all rows."""
+        return self.num_shards * self.row_numel(itemsize)
+
     def row(self, shard: ShardRank, itemsize: int) -> slice:
         """Slice rows in memory, flattened, where the shard of that rank is."""
         start = shard * self.row_numel(itemsize)

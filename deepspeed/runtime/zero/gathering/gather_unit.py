@@ -71,6 +71,11 @@ def _refuse_lost(names: Sequence[str]) -> None:
         )
 
 
+def _filled(buffer: PoolBuffer, table: ParameterCutTable) -> torch.Tensor:
+    """What of a buffer, which holds whole parameters too, are rows."""
+    return buffer.tensor[: table.rows_numel(buffer.tensor.element_size())]
+
+
 class _Gather(NamedTuple):
     """A gather under way; `done` is behind it on the gather stream, if there is one."""
 
@@ -116,9 +121,8 @@ class GatherUnit:
         )
         near = None if persists else resources.settings.secondary_group
         self.shard = joined([record.shard for record in self.records])
-        itemsize = self.shard.element_size()
-        self._rows_numel = self.table.num_shards * self.table.row_numel(itemsize)
-        self._secondary = None if near is None else SecondaryShards(near, self._rows_numel)
+        rows_numel = self.table.rows_numel(self.shard.element_size())
+        self._secondary = None if near is None else SecondaryShards(near, rows_numel)
         # What is not is copied before the host goes on.
         self._is_locked = get_accelerator().is_pinned(self.shard)
         self.holds = 0
@@ -238,7 +242,7 @@ class GatherUnit:
             rows = shared.pool.take(
                 self._whole_numel, self.shard.dtype, self.device, (self, "rows")
             )
-            filled = rows.tensor[: self._rows_numel]
+            filled = _filled(rows, self.table)
             filled[own].copy_(shard, non_blocking=self._is_locked)
         try:
             with shared.gather.issue():
@@ -323,13 +327,13 @@ class GatherUnit:
         else:
             with lone_waits.watch.waiting(lambda: self.label):
                 self._wait(rows, pending)
-            self._keep(rows.tensor[: self._rows_numel])
+            self._keep(_filled(rows, self.table))
         memory = self._take_memory()
         views = memory.views.get(self)
         if views is None:
             shapes = [record.shape for record in self.records]
             views = memory.views[self] = WholeViews(self.table, shapes, memory.tensor)
-        views.copy_out(rows.tensor[: self._rows_numel])
+        views.copy_out(_filled(rows, self.table))
         shared.pool.give_back(rows, () if current is None else (current,))
         self._under_way = None
         if current is not None:

@@ -43,7 +43,7 @@ class UnitBucket:
 
     @property
     def numel(self) -> int:
-        return self.table.num_shards * self.table.row_numel(self.kind.itemsize)
+        return self.table.rows_numel(self.kind.itemsize)
 
     @property
     def used(self) -> int:
