@@ -4,7 +4,6 @@ other ranks, and gather them again. Each is the other's gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from deepspeed.utils import groups
 
 # Upstream's further names here say what to use instead.
 __getattr__ = lazy_attributes(__name__)
-
-_Way = Callable[[torch.Tensor, int, Axis], torch.Tensor]
 
 
 def drop_tokens(input_: torch.Tensor, dim: int = 0) -> torch.Tensor:
@@ -32,12 +29,12 @@ def gather_tokens(input_: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 def drop_tokens_over(tensor: Axis, input_: torch.Tensor, dim: int) -> torch.Tensor:
     """`drop_tokens` with the tensor-parallel ranks given."""
-    return input_ if tensor.size == 1 else _Resplit.apply(input_, dim, tensor, _drop, _gather)
+    return input_ if tensor.size == 1 else _DropTokens.apply(input_, dim, tensor)
 
 
 def gather_tokens_over(tensor: Axis, input_: torch.Tensor, dim: int) -> torch.Tensor:
     """`gather_tokens` with the tensor-parallel ranks given."""
-    return input_ if tensor.size == 1 else _Resplit.apply(input_, dim, tensor, _gather, _drop)
+    return input_ if tensor.size == 1 else _GatherTokens.apply(input_, dim, tensor)
 
 
 def _drop(input_: torch.Tensor, dim: int, tensor: Axis) -> torch.Tensor:
@@ -58,18 +55,27 @@ def _gather(input_: torch.Tensor, dim: int, tensor: Axis) -> torch.Tensor:
     return whole.movedim(0, dim)
 
 
-class _Resplit(torch.autograd.Function):
-    """Values go `there`, gradients `back`: by `_drop` and `_gather`, or the other way around. All
-    ranks have a gathered tensor's gradient alike, so that each keeps its own part.
-    """
+class _DropTokens(torch.autograd.Function):
+    """Keep the own part; the gradients of all parts are gathered."""
 
     @staticmethod
-    def forward(
-        ctx: Any, input_: torch.Tensor, dim: int, tensor: Axis, there: _Way, back: _Way
-    ) -> torch.Tensor:
-        ctx.dim, ctx.tensor, ctx.back = dim, tensor, back
-        return there(input_, dim, tensor)
+    def forward(ctx: Any, input_: torch.Tensor, dim: int, tensor: Axis) -> torch.Tensor:
+        ctx.dim, ctx.tensor = dim, tensor
+        return _drop(input_, dim, tensor)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.back(grads[0], ctx.dim, ctx.tensor), None, None, None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _gather(grads[0], ctx.dim, ctx.tensor), None, None
+
+
+class _GatherTokens(torch.autograd.Function):
+    """Gather all parts; keep the own part of the gradient, of which the others' are copies."""
+
+    @staticmethod
+    def forward(ctx: Any, input_: torch.Tensor, dim: int, tensor: Axis) -> torch.Tensor:
+        ctx.dim, ctx.tensor = dim, tensor
+        return _gather(input_, dim, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _drop(grads[0], ctx.dim, ctx.tensor), None, None
