@@ -115,9 +115,9 @@ class StagingAccelerator(CPU_Accelerator):
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return False  # every tensor that is asked about, the sink's target, lies on the host
 
-    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        self.pinned += 1
-        return tensor
+    def host_empty(self, numel: int, dtype: torch.dtype, pin: bool = False) -> torch.Tensor:
+        self.pinned += pin
+        return torch.empty(numel, dtype=dtype)
 
 
 @pytest.fixture
