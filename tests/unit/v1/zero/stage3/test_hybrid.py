@@ -144,7 +144,8 @@ class TestInstances(DistributedTest):
         train(engine, 1)
         offload = engine.parameter_offload
         for unit in offload.units:
-            assert unit._secondary._memory.numel() * 2 == unit._rows_numel
+            rows_numel = unit.table.rows_numel(unit.shard.element_size())
+            assert unit._secondary._memory.numel() * 2 == rows_numel
         assert offload.persistent_units
         assert all(unit._secondary is None for unit in offload.persistent_units)
         engine.offload_states()  # or they stay on the device without the shards
