@@ -12,6 +12,8 @@ import pytest
 
 # Ranks of a test are processes too, so more workers than this only wait for each other.
 MAX_WORKERS = 8
+# Many tests wait: for time limits, for launchers, for processes that start.
+FOR_THOSE_THAT_WAIT = 1
 # Files whose tests look at what one fixture of the file has taken long to make.
 KEPT_WHOLE = ("/clients/test_", "/test_packaging.py")
 
@@ -22,7 +24,7 @@ def num_workers(config: pytest.Config) -> int:
     if len(paths) == 1 and paths[0].is_file():
         return 0
     cores = len(os.sched_getaffinity(0))
-    return min(cores, MAX_WORKERS) if cores > 1 else 0
+    return min(cores + FOR_THOSE_THAT_WAIT, MAX_WORKERS) if cores > 1 else 0
 
 
 def unit_of(nodeid: str) -> str:
