@@ -197,9 +197,10 @@ class StreamCollectives:
         return self._streams[key]
 
     def _issue(self, simulator: Simulator, call: CollectiveCall) -> StreamWork:
-        for tensor in filter(simulator.allocator.host.owns, (*call.reads, *call.writes)):
+        on_host = filter(simulator.allocator.host.owns, (*call.reads, *call.writes))
+        if (refused := next(on_host, None)) is not None:
             raise RuntimeError(
-                f"{call.name}: a tensor of shape {tuple(tensor.shape)} is in host memory, which "
+                f"{call.name}: a tensor of shape {tuple(refused.shape)} is in host memory, which "
                 "NCCL refuses: copy it to the device first"
             )
         scheduler = simulator.scheduler

@@ -63,7 +63,8 @@ def _not_covered(plan: Plan, rows: list[Row], settings: dict[str, Any]) -> list[
     return [
         "kernels, collectives and times of a device",
         f"more than {plan.ranks} ranks or {plan.steps} steps",
-        *("evaluation", "the order of a sampler"),
+        "evaluation",
+        "the order of a sampler",
         *([] if loads else ["saving and loading (--checkpoint)"]),
         *dict.fromkeys(row.check for row in rows if row.verdict is Verdict.NOT_RUN),
         *(name for name, block in config.items() if name in LEFT_OUT and isinstance(block, dict)),
@@ -127,7 +128,7 @@ def _fail(row: Row, detail: str, parameters: Iterable[str] = ()) -> Row:
 def _judge(row: Row, findings: list[StepFindings], gradients: str = "gradients") -> Row:
     """Fail by what is outside its allowance; parameters come last, as clipping spreads errors."""
     row.gradient = _worst(_every(findings, gradients))
-    for what in (gradients, *(("parameters",) if gradients == "gradients" else ())):
+    for what in ("gradients", "parameters") if gradients == "gradients" else (gradients,):
         if outside := _outside(findings, what):
             return _fail(row, _describe(_CALLED.get(what, "gradient"), outside), sorted(outside))
         if what == "parameters":
@@ -327,7 +328,16 @@ def _resumed_rows(run: Run, outcome: Outcome) -> list[Row]:
     faults = [fault for result in outcome.ranks for fault in result["faults"]]
     if outcome.failure or faults:
         return [_fail(row, f"no result: {outcome.failure}" if outcome.failure else faults[0])]
-    return [_judge(row, [one for one in _findings(outcome) if not one.skipped])]
+    return [_compared(row, _findings(outcome))]
+
+
+def _compared(row: Row, findings: list[StepFindings]) -> Row:
+    """Judge the steps that were taken; without one nothing was checked."""
+    taken = [one for one in findings if not one.skipped]
+    if taken:
+        return _judge(row, taken)
+    reason = next((one.skipped for one in findings), "no step")
+    return Row(row.check, Verdict.LEFT_OUT, f"no step could be compared ({reason})", row.family)
 
 
 # Watched runs
@@ -348,10 +358,7 @@ def _watched_rows(run: Run, outcome: Outcome) -> list[Row]:
 
 
 def _stream_rows(runs: list[tuple[Run, Outcome]]) -> list[Row]:
-    checks = (
-        *("stream races", "memory lifetimes", "queues and processors"),
-        "simulated device = host",
-    )
+    checks = "stream races", "memory lifetimes", "queues and processors", "simulated device = host"
     if not runs:
         return [Row(check, Verdict.NOT_RUN, "not asked for (--schedules 0)") for check in checks]
     for run, outcome in runs:
@@ -386,16 +393,12 @@ def _simulated_row(check: str, where: str, runs: list[tuple[Run, Outcome]]) -> R
     """
     row = Row(check, detail=f"steps equal those of one process on the host ({where})")
     found = {run.name: _findings(outcome) for run, outcome in runs}
-    compared = [one for steps in found.values() for one in steps if not one.skipped]
-    if not compared:
-        reason = next((one.skipped for steps in found.values() for one in steps), "no step")
-        return Row(check, Verdict.LEFT_OUT, f"no step could be compared ({reason})")
     for name, steps in found.items():
         _judge(row, steps)
         if row.verdict is Verdict.FAIL:
             row.detail = f"{name}: {row.detail}"
             return row
-    return _judge(row, compared)
+    return _compared(row, [one for steps in found.values() for one in steps])
 
 
 def _curves(outcome: Outcome, findings: list[StepFindings]) -> dict[str, list[Any]]:

@@ -14,9 +14,9 @@ import torch
 from pydantic import TypeAdapter
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
-from deepspeed.verify.oracle import UsageError, picture, ranks
+from deepspeed.verify.oracle import UsageError, picture, ranks, verdicts
 from deepspeed.verify.oracle.cli import main
-from deepspeed.verify.oracle.judge import Deviation
+from deepspeed.verify.oracle.judge import Deviation, StepFindings
 from deepspeed.verify.oracle.parts import Parts
 from deepspeed.verify.oracle.plan import Plan, RunKind, Settings, in_shards, make_plan, shape_of
 from deepspeed.verify.oracle.ranks import Outcome, Session, run_plan
@@ -230,6 +230,15 @@ def test_what_becomes_of_the_compiled_model(monkeypatch: Patch) -> None:
     monkeypatch.setenv("CXX", "/no/such/compiler")
     row = row_of("inductor")
     assert row.verdict is Verdict.NOT_RUN and "needs a C++ compiler" in row.detail
+
+
+def test_without_a_step_nothing_was_compared() -> None:
+    # Kills: a pass of a second half, or of a simulated run, all of whose steps were skipped.
+    for check in ("checkpoint = not stopped", "simulated device = host"):
+        row = verdicts._compared(Row(check), [StepFindings(2, skipped="a sum overflows")])
+        assert row.check == check and row.verdict is Verdict.LEFT_OUT
+        assert row.detail == "no step could be compared (a sum overflows)"
+    assert verdicts._compared(Row("any"), [StepFindings(2)]).verdict is Verdict.PASS
 
 
 def test_splits_keep_the_global_batch() -> None:
