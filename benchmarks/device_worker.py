@@ -61,17 +61,22 @@ class Device:
             for _ in range(count):
                 step()
             self.synchronize()
-        streams: dict[int, list[Interval]] = {}
-        for event in profile.profiler.kineto_results.events():
-            if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0:
-                interval = (event.start_ns(), event.start_ns() + event.duration_ns())
-                streams.setdefault(event.device_resource_id(), []).append(interval)
-        return hidden_part(list(streams.values()))
+        return hidden_part(busy_intervals(profile))
 
 
 def choose(local_rank: int, devices: Any) -> int:
     """The index of this process's device: the only one it sees, or that of its rank."""
     return 0 if devices.device_count() == 1 else local_rank
+
+
+def busy_intervals(profile: Any) -> list[list[Interval]]:
+    """When each stream of the device worked, in nanoseconds, as a profiler of torch has seen it."""
+    streams: dict[int, list[Interval]] = {}
+    for event in profile.profiler.kineto_results.events():
+        if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0:
+            interval = (event.start_ns(), event.start_ns() + event.duration_ns())
+            streams.setdefault(event.device_resource_id(), []).append(interval)
+    return list(streams.values())
 
 
 def union(intervals: list[Interval]) -> list[Interval]:

@@ -25,12 +25,12 @@ SECONDS = 600
 LOOK_SECONDS = 90
 TORCH = ("torch", "fsdp2")
 EXPANDABLE = " with expandable segments"
-# The order is that of what one wants to know first.
+# The order is that of what one wants to know first. All systems keep fp32 masters.
 LOOKS = (
     "start",
     "system:zero3",
-    "system:fsdp2",
-    "system:torch",
+    "system:fsdp2-fused",
+    "system:torch-fused-autocast",
     "streams",
     "waits",
     "trace",
@@ -41,7 +41,7 @@ LOOKS = (
     "system:zero1",
     "system:zero0",
     f"system:zero3{EXPANDABLE}",
-    f"system:fsdp2{EXPANDABLE}",
+    f"system:fsdp2-fused{EXPANDABLE}",
     f"units:growing{EXPANDABLE}",
     "graph",
     "offload:zero2-offload",

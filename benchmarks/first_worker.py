@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from device_worker import busy_intervals, choose, duration, union
 from serving import Step, start_distributed, take_stdout
 from systems import Workload, build_model, build_step, deepspeed_config
 from torch import nn
@@ -129,7 +130,8 @@ def system(place: Place, variant: str) -> Found:
     if variant.startswith("zero") or place.is_real:
         found |= place.peaks(step)
     if variant.startswith("zero"):
-        found["formula MiB"] = formula(place, int(variant[4]), build_model(place.work)) / MIB
+        model = build_model(replace(place.work, device="meta"))
+        found["formula MiB"] = formula(place, int(variant[4]), model) / MIB
     return found
 
 
@@ -221,28 +223,21 @@ def trace(place: Place) -> Found:
         name, us = event.key.removeprefix("aten::"), event.device_time_total
         if name in counted.written and us:
             found[f"{name} GB/s"] = counted.written[name] / us / 1e3
-    events = [
-        (one.device_resource_id(), one.start_ns(), one.start_ns() + one.duration_ns())
-        for one in profile.profiler.kineto_results.events()
-        if one.device_type() == torch.autograd.DeviceType.CUDA and one.duration_ns() > 0
-    ]
     found["copied MiB"] = {name: size / MIB for name, size in counted.written.items()}
-    if not events:
+    streams = sorted(busy_intervals(profile), key=lambda one: duration(union(one)))
+    if not streams:
         return found
-    found["launches"] = len(events)
-    found["launches per block"] = len(events) / place.work.layers
-    busy: Counter[int] = Counter()
-    for stream, begin, end in events:
-        busy[stream] += end - begin
-    compute = busy.most_common(1)[0][0]
-    found["streams ms"] = sorted((time / 1e6 for time in busy.values()), reverse=True)
-    spans = sorted((begin, end) for stream, begin, end in events if stream == compute)
-    gaps, last = [], spans[0][1]
-    for begin, end in spans[1:]:
-        gaps.append(begin - last)
-        last = max(last, end)
+    launches, compute = sum(map(len, streams)), union(streams[-1])
+    gaps = [begin - end for (_, end), (begin, _) in itertools.pairwise(compute)]
     long = [gap for gap in gaps if gap > GAP_NS]
-    return {**found, "gaps": len(long), "gaps ms": sum(long) / 1e6}
+    return {
+        **found,
+        "launches": launches,
+        "launches per block": launches / place.work.layers,
+        "streams ms": [duration(union(one)) / 1e6 for one in reversed(streams)],
+        "gaps": len(long),
+        "gaps ms": sum(long) / 1e6,
+    }
 
 
 def waits(place: Place) -> Found:
@@ -406,7 +401,7 @@ def main() -> None:
 
     work, device = Workload(**json.loads(arguments.workload)), get_accelerator()
     if work.device == "cuda":
-        torch.cuda.set_device(0 if device.device_count() == 1 else int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(choose(int(os.environ["LOCAL_RANK"]), torch.cuda))
     start_distributed(True, arguments.backend)
     joined = time.perf_counter() - begin
     try:

@@ -81,7 +81,7 @@ def test_the_first_look_runs_to_its_end(tmp_path: Path) -> None:
     # Those that are left out are the same with other words. Kills: a look that has never run, one
     # that fails and is not told, and one that hangs and holds the others.
     others = {f"units:{order}" for order in ("shrinking", "alternating")} | {
-        f"system:{name}" for name in ("zero0", "zero1", "zero2", "fsdp2")
+        f"system:{name}" for name in ("zero0", "zero1", "zero2", "fsdp2-fused")
     }
     looks = [look for look in first_device.LOOKS if " with " not in look and look not in others]
     record, program = tmp_path / "first.json", tmp_path / "program.py"
