@@ -44,8 +44,8 @@ from deepspeed.utils.logging import logger
 # Upstream's further names here say what to use instead.
 __getattr__ = lazy_attributes(__name__)
 
-# State of a rank's shard, which a universal checkpoint has by parameter.
-# State of one shard, and of a run at stage 0, which is not sharded and lies in the model file.
+# State of one shard, and of a run at stage 0, which is not sharded and lies in the model file: a
+# universal checkpoint has it by parameter.
 _NOT_COMMON = (
     keys.BASE_OPTIMIZER_STATE,
     keys.SINGLE_PARTITION_OF_FP32_GROUPS,

@@ -67,7 +67,7 @@ class FlatGradients:
 
     @torch.no_grad()
     def collect_some(self, indices: Iterable[int]) -> None:
-        pairs = [(self.views[index], self.params[index]) for index in indices]
+        pairs = ((self.views[index], self.params[index]) for index in indices)
         moved = [(view, param) for view, param in pairs if param.grad is not view]
         present = [(view, param.grad) for view, param in moved if param.grad is not None]
         if present:
