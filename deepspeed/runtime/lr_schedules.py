@@ -1,6 +1,7 @@
 """Learning-rate schedules: LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR and WarmupCosineLR. Each
 is a pure function of ``last_batch_iteration`` (steps taken minus one; -1 before the first), which
-is all its state, written into the optimizer's groups by ``step()``, called after the engine's.
+is all its state, written into the optimizer's groups by ``step()``, which the engine calls after
+its own.
 """
 
 from __future__ import annotations
