@@ -37,7 +37,8 @@ def load_hp_checkpoint_state(
     `load_checkpoint` does so for all of them.
 
     Args:
-        self: The parameter, of an engine with master weights that has taken a step.
+        self: The parameter, of an engine that keeps master weights and has taken a step (there is
+            no state before).
         folder: `<checkpoint>/zero/<name>`.
         tp_rank: This rank's number among those that hold slices of the parameter.
         tp_world_size: How many there are.

@@ -230,7 +230,9 @@ def _own_optimizers(offload: bool) -> dict[str, Callable[..., torch.optim.Optimi
 def _adam_class(
     key: str, params: dict[str, Any], offload: bool
 ) -> Callable[..., torch.optim.Optimizer]:
-    """As upstream: "Adam" is AdamW unless `adam_w_mode` is false; `torch_adam` asks for torch's."""
+    """Choose as upstream does: "Adam" means AdamW unless `adam_w_mode` is false; `torch_adam` asks
+    for torch's default kernel.
+    """
     from deepspeed.ops.adam import (  # startup: only what is named is needed
         DeepSpeedCPUAdam,
         FusedAdam,

@@ -124,7 +124,8 @@ def clip_grad_norm_(
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Print device and host memory on rank 0, in GB (2**30 bytes); nothing without `force`.
+    """Print device and host memory on rank 0, in GB (2**30 bytes); nothing without `force`, so that
+    calls can stay in a script.
 
     MA is allocated by tensors, CA what the allocator holds; each with its largest value since the
     last call, which starts anew. The host's line is the machine's, not this process's.

@@ -44,7 +44,8 @@ class Share(NamedTuple):
 
 @dataclass
 class SubparamShape:
-    """Parameters stacked in one tensor (fused q, k and v), each sliced by itself.
+    """Parameters that are several stacked in one tensor, each of them sliced by the tensor-parallel
+    ranks (fused q, k and v).
 
     Attributes:
         patterns: Regular expressions that match the beginning of their names.

@@ -93,7 +93,9 @@ def _make_channel_groups(pairs: Sequence[tuple[int, int]], device: torch.device)
 
 
 def _turns(pairs: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Which pairs are made together: no rank twice, as many turns for any number of pipelines."""
+    """Say which pairs are made together: each rank is in one of them at most. Their number does not
+    depend on how many pipelines there are.
+    """
     turns: list[list[int]] = []
     taken: list[set[int]] = []
     for at, pair in enumerate(pairs):
