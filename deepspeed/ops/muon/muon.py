@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.muon.newton_schulz import NS_METHODS, orthogonalize
 from deepspeed.ops.whole_parameters import Part, WholeParameterOptimizer
 from deepspeed.utils.tensor_fragment import logical_shape
@@ -82,7 +83,7 @@ def _check_group(number: int, group: dict[str, Any], names: Mapping[Any, str]) -
 
 
 class MuonWithAuxAdam(WholeParameterOptimizer):
-    """Steps matrices with Muon and all else with `torch.optim.AdamW`.
+    """Steps matrices with Muon and all else with `FusedAdam`.
 
     Groups may have the key `use_muon`. Without it, a parameter of two dimensions or more uses Muon
     unless it is marked `param.use_muon = False`, as embeddings and output heads should be (the
@@ -118,7 +119,7 @@ class MuonWithAuxAdam(WholeParameterOptimizer):
             "ns_method": ns_method,
         }
         super().__init__(groups, defaults)
-        self._adamw: dict[int, torch.optim.AdamW] = {}
+        self._adamw: dict[int, FusedAdam] = {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore; ValueError if a group of Muon's would become one of AdamW's, or the reverse."""
@@ -173,12 +174,17 @@ class MuonWithAuxAdam(WholeParameterOptimizer):
             return
         if number not in self._adamw:
             own = {key: group[key] for key in ADAMW_KEYS}
-            self._adamw[number] = torch.optim.AdamW(group["params"], **own)
+            self._adamw[number] = FusedAdam(group["params"], **own)
         inner = self._adamw[number]
         # The outer group is what schedulers write to and what the engine hands masters to.
         inner.param_groups[0].update({key: group[key] for key in (*ADAMW_KEYS, "params")})
         for tensor in group["params"]:
-            inner.state[tensor] = self.state[tensor]
+            inner.state[tensor] = state = self.state[tensor]
+            if "step" in state:
+                # The fused kernel counts on the device; what was loaded may be on the host.
+                state["step"] = torch.as_tensor(
+                    state["step"], dtype=torch.float32, device=tensor.device
+                )
         inner.step()
 
 

@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -225,6 +226,31 @@ def test_state_of_other_groups_is_refused() -> None:
     state["param_groups"].reverse()
     with pytest.raises(ValueError, match="parameter group 0 has use_muon=True, in the state"):
         optimizer.load_state_dict(state)
+
+
+def test_adam_beside_muon_is_the_fused_kernel() -> None:
+    # Kills: launches for every operator of AdamW; a count of steps that stays as it was loaded.
+    class Names(TorchDispatchMode):
+        seen: list[str] = []
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    param = parameters()[1]
+    optimizer = MuonWithAuxAdam([param])
+    for step in range(2):
+        param.grad = gradients(step)[1]
+        with Names():
+            optimizer.step()
+        state = copy.deepcopy(optimizer.state_dict())
+        assert float(state["state"][0]["step"]) == step + 1
+        state["state"][0]["step"] = step + 1  # as a number, or on the host
+        optimizer.load_state_dict(state)
+    assert Names.seen.count("_fused_adamw_.default") == 2
+    assert not any(name.startswith("addc") for name in Names.seen)
 
 
 def test_a_schedule_that_sets_one_rate_is_told_of() -> None:
