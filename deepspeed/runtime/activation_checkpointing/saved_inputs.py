@@ -8,18 +8,24 @@ reentrant.
 [Note: order of copies]
 A copy to the host runs on a side stream, behind the stream that made the tensor. `SideStream`
 keeps the tensor until the copy after the next is about to be issued; that stream then waits for the
-copy, so that a host that runs ahead holds two inputs and not all of them. The copy back runs on the
-stream of backward, behind that side stream. A block of a long buffer remembers the event of its
-last use, on whatever stream that was; its next user waits for it.
+copy, so that a host that runs ahead holds two inputs and not all of them.
+
+Copies back run on another side stream. Those of a function that is being recomputed begin with the
+recomputation of the function that was called after it, into memory of the stream of backward, and
+that stream waits for them only when it reads them. So one function's inputs are on the device ahead
+of their use; `SideStream` keeps them, for a graph that is dropped meanwhile. A block of a long
+buffer remembers the event of its last use, on whatever stream that was; its next user waits for it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 from torch import nn
@@ -126,7 +132,20 @@ class _AsIs:
     version: int
 
 
-@dataclass(frozen=True)
+class _Call:
+    """One call of a checkpointed function: its moved inputs, as long as autograd keeps them, and
+    copies that were brought back to the device on behalf of `stream`.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.inputs: WeakSet[_Packed] = WeakSet()
+        self.copies: WeakKeyDictionary[_Packed, torch.Tensor] = WeakKeyDictionary()
+        self.stream: Any = None
+        self.is_ahead = False  # nobody waits for the copies yet
+
+
+@dataclass(frozen=True, eq=False)
 class _Packed:
     """An input that was moved: `content` is the whole or this rank's part, flat in the order of
     memory; `order` says which dimension stands where in `shape`, which is ordered as in memory.
@@ -138,6 +157,7 @@ class _Packed:
     device: torch.device
     is_part: bool
     block: Block | None
+    call: _Call
 
 
 class InputStore:
@@ -158,6 +178,12 @@ class InputStore:
         self._copies = (
             SideStream(overlap=True, name="activation copy stream") if self._to_host else None
         )
+        self._copies_back = (
+            SideStream(overlap=True, name="activation copy-back stream") if self._to_host else None
+        )
+        self._num_calls = 0
+        self._call = _Call(0)
+        self._calls: WeakValueDictionary[int, _Call] = WeakValueDictionary()
 
     @property
     def _parts(self) -> bool:
@@ -165,10 +191,20 @@ class InputStore:
         # engine.
         return self.settings.partition_activations and self.settings.group_size > 1
 
-    def hooks(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Within it, one checkpointed function is called; calls lie in one another."""
         if not (self._parts or self._to_host or self._buffers):
-            return nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+            yield
+            return
+        self._num_calls += 1
+        outer, self._call = self._call, _Call(self._num_calls)
+        self._calls[self._num_calls] = self._call
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+                yield
+        finally:
+            self._call = outer
 
     def reset(self) -> None:
         """Let go of buffers; blocks in use live on until they are read."""
@@ -182,7 +218,10 @@ class InputStore:
         shape = [tensor.shape[dim] for dim in order]
         flat = tensor.detach().permute(order).reshape(-1)
         content, block = self._kept_on_host(flat) if self._to_host else self._kept(flat)
-        return _Packed(content, shape, order, tensor.device, self._parts, block)
+        call = self._call
+        packed = _Packed(content, shape, order, tensor.device, self._parts, block, call)
+        call.inputs.add(packed)
+        return packed
 
     def _kept(self, flat: torch.Tensor) -> tuple[torch.Tensor, Block | None]:
         """Copy this rank's part, or all of it, on the device."""
@@ -235,12 +274,7 @@ class InputStore:
                     f"{packed.tensor._version}, saved at {packed.version}); clone it first"
                 )
             return packed.tensor
-        content = packed.content
-        if self._copies is not None:
-            self._copies.join()
-            content = torch.empty(content.shape, dtype=content.dtype, device=packed.device).copy_(
-                content, non_blocking=True
-            )
+        content = packed.content if self._copies_back is None else self._back(packed)
         whole = whole_of(content, math.prod(packed.shape)) if packed.is_part else content
         if packed.block is not None:
             # The block is given back when autograd drops it, before the recomputed graph is done
@@ -249,6 +283,39 @@ class InputStore:
             packed.block.used()
         inverse = sorted(range(len(packed.order)), key=packed.order.__getitem__)
         return whole.view(packed.shape).permute(inverse)
+
+    def _back(self, packed: _Packed) -> torch.Tensor:
+        """The copy on the device; those of the call before are begun when the first is read."""
+        copies_back, call = self._copies_back, packed.call
+        assert copies_back is not None, "an input is brought back from the host"
+        if packed not in call.copies or call.stream != copies_back.current_stream():
+            self._bring_back(call, copies_back)
+        if call.is_ahead:
+            call.is_ahead = False
+            copies_back.join()  # before more is behind it
+            earlier = max((n for n in self._calls.keys() if n < call.number), default=0)
+            before = self._calls.get(earlier)
+            if before is not None and not before.is_ahead:
+                self._bring_back(before, copies_back)
+        return call.copies.pop(packed)
+
+    def _bring_back(self, call: _Call, copies_back: SideStream) -> None:
+        if self._copies is not None:
+            self._copies.join()
+        call.stream, call.is_ahead = copies_back.current_stream(), True
+        inputs = list(call.inputs)
+        # Memory of the reading stream, which may drop it after it has waited.
+        copies = [
+            torch.empty(one.content.shape, dtype=one.content.dtype, device=one.device)
+            for one in inputs
+        ]
+        copies_back.wait_for([call.stream])
+        with copies_back.issue():
+            for one, copy in zip(inputs, copies, strict=True):
+                call.copies[one] = copy.copy_(one.content, non_blocking=True)
+                if one.block is not None:
+                    one.block.used()
+        copies_back.keep_alive([*copies, *(one.content for one in inputs)], [call.stream])
 
 
 _store: InputStore | None = None

@@ -12,6 +12,12 @@ v1/fp16/test_dynamic_scaling.py -k divided_first
     _split: travels_in == torch.float16 -> False
   a given predivide factor is overruled
     _split: factor is None -> True
+runtime/activation_checkpointing/test_in_engine.py -k come_back
+  saved inputs come back when they are read
+    InputStore._back: self._bring_back(before, copies_back) -> pass
+  a dropped graph's copy back is freed while it runs
+    InputStore._bring_back: copies_back.keep_alive([*copies, *(one.content for one in inputs)],
+      [call.stream]) -> pass
 runtime/gradients/test_readiness.py
   buckets leave as they are ready
     ReadinessTracker.mark: range(first, self._next) -> range(bucket, bucket + (not

@@ -10,6 +10,7 @@ from torch import nn
 from unit.common import DistributedTest
 from unit.models import config_of, drawn
 from unit.one_process import OneProcess, mean_square
+from unit.v1.device.test_overlap import Order, on_stream, waits
 from unit.v1.looping import each, each_pair
 from unit.v1.zero.usage import assert_close
 
@@ -288,3 +289,29 @@ def test_two_copies_are_under_way(on_host: bool, least: int, most: int) -> None:
     expected = torch.ones(NUMEL, requires_grad=True)
     (2 * sines(expected).sum()).backward()
     assert torch.allclose(found, expected.grad)
+
+
+@pytest.mark.usefixtures("as_before")
+@pytest.mark.parametrize("call", KINDS.values(), ids=KINDS.keys())
+def test_copies_come_back_ahead_of_their_use(call: Any) -> None:
+    # Kills: a copy on the stream of backward, or that begins when it is needed or after what it
+    # should run beside; memory of a graph that is dropped while its copy is under way.
+    order = Order()
+    with simulate() as device, device.trace_streams(order):
+        checkpointing.configure(None, checkpoint_in_cpu=True)
+        x = torch.ones(NUMEL, requires_grad=True)
+        sines(x, call).sum().backward()
+    copies = on_stream(order.launches, "activation copy-back stream", "aten::copy_")
+    again = on_stream(order.launches, "default stream", "aten::cos")  # of backward
+    assert len(copies) == len(again) == LAYERS
+    assert all(waits(again, copies)) and not any(waits(again, copies[1:]))
+    assert not any(waits(copies[1:], again))
+    issued = [order.launches.index(one) for one in (*copies, *again)]
+    assert all(map(int.__lt__, issued[1:LAYERS], issued[LAYERS:]))
+    with simulate(), check_streams():
+        checkpointing.configure(None, checkpoint_in_cpu=True)
+        y, z = (sines(torch.ones(NUMEL, requires_grad=True), call) for _ in range(2))
+        z.sum().backward()  # and of y a last copy
+        del y
+        torch.ones(NUMEL).mul_(2)
+        sines(torch.ones(NUMEL, requires_grad=True), call).sum().backward()
