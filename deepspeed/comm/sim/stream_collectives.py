@@ -36,7 +36,7 @@ import torch
 import torch.distributed as torch_dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator import get_accelerator, operators
 from deepspeed.accelerator.call_stacks import capture, describe
 from deepspeed.accelerator.sim.issue_log import IssueLog
 from deepspeed.accelerator.sim.queues import Event, Stream, Work
@@ -52,7 +52,7 @@ _POINT_TO_POINT = ("send", "recv", "isend", "irecv")
 
 
 # What the backend's threads may still be about to let go of; see `_destroy_groups`.
-_recent: deque[CollectiveCall] = deque(maxlen=16)
+_recent: deque[list[torch.Tensor]] = deque(maxlen=16)
 _LET_GO_S = 2.0
 
 
@@ -95,7 +95,7 @@ class _Issued:
         if self.copies is not None:
             for target, value in zip(self.memory.writes, self.copies.writes, strict=True):
                 target.copy_(value)
-            _recent.append(self.copies)
+            _recent.append(list(operators.tensors_in(self.copies.args)))
         self.works, self.copies, self.call = [], None, None
 
 
@@ -384,7 +384,7 @@ def _destroy_groups() -> None:
         return
     process_groups.destroy_process_group()
     end = time.monotonic() + _LET_GO_S
-    shared: list[Any] = [tensor for copies in _recent for tensor in (*copies.reads, *copies.writes)]
+    shared: list[Any] = [tensor for tensors in _recent for tensor in tensors]
     while time.monotonic() < end and any(tensor._use_count() > 1 for tensor in shared):
         time.sleep(0.001)
 

@@ -1,8 +1,12 @@
 """Operations of `deepspeed.comm` against their definitions, on streams in their order too."""
 
 import inspect
+import os
+import subprocess
+import sys
 import timeit
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -328,3 +332,19 @@ class TestResults(DistributedTest):  # the same numbers as over the host backend
             found = [value.clone() for value in everything(rank)]
         for index, (wanted, value) in enumerate(zip(expected, found, strict=True)):
             assert torch.equal(wanted, value), f"result {index}: {value} is not {wanted}"
+
+
+AT_EXIT = """
+import torch
+import deepspeed.comm as dist
+dist.init_distributed("gloo", init_method="file://STORE", rank=0, world_size=1, verbose=False)
+dist.broadcast(torch.ones(3), src=0)
+"""
+
+
+def test_a_process_ends_right_after_a_broadcast(tmp_path: Path) -> None:
+    # Kills: asking who sent what when there are no groups any more, for memory to wait for.
+    command = [sys.executable, "-c", AT_EXIT.replace("STORE", str(tmp_path / "store"))]
+    environment = {**os.environ, "DS_ACCELERATOR": "sim"}
+    done = subprocess.run(command, capture_output=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, b"")
