@@ -271,5 +271,5 @@ def run_simulated(cases: Sequence[Case], run: Callable[[Any], Checks] = CaseRun)
     """
     torch.set_num_threads(1)
     few = Budget(queues=1, processors=1)
-    with simulate(backward_streams=2), check_streams(), check_budgets(Budget(), few):
+    with simulate(backward_streams=2), check_streams(), check_budgets(few):
         run_cases(cases, run)

@@ -51,14 +51,14 @@ class TestProduct(DistributedTest):
 
 def test_pairs_are_covered() -> None:
     # Kills: a cover that leaves a pair out, or whose cases say something else than its rows.
-    rows = pairwise(FACTORS)
+    rows = pairwise(FACTORS, [376])
     assert set().union(*(pairs_of(row, FACTORS) for row in rows)) == all_pairs(FACTORS)
     cases = pair_cases()
     assert {(case.pipe, case.replicas) for case in cases} == set(FACTORS["grid"])
     assert {(case.schedule, case.checkpoint) for case in cases} == set(FACTORS["plan"])
     assert {case.precision for case in cases} == {"fp32", "bf16", "bf16+fp32", "fp16"}
     assert {case.adaptive for case in cases if case.precision == "fp16"} == {False, True}
-    assert len({case.name for case in cases}) == len(cases) < 50
+    assert len({case.name for case in cases}) == len(cases) == 25
 
 
 def test_product_is_whole() -> None:
