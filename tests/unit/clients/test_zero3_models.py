@@ -1,5 +1,6 @@
 """Models of transformers at stage 3: made, loaded, resized, trained, asked to generate, saved."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,14 @@ class Scaled(torch.nn.Module):
         return Product.apply(x, self.weight)
 
 
+def fills_children() -> bool:
+    """Whether transformers gathers what ``_init_weights`` fills of children: some of 5 does not."""
+    from transformers.integrations import deepspeed as integration
+
+    initialize = getattr(integration, "initialize_weights_zero3", None)
+    return initialize is None or ".children()" in inspect.getsource(initialize)
+
+
 class TestModels(DistributedTest):
     """Two ranks against plain torch."""
 
@@ -70,6 +79,8 @@ class TestModels(DistributedTest):
         # Others: `make campaign NAME=architectures`. Kills: weights filled only where they are
         # (`llava`: models of models, `mixtral`: packed experts), a tied weight cut twice (`qwen2`),
         # the gradient of a number (`clip`), experts only choosing ranks gather (the last).
+        if name in ("clip", "llava") and not fills_children():
+            pytest.skip("this transformers fills weights of a module's children without a gather")
         found = check(name, 0, Path(tmpdir))
         step = found.pop("step")
         assert found == dict.fromkeys(("zero.Init", *ARCHITECTURES[name].ways), [])

@@ -160,15 +160,18 @@ class TestLate(DistributedTest):
     def test_nobody_is_late(self) -> None:
         engine = engine_of(2)
         with heard() as said:
-            ended = time.monotonic() + 2 * REPORT_S
+            ended, longest = time.monotonic() + 2 * REPORT_S, 0.0
             # Until rank 0 says so.
             while True:
+                begun = time.monotonic()
                 step(engine)
+                longest = max(longest, time.monotonic() - begun)
                 is_over = torch.tensor(float(time.monotonic() > ended))
                 dist.broadcast(is_over, 0)
                 if is_over:
                     break
-            assert not said()
+            # On a busy machine somebody may be.
+            assert not said() or longest > REPORT_S
         engine.destroy()
 
 

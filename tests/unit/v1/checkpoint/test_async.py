@@ -168,7 +168,8 @@ class TestInTheBackground(DistributedTest):
         save = begun("soon")
         save._thread.join(20)
         assert not save._thread.is_alive()
-        assert {path.name for path in tmp_path.glob("[a-z]*/")} == {*ways, "wait", "soon"}
+        folders = (one.name for one in tmp_path.iterdir() if one.is_dir())
+        assert {name for name in folders if name[0] != "."} == {*ways, "wait", "soon"}
         engine.destroy()
 
     def test_the_next_save_a_load_by_another_engine_and_the_end_wait(self, tmp_path: Path) -> None:
