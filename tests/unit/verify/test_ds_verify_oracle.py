@@ -115,7 +115,7 @@ class TestCleanRuns(DistributedTest):
     def test_watched_and_simulated_runs_pass(self, stage: int) -> None:
         """Kills: a ledger, intent check, compiled or simulated run that is not really made."""
         kinds = (RunKind.SGD, RunKind.COMPILED, RunKind.LEDGER, RunKind.COLLECTIVES, RunKind.SIM)
-        report = report_of(plan_of(config_of(stage, "bf16"), "right", kinds, schedules=2))
+        report = report_of(plan_of(config_of(stage, "bf16"), "right", kinds, schedules=1))
         assert failures(report) == []
         passed = {row.check for row in report.rows if row.verdict.value == "PASS"}
         assert {"gradient ledger", "collective agreement", "stream races"} <= passed
@@ -131,7 +131,7 @@ class TestCleanRuns(DistributedTest):
             assert failures(report_of(divided(kind, kinds, stage, precision))) == [], stage
 
     @pytest.mark.world_size(4)
-    @pytest.mark.parametrize("kind", ["sequences", "stages", "experts in stages"])
+    @pytest.mark.parametrize("kind", ["sequences", "experts in stages"])
     def test_what_ranks_do_with_it_passes(self, kind: str) -> None:
         """Kills: a run that ranks of one kind of division cannot make."""
         pytest.importorskip("transformers")
@@ -336,13 +336,13 @@ class TestOracle(DistributedTest):
         config = config_of(3, "bf16")
         host = {"device": "cpu", "pin_memory": True}
         config["zero_optimization"] |= {"offload_param": host, "offload_optimizer": host}
-        assert failures(report_of(plan_of(config, "right", (RunKind.SIM,), schedules=2))) == []
+        assert failures(report_of(plan_of(config, "right", (RunKind.SIM,), schedules=1))) == []
 
     def test_reused_staging_buffers_are_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # Kills: a run in which no buffer is used twice, or without the optimizer that fills them.
         config = config_of(1, "bf16")
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-        plan = plan_of(config, "right", (RunKind.SIM,), steps=2, schedules=2)
+        plan = plan_of(config, "right", (RunKind.SIM,), steps=2, schedules=1)
         assert failures(report_of(plan)) == []
 
         take = StagingBuffers.take

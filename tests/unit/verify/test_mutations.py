@@ -45,11 +45,11 @@ def test_the_guard_finds_the_fault(mutation: Mutation, table: list[str]) -> None
 
 
 def test_the_nan_of_issue_8061_appears_without_fix_1() -> None:
-    """With every one of 20 seeds, under the default schedule; the fix's control is below."""
+    """With every one of 7 seeds, under the default schedule; the fix's control is below."""
     found = findings(NAN_OVER_SEEDS, 2, UNDO_FIXES[0])
     runs = {re.sub(r"^rank \d+: |: the gradient.*$", "", finding) for finding in found}
-    assert {f"seed {seed}, schedule 0" for seed in range(20)} <= runs, sorted(runs)
-    assert len(runs) > 0.9 * 20 * 2, sorted(runs)
+    assert {f"seed {seed}, schedule 0" for seed in range(7)} <= runs, sorted(runs)
+    assert len(runs) > 0.9 * 7 * 2, sorted(runs)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda name: re.sub(r"[ :,]+", "-", name))
