@@ -138,6 +138,7 @@ def test_a_host_that_cannot_be_reached(nodes: Nodes) -> None:
 
 def test_nodes_started_by_hand(nodes: Nodes) -> None:
     flags = ["--master_addr", "127.0.0.1", "--master_port", str(free_pair()), "--node_rank"]
+    nodes.is_forked = True
     started = [nodes.start("by hand", *flags, str(rank), "show.py") for rank in (0, 1)]
     said = [process.communicate(timeout=TIMEOUT) for process in started]
     assert [process.returncode for process in started] == [0, 0], said

@@ -7,8 +7,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,8 +30,9 @@ from deepspeed.runtime.pipe.messages.channel import Channel
 from deepspeed.runtime.pipe.messages.failure import FailureWatch, PipelinePeerError
 from deepspeed.runtime.pipe.p2p import make_channel_groups
 from unit.clients.launching import environment
-from unit.common import DistributedTest
+from unit.common import DistributedTest, server
 from unit.models import config_of
+from unit.rank_server import Job
 from unit.v1.pipe.contract.runner import leave_together
 
 HOST = torch.device("cpu")
@@ -525,8 +524,7 @@ class TestKilled(DistributedTest):
 
 
 SCRIPT = """
-import sys, time
-sys.path.insert(0, {tests!r})
+import time
 from unit.v1.pipe.test_failure import data, fail_in, start
 import deepspeed
 deepspeed.init_distributed("gloo", verbose=False)
@@ -543,23 +541,12 @@ print("never printed", flush=True)
 def test_through_the_launcher(tmp_path: Path) -> None:
     # Kills: a run that hangs, an exit code of 0, output without the reason.
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(tests=str(Path(__file__).resolve().parents[3])))
-    ranks = ["--num_gpus", "2", "--master_port", "0"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "deepspeed.launcher.runner", *ranks, str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(),
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=100)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        pytest.fail(f"hangs: {process.communicate()[0][-3000:]}")
-    assert process.returncode not in (0, None), output
-    ended = time.time()
+    script.write_text(SCRIPT)
+    words = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "0"]
+    call = {"argv": [*words, str(script)], "cwd": tmp_path, "environment": environment()}
+    (run,) = server.run(Job(("unit.clients.launching", "run_launcher"), call, 1, 100.0))
+    ended, output = time.time(), run.output
+    assert run.text.endswith("SystemExit: 1\n"), (run.text, output)
     assert output.count("one step is done") == 2 and "never printed" not in output, output
     assert ended - max(map(float, re.findall(r" at (\d+\.\d+)$", output, re.MULTILINE))) < LIMIT_S
     assert "a_forward_that_fails" in output and "Spoilt: in forward" in output, output
