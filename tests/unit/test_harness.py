@@ -293,6 +293,7 @@ def test_determinism_is_for_the_test_only() -> None:
         ("tests/unit/a/test_b.py::TestC::test_d[1]", "tests/unit/a/test_b.py::TestC"),
         ("tests/unit/clients/test_b.py::test_c[1]", "tests/unit/clients/test_b.py"),
         ("tests/unit/test_packaging.py::test_c", "tests/unit/test_packaging.py"),
+        ("tests/style/test_b.py::test_c", "tests/style"),
     ],
 )
 def test_which_tests_share_a_worker(nodeid: str, unit: str) -> None:
