@@ -106,7 +106,8 @@ class TestOtherWorlds(DistributedTest):
         for number, case in enumerate(CASES):
             self.load(f"{class_tmpdir}/{case}/{others[number % 2]}", case, case)
         for number, (case, into) in enumerate(ACROSS):
-            self.load(f"{class_tmpdir}/{case}/{WORLDS[number % 3]}", case, into)
+            if WORLDS[(number + number // 3 + 1) % 3] == world:
+                self.load(f"{class_tmpdir}/{case}/{WORLDS[number % 3]}", case, into)
 
     def load(self, folder: str, case: str, into: str) -> None:
         engine = make(into, seed=2)

@@ -77,12 +77,12 @@ def _optimizer(place: dict[str, Any]) -> dict[str, Any]:
 _CPU = {"device": "cpu", "pin_memory": True}
 _CHECKPOINTS = {"activation_checkpointing": {"cpu_checkpointing": True}}
 ENGINES: dict[str, tuple[Callable[[], tuple[nn.Module, Forward]], dict[str, Any], Any]] = {
-    "plain": (_dense, {}, ((0, "fp32"), (1, "bf16"), (2, "bf16"), (2, "fp32"))),
+    "plain": (_dense, {}, ((0, "fp32"), (1, "bf16"), (2, "fp32"))),
     "offload": (_dense, _optimizer(_CPU), ((1, "bf16"), (2, "fp32"))),
     # Which only stage 3 has.
     "partial offload": (_dense, _optimizer({**_CPU, "ratio": 0.5}), ((3, "bf16"),)),
     "host checkpoints": (_dense, _CHECKPOINTS, ((0, "fp32"), (2, "bf16"))),
-    "experts": (_experts, {}, ((0, "fp32"), (1, "bf16"), (2, "fp32"))),
+    "experts": (_experts, {}, ((1, "bf16"), (2, "fp32"))),
     "sequence": (_sequence, {"sequence_parallel_size": 2}, ((1, "bf16"), (2, "fp32"))),
 }
 
@@ -93,7 +93,7 @@ def train(name: str, stage: int, precision: str, on_device: bool) -> list[torch.
     with ExitStack() as device:
         if on_device:
             few = Budget(queues=1, processors=1)
-            for checked in (simulate(), check_streams(), check_budgets(Budget(), few)):
+            for checked in (simulate(), check_streams(), check_budgets(few)):
                 device.enter_context(checked)
         model, forward = seeded(make, seed=4)
         adam = {"type": "Adam", "params": {"lr": 1e-3}}

@@ -25,7 +25,7 @@ from unit.one_process import mean_square, placed
 from unit.simple_model import Wide
 from unit.v1.looping import each, each_pair
 
-LAYERS, WIDTH = 12, 256
+LAYERS, WIDTH = 12, 128
 LAYER = WIDTH * WIDTH
 NUMELS = [LAYER] * LAYERS
 TOLERANCE, HOST_TOLERANCE = 0.02, 0.05

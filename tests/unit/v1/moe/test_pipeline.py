@@ -308,10 +308,10 @@ def cuts_of_this_world() -> list[tuple[str, Cut]]:
     return [(name, cut) for name, cut in CUTS.items() if cut.world == dist.get_world_size()]
 
 
-# What is saved as which kind: one kind is read by every cut, the others by one each, of which the
-# first reads its own files.
+# What is saved as which kind: one kind is read by the next two cuts, the others by one each, of
+# which the first reads its own files.
 SAVED = {
-    "fp32-1": {name: tuple(other for other in CUTS if other != name) for name in CUTS},
+    "fp32-1": {name: (*CUTS, *CUTS)[at + 1 : at + 3] for at, name in enumerate(CUTS)},
     "fp32-0": {"one stage": ("one stage",), "chunks": ("no experts first",)},
     "bf16-1": {"chunks": ("two stages",)},
     "accumulate-1": {"one stage": ("chunks",)},

@@ -97,8 +97,9 @@ class TestOnStreams(DistributedTest):
         # shard that is copied to the device before the host has written it.
         with simulate(backward_streams=2):
             wanted = trained(3)
-        for index, gathers in enumerate(GATHERS):
-            offload, schedule = ((PARAMS, 0), (BOTH, 3))[index % 2]
+        one, other = ((1, 2), (0, 3))[dist.get_world_size() - 1]  # each on some number
+        for index in (one, other):
+            gathers, (offload, schedule) = GATHERS[index], ((PARAMS, 0), (BOTH, 3))[index % 2]
             with simulate(schedule=schedule, backward_streams=2), check_streams():
                 found = trained(3, **gathers, **offload)
             assert same(found, wanted), (gathers, offload)
@@ -108,10 +109,10 @@ class TestOnStreams(DistributedTest):
         optimizer = {"offload_optimizer": {"device": "cpu"}}
         with simulate(backward_streams=2):
             wanted = adam_trained("bf16", **GATHERS[1], **optimizer)
-        for pin in (True, False):
-            offload = {"offload_param": {"device": "cpu", "pin_memory": pin}, **optimizer}
-            with simulate(backward_streams=2), check_streams():
-                assert same(adam_trained("bf16", **GATHERS[1], **offload), wanted), pin
+        pin = dist.get_world_size() > 1
+        offload = {"offload_param": {"device": "cpu", "pin_memory": pin}, **optimizer}
+        with simulate(backward_streams=2), check_streams():
+            assert same(adam_trained("bf16", **GATHERS[1], **offload), wanted), pin
 
     def test_scripts_between_passes(self) -> None:
         # Kills: a shard that the host writes while a copy of an evaluation reads it, edits that
@@ -144,11 +145,11 @@ class TestOnStreams(DistributedTest):
 
         with simulate():
             wanted, outputs = run({})
-        for offload in (PARAMS, BOTH):
-            with simulate(), check_streams():
-                found, seen = run(offload)
-            assert same(found, wanted), offload
-            assert all(map(torch.equal, seen, outputs)), offload
+        offload = PARAMS if dist.get_world_size() == 1 else BOTH
+        with simulate(), check_streams():
+            found, seen = run(offload)
+        assert same(found, wanted), offload
+        assert all(map(torch.equal, seen, outputs)), offload
 
 
 class TestCosts(DistributedTest):
@@ -158,7 +159,7 @@ class TestCosts(DistributedTest):
         # Kills: a shard that is copied for each parameter, a host that waits for a copy.
         for offload in (PARAMS, BOTH):
             waits_of = {}
-            for depth in (2, 6):
+            for depth in (2, 4):
                 with simulate() as device:
                     model = make_net(depth=depth)
                     engine = engine_of(model, config_of(3, 1, **GATHERS[1], **offload))
@@ -173,7 +174,7 @@ class TestCosts(DistributedTest):
                     places = waits.inside("deepspeed/runtime/zero")
                     waits_of[depth] = sum(places.values())
                     engine.destroy()
-            assert waits_of[2] == waits_of[6] <= 2, waits_of
+            assert waits_of[2] == waits_of[4] <= 2, waits_of
 
     def test_the_device_holds_no_shards(self) -> None:
         # Kills: a copy of the shards that stays on the device; shards or masters of units that are

@@ -246,11 +246,11 @@ class Run:
             told = f"{self.name}: {what} of {name}: {found[name]} is not {value}"
             assert close(found[name], value, self.tolerance, floor), told
 
-    def run(self) -> None:
+    def run(self, steps: int = STEPS) -> None:
         """Train and compare after every step."""
         # Sequence ranks share samples.
         assert self.engine.train_batch_size() == ROWS * self.accumulation * self.sizes[0]
-        for step in range(STEPS):
+        for step in range(steps):
             losses = []
             for micro in range(self.accumulation):
                 if micro:
@@ -293,13 +293,13 @@ class TestTwoRanks(DistributedTest):
         # Kills: a divisor that is right for one way to write the loss and off by the degree for
         # another.
         style, stage = row
-        Run((1, 2), "mesh", stage, "fp32", style=style).run()
+        Run((1, 2), "mesh", stage, "fp32", style=style).run(steps=1)
 
     # Equal, repeated and uneven numbers of heads, with places before and behind them.
     @each(row=[(5, 5, 0), (5, 5, 1), (4, 2, 0), (4, 1, 1), (3, 1, 0), (6, 3, 0), (6, 3, 1)])
     def test_heads(self, row: tuple[int, int, int]) -> None:
         *heads, positions = row
-        Run((1, 2), "mesh", 1, "fp32", heads=(heads[0], heads[1]), positions=positions).run()
+        Run((1, 2), "mesh", 1, "fp32", heads=(heads[0], heads[1]), positions=positions).run(1)
 
 
 class TestSimulated(DistributedTest):
@@ -349,11 +349,11 @@ class TestFourRanks(DistributedTest):
     # ones and raises.
     @each(style=[style for style in STYLES if style != "gathered"])
     def test_every_loss_style(self, style: str) -> None:
-        Run((2, 2), "mesh", 1, "fp32", style=style).run()
+        Run((2, 2), "mesh", 1, "fp32", style=style).run(steps=1)
 
     @each(heads=[(7, 7), (6, 3), (4, 2), (6, 2), (10, 5)])
     def test_heads(self, heads: tuple[int, int]) -> None:
-        Run((1, 4), "mesh", 1, "fp32", heads=heads).run()
+        Run((1, 4), "mesh", 1, "fp32", heads=heads).run(steps=1)
 
 
 def initialize(**more: Any) -> Any:

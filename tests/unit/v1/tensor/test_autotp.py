@@ -78,7 +78,7 @@ def check_training(
     engine: Any,
     model: torch.nn.Module,
     clip: float = 0.0,
-    steps: int = 2,
+    steps: int = 1,
     micros: int = 1,
     ends: bool = True,
 ) -> None:
@@ -247,7 +247,7 @@ class TestStage3(DistributedTest):
             shards = deepspeed.zero.GatheredParameters([param])
             with shards, GatherReplacedLayerParams([param], model):
                 assert torch.equal(param, first.get_parameter(key)), key
-        check_training(engine, first, 0.1)
+        check_training(engine, first, 0.1, steps=2)
 
     @each(more=MORE)
     def check_with_other_features(self, more: dict[str, Any]) -> None:
@@ -261,7 +261,7 @@ class TestStage3(DistributedTest):
         freeze(first)
         more["zero_optimization"] = zero(3, **more.get("zero_optimization", {}))
         engine = start(model, 2, 3, gradient_accumulation_steps=2, **CHECKED, **more)
-        check_training(engine, first, steps=1, micros=2)
+        check_training(engine, first, micros=2)
 
     @each(before=[True, False])
     def check_sharded_before_it_is_cut(self, before: bool) -> None:
@@ -275,7 +275,7 @@ class TestStage3(DistributedTest):
             groups = [param.ds_process_group for param in model.parameters()]
             assert {dist.get_world_size(group=group) for group in groups} == {2}
         engine = deepspeed.initialize(model=model, config=keys)[0]
-        check_training(engine, first, steps=1, ends=False)
+        check_training(engine, first, ends=False)
         del model._ds_model_slices
         with pytest.raises(DeepSpeedConfigError, match="an engine at zero_optimization.stage"):
             deepspeed.tp_model_init(model, 2, None)
@@ -303,7 +303,7 @@ class TestStage3(DistributedTest):
         with simulate(schedule=1, backward_streams=2), check_streams(), check_budgets():
             model, first = alike(model_of, "qwen3", num_hidden_layers=1)
             keys = {"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}}
-            check_training(start(model, 2, 3, **keys), first)
+            check_training(start(model, 2, 3, **keys), first, steps=2)
 
     @each(runs=[((2, 3), (2, 3), False), ((2, 3), (2, 2), True), ((4, 1), (2, 3), False)])
     def check_goes_on(self, runs: Runs, class_tmpdir: str) -> None:
@@ -416,7 +416,7 @@ class TestUneven(DistributedTest):
         # Kills: alibi, position bias or fused layers of other heads; a norm without a rank's slice.
         model, first = alike(model_of, name, **UNEVEN[name], num_hidden_layers=1)
         engine = start(model, 2, 1, gradient_clipping=0.1)
-        check_training(engine, first, 0.1, steps=1)
+        check_training(engine, first, 0.1)
 
     @each(stage=[0, 2, 3])
     def check_every_stage(self, stage: int) -> None:
@@ -435,13 +435,13 @@ class TestUneven(DistributedTest):
         exported = engine._consolidated_16bit_state_dict()
         for name, value in (exported or {}).items():
             assert torch.equal(value, first.state_dict()[name]), name
-        check_training(engine, first, steps=1)
+        check_training(engine, first)
 
     def check_sharded_before_it_is_cut(self) -> None:
         # Kills: slices of equal size of what zero.Init has sharded.
         model, first = alike(model_of, "phi3", **UNEVEN["phi3"])
         deepspeed.zero.Init(model, config_dict_or_path=config(2, 3))
-        check_training(start(model, 2, 3), first, steps=1)
+        check_training(start(model, 2, 3), first)
 
     @each(
         runs=[

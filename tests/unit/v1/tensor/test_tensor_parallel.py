@@ -312,10 +312,11 @@ class TestAlone(DistributedTest):
         assert torch.equal(master(model.unused), torch.ones(7))
         engine.destroy()
 
-    @each_pair(stage=[0, 1, 2, 3], precision=["fp32", "bf16-fp32"], schedule=[0, 1])
-    def test_on_streams(self, stage: int, precision: str, schedule: int) -> None:
+    @each(row=[(0, "fp32", 0), (1, "bf16-fp32", 1), (2, "fp32", 1), (3, "bf16-fp32", 0)])
+    def test_on_streams(self, row: tuple[int, str, int]) -> None:
         # Kills: a sum that reads gradients before they are there, or buckets that leave before it
         # is; a host that waits for it.
+        stage, precision, schedule = row
         with simulate(schedule=schedule, backward_streams=2), check_streams(), check_budgets():
             mpu = Mpu(2)
             more = {"sequence_parallel": True, "gradient_accumulation_steps": ACCUMULATION}

@@ -20,7 +20,7 @@ from unit.v1.pipe.contract.runner import leave_together
 WIDTH = 6
 NUM_LAYERS = 9
 GROWING = 3
-STEPS = 12
+STEPS = 8
 EVALUATED_EVERY = 4
 MICRO_BATCHES = 3
 LEARNING_RATE = 0.05
