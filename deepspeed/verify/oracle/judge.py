@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from deepspeed.ops.muon.muon import MuonWithAuxAdam
+from deepspeed.ops.muon.newton_schulz import orthogonalize
 from deepspeed.runtime.gradients.norm import clip_factor
 from deepspeed.runtime.optimizer_factory import build_basic_optimizer
 from deepspeed.verify.oracle.plan import Run, RunKind, read_config
@@ -129,6 +131,41 @@ def judge_sgd(findings: StepFindings, record: StepRecord, gradient: Tensors, cli
         findings.parameters[name] = deviation(record.after.get(name), wanted, allowed + rounding)
 
 
+class _PlainMuon(torch.optim.Optimizer):
+    """Muon and AdamW over the groups of the package's, written down once more; a fault in that
+    would be in both sides of the comparison otherwise.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            rate, decay = group["lr"], group["lr"] * group["weight_decay"]
+            first, second = group["betas"]
+            for param in (one for one in group["params"] if one.grad is not None):
+                grad, state = param.grad, self.state[param]
+                if not state:
+                    state |= {"step": 0, "mean": torch.zeros_like(param)}
+                    state["square"] = torch.zeros_like(param)
+                state["step"] += 1
+                mean, square = state["mean"], state["square"]
+                if group["use_muon"]:
+                    # In these operations: of another rounding bf16 would make more.
+                    mean.lerp_(grad, 1 - group["momentum"])
+                    ahead = grad.lerp(mean, group["momentum"])
+                    found = orthogonalize(ahead, group["ns_method"]).to(param.dtype)
+                    rows, columns = found.shape[-2:] if found.dim() == 3 else found.flatten(1).shape
+                    change = found * max(1.0, rows / columns) ** 0.5
+                else:
+                    mean.mul_(first).add_(grad, alpha=1 - first)
+                    square.mul_(second).addcmul_(grad, grad, value=1 - second)
+                    root = (square / (1 - second ** state["step"])).sqrt() + group["eps"]
+                    change = mean / (1 - first ** state["step"]) / root
+                param.mul_(1 - decay).sub_(change, alpha=rate)
+
+
 class ReferenceOptimizer:
     """The configuration's optimizer over whole fp32 parameters, fed with the system's gradients."""
 
@@ -145,6 +182,9 @@ class ReferenceOptimizer:
             self.optimizer = build_basic_optimizer(config, list(self.params.values()), module)
             made = type(self.optimizer).__name__
             self.note = f"the reference is this package's own {made} over whole parameters"
+            if isinstance(self.optimizer, MuonWithAuxAdam):
+                self.optimizer = _PlainMuon(self.optimizer.param_groups)
+                self.note = "of Muon the orthogonalization alone is not checked by another"
         self.faults: list[str] = []  # what a second half does otherwise than without a stop
         self._run, self._path = run, Path(run.checkpoint, "reference.pt")
         self._handed: dict[Any, Any] = {}
