@@ -23,6 +23,7 @@ from deepspeed.verify.oracle.plan import (
     TRACED_BACKEND,
     Plan,
     Settings,
+    in_small_groups,
     make_plan,
     precision_of,
     read_config,
@@ -109,6 +110,8 @@ def verify(settings: Settings, visible: bool = False) -> Report:
         backends = ", ".join(list_backends())
         raise UsageError(f"--compile {backend}: torch.compile knows {backends}")
     config, folder = load_config(settings.config), settings.checkpoint
+    if settings.world_size is None:
+        config = in_small_groups(config)
     can_stop = settings.steps > 1 and config.get("optimizer") is not None
     if folder is not None and (not can_stop or Path(folder).exists()):
         needs = "needs a folder that does not exist yet, an optimizer in --config and 2 --steps"

@@ -33,6 +33,8 @@ GUARD_STEPS = 2
 SIM_STEPS = 2
 SIM_BUCKETS = 4
 # Timers and other periodic work of the defaults begin after a few batches.
+# Ranks that keep whole copies of shards, or share them, in `zero_optimization`.
+GROUPS_OF_RANKS = ("zero_hpz_partition_size", "mics_shard_size")
 AS_CONFIGURED = "as configured"
 AS_CONFIGURED_STEPS = 4
 ONE_CUT = "a global batch of one sample per rank has one cut only"
@@ -237,6 +239,16 @@ def in_shards(config: dict[str, Any], sizes: Sequence[int]) -> dict[str, Any]:
     return _at_most(config, limits)
 
 
+def in_small_groups(config: dict[str, Any]) -> dict[str, Any]:
+    """Let no more than two ranks be a group of which there are several: a few processes make all of
+    them.
+    """
+    zero = config.get("zero_optimization")
+    given = zero if isinstance(zero, dict) else {}
+    sizes = [key for key in GROUPS_OF_RANKS if isinstance(given.get(key), int)]
+    return _at_most(config, dict.fromkeys(sizes, 2)) if sizes else config
+
+
 def _at_most(config: dict[str, Any], limits: Mapping[str, int]) -> dict[str, Any]:
     """Return the configuration with sizes of `zero_optimization` that are not above `limits`."""
     changed = copy.deepcopy(config)
@@ -266,7 +278,9 @@ def shape_of(
     }
     tensor, sequence, stages, spread, _ = sizes.values()
     if ranks is None:
-        ranks = 2 * max(tensor, spread, parts.experts) * sequence * stages
+        zero = tree.zero_optimization
+        near = max(zero.num_optimizer_instances, *(getattr(zero, key) for key in GROUPS_OF_RANKS))
+        ranks = 2 * max(max(tensor, spread, parts.experts) * sequence, near * tensor) * stages
     world = ranks // (tensor * sequence * stages)
     for key, size in sizes.items():
         if ranks % size or not world:

@@ -18,13 +18,21 @@ from deepspeed.verify.oracle import UsageError, picture, ranks, verdicts
 from deepspeed.verify.oracle.cli import main
 from deepspeed.verify.oracle.judge import Deviation, StepFindings
 from deepspeed.verify.oracle.parts import Parts
-from deepspeed.verify.oracle.plan import Plan, RunKind, Settings, in_shards, make_plan, shape_of
+from deepspeed.verify.oracle.plan import (
+    Plan,
+    RunKind,
+    Settings,
+    in_shards,
+    in_small_groups,
+    make_plan,
+    shape_of,
+)
 from deepspeed.verify.oracle.ranks import Outcome, Session, run_plan
 from deepspeed.verify.oracle.reference import uncuttable
 from deepspeed.verify.oracle.report import Report, Row, Verdict, render
 from deepspeed.verify.oracle.verdicts import family_of, make_report
 from deepspeed.verify.oracle.workload import GlobalBatches, Shape, Workload, load_workload
-from unit.verify.oracle_runs import MODELS, config_of, plan_of
+from unit.verify.oracle_runs import MODELS, TRAINING, config_of, plan_of
 
 Patch, Capture = pytest.MonkeyPatch, pytest.CaptureFixture[str]
 
@@ -104,14 +112,19 @@ def test_ranks_that_a_configuration_cannot_have(tmp_path: Path, capsys: Capture)
 
 
 def test_as_many_ranks_as_average_every_gradient() -> None:
-    """Kills: layers that two ranks share, all of whose gradients are one rank's."""
+    """Kills: layers that two ranks share, all of whose gradients are one rank's; a group of ranks
+    that is all of them, and so keeps no copies of shards.
+    """
     experts = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
     for more, wanted in (
         ({}, (2, 2)),
         ({"tensor_parallel": {"autotp_size": 2}}, (4, 2)),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, (4, 4)),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 4}}, (4, 4)),
+        ({"zero_optimization": {"stage": 1, "num_optimizer_instances": 2}}, (4, 4)),
         (experts, (4, 4)),
     ):
-        ranks, shape = shape_of({**config_of(1), **more}, None)
+        ranks, shape = shape_of(in_small_groups({**config_of(1), **more}), None)
         assert (ranks, shape.world) == wanted
 
 
