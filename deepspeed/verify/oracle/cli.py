@@ -184,6 +184,14 @@ class _Progress:
         hidden = not (visible and is_terminal)
         self.bar = tqdm(total=total, unit="step", disable=hidden, dynamic_ncols=True, leave=False)
         self._started = time.monotonic()
+        self._names = [run.name for run in plan.runs]
+        self._tell(f"{len(plan.runs)} runs on {plan.ranks} ranks")
+
+    def _tell(self, text: str) -> None:
+        if self._tells:
+            seconds = time.monotonic() - self._started
+            sys.stderr.write(f"ds_verify: {seconds:6.1f} s: {text}\n")
+            sys.stderr.flush()
 
     def event(self, event: str, values: dict[str, Any]) -> None:
         """Show one event of a rank."""
@@ -191,10 +199,8 @@ class _Progress:
             self.bar.update()
         elif event == "begin":
             self.bar.set_postfix_str(values["run"])
-            if self._tells:
-                seconds = time.monotonic() - self._started
-                sys.stderr.write(f"ds_verify: {seconds:6.1f} s: {values['run']}\n")
-                sys.stderr.flush()
+            number = self._names.index(values["run"]) + 1
+            self._tell(f"{number} of {len(self._names)}, {values['run']}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -25,6 +25,8 @@ POLL_S = 0.1
 # Other ranks of a failed one get this long to say what they saw: a checker raises on all of them.
 GRACE_S = 3.0
 LOG_LINES = 12
+# So many runs may fail one after another, each with a start of all ranks, before none is tried.
+MOST_IN_VAIN = 3
 
 
 @dataclass
@@ -73,6 +75,11 @@ def run_plan(plan: Plan, timeout_s: float, progress: Progress) -> Session:
                 session.not_started = failed.failure  # starting again would end the same way
                 return session
             session.outcomes[name] = failed
+            came_through = any(outcome.ranks for outcome in session.outcomes.values())
+            if len(session.outcomes) == MOST_IN_VAIN and not came_through:
+                untried = (run.name for run in left if run.name not in session.outcomes)
+                text = f"not tried: the {MOST_IN_VAIN} runs before it all failed"
+                session.outcomes |= {run: Outcome(failure=text) for run in untried}
         tried = session.outcomes if failed is not None else [run.name for run in now]
         left = [run for run in left if run.name not in tried and run.name not in session.outcomes]
     return session

@@ -53,7 +53,9 @@ def test_the_planted_bug_fails_and_is_named(config: str, tmp_path: Path, capsys:
     assert main([*arguments, "--json", str(wanted[0]), "--report", str(wanted[1])]) == 1
     found = json.loads(wanted[0].read_text())
     assert found["passed"] is False and found["culprits"] == ["2.weight"]
-    assert "2.weight" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "2.weight" in said.out
+    assert "s: 8 runs on 2 ranks\n" in said.err and "s: 1 of 8, SGD\n" in said.err
     page = wanted[1].read_text()
     assert "2.weight" in page and "data:image/png;base64," in page
     assert "src=" not in page.replace('src="data:', "") and "http" not in page  # self-contained
@@ -180,7 +182,9 @@ class Launch:
 
 
 def test_runs_of_other_ranks_are_started_apart(monkeypatch: Patch) -> None:
-    """Kills: a second half on the ranks of the first; a refusal that is met again in each run."""
+    """Kills: a second half on the ranks of the first; a refusal that is met again in each run, as
+    what fails in each is.
+    """
     monkeypatch.setattr(ranks, "_Launch", Launch)
     kinds = (RunKind.USER, RunKind.RESUMED, RunKind.LEDGER)
     plan = plan_of(config_of(1), "right", kinds, checkpoint="c")
@@ -189,6 +193,11 @@ def test_runs_of_other_ranks_are_started_apart(monkeypatch: Patch) -> None:
     monkeypatch.setattr(Launch, "refusal", Outcome(failure="no", kind="DeepSpeedConfigError"))
     with pytest.raises(DeepSpeedConfigError, match="no"):
         run_plan(plan, 1.0, print)
+    monkeypatch.setattr(Launch, "refusal", Outcome(failure="no", kind="RuntimeError"))
+    kinds = (*TRAINING, RunKind.LEDGER, RunKind.COLLECTIVES)
+    Launch.started.clear()
+    session = run_plan(plan_of(config_of(1), "right", kinds), 1.0, print)
+    assert len(Launch.started) == 3 and "not tried" in session.outcomes["collectives"].failure
 
 
 STANDS = {
