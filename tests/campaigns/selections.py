@@ -101,6 +101,12 @@ CAMPAIGNS = (
         "DS_MUTATION_TABLE",
         "tests/unit/verify/test_mutations.py",
     ),
+    tabled(
+        "command-faults",
+        "faults of stage 3, parallel engines, offload; what ds_verify says of each (two hours)",
+        "DS_COMMAND_FAULTS_TABLE",
+        *("tests/unit/verify/test_command_faults.py", "-n", "0", "-m", "contract"),
+    ),
     # pdsh, MPI and Slurm come from the system; each test that lacks its tool says so.
     printed(
         "multinode",

@@ -19,6 +19,7 @@ import pytest
 
 from unit.mutation.table import FAULTS, REPOSITORY, UNDO_FIXES, Fault
 from unit.mutation.table.fault import tree_of
+from unit.verify.command_faults import COMMAND_FAULTS
 from unit.verify.faults import MUTATIONS
 
 # pytest's exit status when tests ran and some failed; a mutant that cannot even be imported ends
@@ -132,7 +133,7 @@ def are_other_programs(before: str, after: str) -> bool:
 def test_every_fault_fits_the_code() -> None:
     """What it changes is found exactly once, and what it makes of the file is Python."""
     wrong = []
-    for fault in (*UNDO_FIXES, *FAULTS, *MUTATIONS):
+    for fault in (*UNDO_FIXES, *FAULTS, *MUTATIONS, *COMMAND_FAULTS):
         try:
             for before, after in fault.apply(REPOSITORY).values():
                 assert are_other_programs(before, after), f"{fault.name} changes nothing"

@@ -35,6 +35,12 @@ def right() -> Made:
     return layers(), batch, loss
 
 
+def alike() -> Made:
+    """Most of its layers have one size."""
+    inner = (nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    return layers(nn.Sequential(*inner)), batch, loss
+
+
 def half() -> Made:
     """In bf16 from the start."""
     return layers().bfloat16(), batch, loss

@@ -22,6 +22,7 @@ from unit.static_gradients import StaticGradients
 from unit.v1.contract import reference
 from unit.v1.contract.model import ROWS, make_model, micro_batch, parameter_groups
 from unit.verify import gather_scenarios, pipe_scenarios, zero3_scenarios
+from unit.verify.command_faults import on_ranks
 from unit.verify.guards import raised, simulated, watched
 
 STEPS = 2
@@ -251,4 +252,5 @@ def world_of(scenario: str) -> int:
 def run(scenario: str) -> list[str]:
     """Run one by name."""
     torch.set_num_threads(1)
-    return SCENARIOS[scenario]()
+    guard, _, setup = scenario.partition(": ")
+    return on_ranks(setup) if guard == "command" else SCENARIOS[scenario]()
