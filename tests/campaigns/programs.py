@@ -51,10 +51,11 @@ CAMPAIGNS = (
     ),
     trials(
         "families",
-        "ds_verify on families of transformers, with several seeds (an hour)",
+        "ds_verify on families of transformers at stages 2 and 3, with several seeds (hours)",
         "unit.verify.families",
         rounds=5,
         family=ONE,
+        kind=ONE,
     ),
     trials(
         "architectures",
