@@ -23,26 +23,8 @@ def python(code: str) -> str:
     return run.stdout
 
 
-TIMED = """
-import time, torch
-started, cpu = time.perf_counter(), time.process_time()
-import deepspeed
-print(time.perf_counter() - started, time.process_time() - cpu)
-"""
-
-
-def test_the_time_it_adds_to_torch(capsys: pytest.CaptureFixture[str]) -> None:
-    """Kills: a heavy import at module level."""
-    runs = [[float(word) for word in python(TIMED).split()] for _ in range(2)]
-    wall, cpu = map(min, zip(*runs, strict=True))
-    with capsys.disabled():
-        own = f"{wall:.3f} s ({cpu:.3f} s of processor time)"
-        print(f"\nimport deepspeed adds {own} to import torch")
-    assert cpu < LIMIT_S
-
-
 QUIET = """
-import json, os, socket, subprocess, sys, threading
+import json, os, socket, subprocess, sys, threading, time
 import torch
 calls = []
 
@@ -58,9 +40,10 @@ os.fork = watched("a process")
 socket.socket.connect = watched("the network")
 socket.getaddrinfo = watched("the network")
 torch.cuda.init = torch.cuda._lazy_init = watched("CUDA")
-threads = threading.active_count()
+threads, began = threading.active_count(), time.process_time()
 import deepspeed
 print(json.dumps({
+    "processor time": time.process_time() - began,
     "calls": calls,
     "cuda": torch.cuda.is_initialized(),
     "distributed": torch.distributed.is_initialized(),
@@ -70,10 +53,18 @@ print(json.dumps({
 """
 
 
-def test_it_starts_nothing() -> None:
-    """Kills: a device, compiler, network or thread at import."""
+def test_it_is_quick_and_starts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """Kills: a heavy import at module level; a device, compiler, network or thread at import."""
     quiet = {"calls": [], "cuda": False, "distributed": False, "threads": 0, "engine": False}
-    assert json.loads(python(QUIET)) == quiet
+    for _ in range(2):  # what else runs may be in the way once
+        found = json.loads(python(QUIET))
+        seconds = found.pop("processor time")
+        assert found == quiet
+        if seconds < LIMIT_S:
+            break
+    with capsys.disabled():
+        print(f"\nimport deepspeed adds {seconds:.3f} s of processor time to import torch")
+    assert seconds < LIMIT_S
 
 
 BY_PACKAGE = {

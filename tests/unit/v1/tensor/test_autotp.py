@@ -303,7 +303,10 @@ class TestStage3(DistributedTest):
         with simulate(schedule=1, backward_streams=2), check_streams(), check_budgets():
             model, first = alike(model_of, "qwen3", num_hidden_layers=1)
             keys = {"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}}
-            check_training(start(model, 2, 3, **keys), first, steps=2)
+            engine = start(model, 2, 3, **keys)
+            check_training(engine, first, ends=False)
+            engine(**own_part(engine, 4, 1))
+            engine.destroy()
 
     @each(runs=[((2, 3), (2, 3), False), ((2, 3), (2, 2), True), ((4, 1), (2, 3), False)])
     def check_goes_on(self, runs: Runs, class_tmpdir: str) -> None:
