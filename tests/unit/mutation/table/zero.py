@@ -23,6 +23,10 @@ v1/zero/test_fix3_grad_norm_one_collective.py -k TestOneCollective
 v1/zero/test_fix3_grad_norm_one_collective.py -k bf16_norm
   squares are summed in bf16
     ZeroMasters.scaled_global_norm: torch.float32 -> torch.bfloat16
+v1/zero/test_large_worlds.py -k no_python
+  a round for every rank before a gather
+    gather_from_owners: own = _part(flat, rank, world) -> own = [_part(flat, one, world) for one in
+      range(world)][rank]
 v1/zero/test_layout.py -k padding
   a bucket's padding is what was there before
     average_tensor: buffer.tensor[plan.used:plan.numel].zero_() -> pass
