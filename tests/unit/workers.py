@@ -16,8 +16,6 @@ MAX_WORKERS = 8
 FOR_THOSE_THAT_WAIT = 1
 # Files whose tests look at what one fixture of the file has taken long to make.
 KEPT_WHOLE = ("/clients/test_", "/test_packaging.py")
-# Its tests look at the syntax trees of all files, which each process parses for itself.
-PARSES_ALL = "tests/style"
 
 
 def num_workers(config: pytest.Config) -> int:
@@ -32,8 +30,8 @@ def num_workers(config: pytest.Config) -> int:
 def unit_of(nodeid: str) -> str:
     """What of a test's name runs on one worker: its class or file, or all of it."""
     path, _, name = nodeid.partition("::")
-    if path.startswith(PARSES_ALL):
-        return PARSES_ALL
+    if path.startswith("tests/style"):  # each process parses all files for itself
+        return "tests/style"
     if any(part in f"/{path}" for part in KEPT_WHOLE):
         return path
     owner, _, _ = name.partition("[")[0].rpartition("::")

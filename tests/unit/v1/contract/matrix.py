@@ -1,7 +1,6 @@
 """The contract suite's configurations: the product of the factors, and a share with all pairs."""
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -88,18 +87,8 @@ def pairs_of(row: Mapping[str, Any], factors: Factors) -> set[Pair]:
 
 
 def pairwise(factors: Factors, draws: Sequence[int] = range(8)) -> list[dict[str, Any]]:
-    """Few rows that together cover all pairs of values: the fewest of these draws, each the same
-    every time.
-    """
-    least = math.prod(sorted(map(len, factors.values()))[-2:])
-    fewest: list[dict[str, Any]] = []
-    for draw in draws:
-        rows = _drawn(factors, Random(draw))
-        if not fewest or len(rows) < len(fewest):
-            fewest = rows
-        if len(fewest) <= least:
-            break
-    return fewest
+    """Few rows that cover all pairs of values: the fewest of these repeatable draws."""
+    return min((_drawn(factors, Random(draw)) for draw in draws), key=len)
 
 
 def _drawn(factors: Factors, chance: Random) -> list[dict[str, Any]]:
