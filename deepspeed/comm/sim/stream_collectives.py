@@ -43,6 +43,7 @@ from deepspeed.accelerator.sim.queues import Event, Stream, Work
 from deepspeed.accelerator.sim.simulator import Simulator
 from deepspeed.comm import process_groups
 from deepspeed.comm.collectives import WorkList
+from deepspeed.comm.sim.nccl_limits import refusal
 from deepspeed.comm.sim.stuck_ranks import HostWaitError, Operation, StuckRanks
 from deepspeed.comm.watch.observation import CollectiveCall, add_observer
 
@@ -197,12 +198,9 @@ class StreamCollectives:
         return self._streams[key]
 
     def _issue(self, simulator: Simulator, call: CollectiveCall) -> StreamWork:
-        on_host = filter(simulator.allocator.host.owns, (*call.reads, *call.writes))
-        if (refused := next(on_host, None)) is not None:
-            raise RuntimeError(
-                f"{call.name}: a tensor of shape {tuple(refused.shape)} is in host memory, which "
-                "NCCL refuses: copy it to the device first"
-            )
+        refused = refusal(call, simulator.allocator.host.owns)
+        if refused is not None:
+            raise RuntimeError(f"{call.name}: {refused}")
         scheduler = simulator.scheduler
         with scheduler.unlogged() as log:
             work, issued, stream = self._queue(simulator, call)

@@ -173,12 +173,27 @@ def test_host_memory_is_as_torch_hands_it_out(sim: Sim_Accelerator) -> None:
 class TestTraining(DistributedTest):
     world_size = 2
 
-    def test_memory_of_the_host_is_refused(self) -> None:
-        # Kills: a collective on tensors that NCCL cannot reach.
+    def test_what_nccl_does_not_take_is_refused(self) -> None:
+        # Kills: tensors that NCCL cannot reach, or reads as if they were contiguous, and types and
+        # sums that it has not; refusing what it takes.
         with simulate() as sim:
-            with pytest.raises(RuntimeError, match=r"all_reduce: .*\(3,\) is in host memory"):
-                dist.all_reduce(sim.host_empty(3, torch.float32, pin=True).zero_())
-            dist.all_reduce(torch.zeros(3))
+            host = sim.host_empty(3, torch.float32, pin=True).zero_()
+            matrix, image = torch.zeros(4, 4), torch.zeros(2, 3, 4, 4)
+            cases: dict[str, Callable[[], Any]] = {
+                r"all_reduce: .*\(3,\) is in host memory": lambda: dist.all_reduce(host),
+                "broadcast: .*int16, which": lambda: dist.broadcast(matrix.short(), src=0),
+                "all_reduce: .*float8": lambda: dist.all_reduce(matrix.to(torch.float8_e5m2)),
+                r"strides \(1, 4\) is not contiguous": lambda: dist.all_reduce(matrix.t()),
+                "isend: .* not contiguous": lambda: dist.isend(matrix[:, :1], 1 - dist.get_rank()),
+                "no bitwise": lambda: dist.all_reduce(matrix.int(), op=dist.ReduceOp.BOR),
+            }
+            for told, issue in cases.items():
+                with pytest.raises(RuntimeError, match=told):
+                    issue()
+            dist.all_reduce(image.to(memory_format=torch.channels_last))
+            dist.all_reduce(matrix.to(torch.complex64))
+            dist.all_gather([matrix[:, 0], matrix[:, 1]], torch.ones(4))
+            assert matrix.sum() == 8
 
     def test_places_lie_in_the_package_and_collectives_do_not_wait(self) -> None:
         # Kills: places inside of device or communication layer, counting what is only issued.
