@@ -74,9 +74,8 @@ class BackwardStreams:
 
     def _entry(self, original: Any, captures: bool) -> Any:
         def entry(*args: Any, **kwargs: Any) -> Any:
-            with self.of(
-                args[0] if args else kwargs.get("tensors", kwargs.get("outputs")), captures
-            ):
+            roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+            with self.of(roots, captures):
                 return original(*args, **kwargs)
 
         return functools.wraps(original)(entry)
@@ -114,13 +113,8 @@ class BackwardStreams:
         """Run one backward of `roots` within it on its streams; `captures`: gradients are returned,
         whatever node they are at, and not accumulated.
         """
-        plan = (
-            None
-            if self._running
-            else self._planned(
-                [roots] if isinstance(roots, torch.Tensor) else list(roots), captures
-            )
-        )
+        given = [roots] if isinstance(roots, torch.Tensor) else list(roots)
+        plan = None if self._running else self._planned(given, captures)
         if plan is None:
             yield
             return
@@ -144,14 +138,8 @@ class BackwardStreams:
         streams = {node: self._stream_of(node, nodes) for node in nodes}
         if set(streams.values()) <= {self._scheduler.current}:
             return None
-        return _Run(
-            self._scheduler,
-            roots,
-            nodes,
-            streams,
-            captures,
-            copies=self._chosen is not None or self.num_side_streams > 0,
-        )
+        copies = self._chosen is not None or self.num_side_streams > 0
+        return _Run(self._scheduler, roots, nodes, streams, captures, copies)
 
     def _stream_of(self, node: Any, consumers: dict[Any, list[Any]]) -> Stream:
         variable = getattr(node, "variable", None)

@@ -50,13 +50,9 @@ def dummies_of(tree: object, fill: int) -> Any:
     """Arguments of the same shapes, of one number."""
     if isinstance(tree, torch.Tensor):
         dummy = torch.empty_strided(tree.size(), tree.stride(), dtype=tree.dtype)
-        return (
-            dummy.fill_(fill)
-            if 0 not in tree.stride()
-            else dummy.zero_()
-            if not fill
-            else torch.full_like(tree, fill)
-        )
+        if 0 not in tree.stride():
+            return dummy.fill_(fill)
+        return torch.full_like(tree, fill) if fill else dummy.zero_()
     if isinstance(tree, (list, tuple)):
         return type(tree)([dummies_of(item, fill) for item in tree]) if tree else tree
     if isinstance(tree, Mapping):
