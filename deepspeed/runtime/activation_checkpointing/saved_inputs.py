@@ -175,12 +175,8 @@ class InputStore:
             if chosen.contiguous and chosen.num_checkpoints
             else None
         )
-        self._copies = (
-            SideStream(overlap=True, name="activation copy stream") if self._to_host else None
-        )
-        self._copies_back = (
-            SideStream(overlap=True, name="activation copy-back stream") if self._to_host else None
-        )
+        names = ("activation copy stream", "activation copy-back stream") if self._to_host else ()
+        self._copies = [SideStream(overlap=True, name=name) for name in names]  # there, and back
         self._num_calls = 0
         self._call = _Call(0)
         self._calls: WeakValueDictionary[int, _Call] = WeakValueDictionary()
@@ -239,9 +235,7 @@ class InputStore:
         return content, block
 
     def _kept_on_host(self, flat: torch.Tensor) -> tuple[torch.Tensor, Block | None]:
-        copies = self._copies
-        if copies is None:
-            raise RuntimeError("no stream to copy to the host on: cpu_checkpointing is off")
+        copies, _ = self._copies
         source = flat
         if self._parts:
             source = part_of(flat, _empty(get_partition_size(flat), flat, on_host=False))
@@ -274,7 +268,7 @@ class InputStore:
                     f"{packed.tensor._version}, saved at {packed.version}); clone it first"
                 )
             return packed.tensor
-        content = packed.content if self._copies_back is None else self._back(packed)
+        content = self._back(packed) if self._copies else packed.content
         whole = whole_of(content, math.prod(packed.shape)) if packed.is_part else content
         if packed.block is not None:
             # The block is given back when autograd drops it, before the recomputed graph is done
@@ -286,22 +280,21 @@ class InputStore:
 
     def _back(self, packed: _Packed) -> torch.Tensor:
         """The copy on the device; those of the call before are begun when the first is read."""
-        copies_back, call = self._copies_back, packed.call
-        assert copies_back is not None, "an input is brought back from the host"
+        (_, copies_back), call = self._copies, packed.call
         if packed not in call.copies or call.stream != copies_back.current_stream():
-            self._bring_back(call, copies_back)
+            self._bring_back(call)
         if call.is_ahead:
             call.is_ahead = False
             copies_back.join()  # before more is behind it
             earlier = max((n for n in self._calls.keys() if n < call.number), default=0)
             before = self._calls.get(earlier)
             if before is not None and not before.is_ahead:
-                self._bring_back(before, copies_back)
+                self._bring_back(before)
         return call.copies.pop(packed)
 
-    def _bring_back(self, call: _Call, copies_back: SideStream) -> None:
-        if self._copies is not None:
-            self._copies.join()
+    def _bring_back(self, call: _Call) -> None:
+        copies_there, copies_back = self._copies
+        copies_there.join()
         call.stream, call.is_ahead = copies_back.current_stream(), True
         inputs = list(call.inputs)
         # Memory of the reading stream, which may drop it after it has waited.

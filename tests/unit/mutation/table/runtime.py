@@ -14,7 +14,7 @@ v1/fp16/test_dynamic_scaling.py -k divided_first
     _split: factor is None -> True
 runtime/activation_checkpointing/test_in_engine.py -k come_back
   saved inputs come back when they are read
-    InputStore._back: self._bring_back(before, copies_back) -> pass
+    InputStore._back: self._bring_back(before) -> pass
   a dropped graph's copy back is freed while it runs
     InputStore._bring_back: copies_back.keep_alive([*copies, *(one.content for one in inputs)],
       [call.stream]) -> pass
