@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from deepspeed.accelerator import get_accelerator, operators
 from deepspeed.accelerator.call_stacks import capture, describe
 from deepspeed.accelerator.sim.issue_log import IssueLog
-from deepspeed.accelerator.sim.queues import Event, Stream, Work
+from deepspeed.accelerator.sim.queues import Event, Scheduler, Stream, Work
 from deepspeed.accelerator.sim.simulator import Simulator
 from deepspeed.comm import process_groups
 from deepspeed.comm.collectives import WorkList
@@ -139,6 +139,7 @@ class StreamCollectives:
         if simulator is None:
             return proceed()
         if call.name in _BY_THE_HOST:
+            self._meet_first(simulator.scheduler, call)
             # As on a device: the host's part comes after everything that was issued.
             simulator.scheduler.synchronize(call.name)
             return self._by_the_host(call, proceed, simulator.scheduler.log)
@@ -164,12 +165,12 @@ class StreamCollectives:
         """The call as `StuckRanks` knows it; `order` tells apart what is ordered by itself."""
         group: Any = call.group or torch_dist.group.WORLD
         kind, own = f"{group.group_name} {order}", torch_dist.get_rank()
-        if call.name not in _POINT_TO_POINT:
+        peer = self._peer(call)
+        if peer is None:
             ranks = process_groups.get_all_ranks_from_group(group)
             others = [(rank, kind) for rank in ranks if rank != own]
             return self._stuck.issued(f"{call.name} of ranks {ranks}", kind, others)
         sends = "send" in call.name
-        peer = call.argument("dst" if sends else "src")
         way = f"{own}>{peer}" if sends else f"{peer}>{own}"
         sent, received = f"{kind} {way} sent", f"{kind} {way} received"
         if sends:
@@ -178,15 +179,8 @@ class StreamCollectives:
 
     def _stream(self, simulator: Simulator, call: CollectiveCall, starts: bool = False) -> Stream:
         group: Any = call.group or torch_dist.group.WORLD
-        side, peer = None, None
-        if call.name in _POINT_TO_POINT:
-            side = "to" if "send" in call.name else "from"
-            peer = call.argument("dst" if side == "to" else "src")
-            if peer is None:
-                raise ValueError(
-                    f"{call.name}: src=None; a device has to know the sender before, so name its "
-                    "global rank"
-                )
+        peer = self._peer(call)
+        side = None if peer is None else "to" if "send" in call.name else "from"
         # By name: a group that is destroyed must not live on here.
         key = (simulator, group.group_name, side, peer, starts)
         if key not in self._streams:
@@ -202,6 +196,7 @@ class StreamCollectives:
         if refused is not None:
             raise RuntimeError(f"{call.name}: {refused}")
         scheduler = simulator.scheduler
+        self._meet_first(scheduler, call)
         with scheduler.unlogged() as log:
             work, issued, stream = self._queue(simulator, call)
         if log is not None:
@@ -212,6 +207,41 @@ class StreamCollectives:
             operation = issued.operation
             log.communication(stream, end, operation.name, *_keys(operation), is_message)
         return work
+
+    def _meet_first(self, scheduler: Scheduler, call: CollectiveCall) -> None:
+        """Let the host wait for others' before the first operation of a communicator, which they
+        make together: that of a group, or for messages of two ranks. A world that is bound to its
+        devices has made them with the groups.
+        """
+        group: Any = call.group or torch_dist.group.WORLD
+        own, peer = torch_dist.get_rank(), self._peer(call)
+        pair = "" if peer is None else f" {min(own, peer)},{max(own, peer)}"
+        kind = f"{group.group_name}{pair} communicator"
+        is_bound = getattr(group, "bound_device_id", None) is not None
+        if self._stuck.has_issued(kind) or is_bound:
+            return
+        ranks = process_groups.get_all_ranks_from_group(group) if peer is None else [own, peer]
+        others = [(rank, kind) for rank in ranks if rank != own]
+        meeting = self._stuck.issued(f"communicator of ranks {sorted(ranks)}", kind, others)
+        self._stuck.begun(meeting)
+        if others:
+            scheduler.refuse_while_capturing(f"the first {call.name} of a communicator")
+            scheduler.on_host_wait("first use of a communicator")
+            if scheduler.log is not None:
+                scheduler.log.host_meeting(meeting.name, *_keys(meeting))
+
+    @staticmethod
+    def _peer(call: CollectiveCall) -> int | None:
+        """The other rank of a message."""
+        if call.name not in _POINT_TO_POINT:
+            return None
+        peer: int | None = call.argument("dst" if "send" in call.name else "src")
+        if peer is None:
+            raise ValueError(
+                f"{call.name}: src=None; a device has to know the sender before, so name its "
+                "global rank"
+            )
+        return peer
 
     def _queue(
         self, simulator: Simulator, call: CollectiveCall

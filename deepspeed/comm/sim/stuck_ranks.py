@@ -112,12 +112,7 @@ class StuckRanks:
         """Take in an operation: `kind` says which operations of this rank it is ordered with,
         `others` rank and kind of the parts that other ranks have in it.
         """
-        store = process_groups.get_store()
-        if store is not self._store:
-            # A new world: its groups may have the names of those of the one before.
-            self._store = store
-            self._forget()
-        number = self._issued[kind]
+        number = self._issued[kind] if self.has_issued(kind) else 0
         self._issued[kind] += 1
         return Operation(
             name,
@@ -125,6 +120,14 @@ class StuckRanks:
             tuple(Part(rank, their_kind, number) for rank, their_kind in others),
             capture(),
         )
+
+    def has_issued(self, kind: str) -> bool:
+        store = process_groups.get_store()
+        if store is not self._store:
+            # A new world: its groups may have the names of those of the one before.
+            self._store = store
+            self._forget()
+        return kind in self._issued
 
     def num_issued(self) -> dict[str, int]:
         return dict(self._issued)

@@ -195,6 +195,31 @@ class TestTraining(DistributedTest):
             dist.all_gather([matrix[:, 0], matrix[:, 1]], torch.ones(4))
             assert matrix.sum() == 8
 
+    def test_hosts_meet_to_make_a_communicator(self) -> None:
+        # Kills: a first operation that waits for nobody; one wait for every direction of messages,
+        # or for each operation; counting a group of one rank, or groups of a bound world.
+        other = 1 - dist.get_rank()
+        with simulate() as sim:
+            group, alone = (
+                dist.new_group([0, 1]),
+                dist.new_group([dist.get_rank()], by_members=True),
+            )
+            with sim.count_host_waits() as waits:
+                dist.all_reduce(torch.zeros(3), group=alone)
+                for _ in range(2):
+                    dist.all_reduce(torch.zeros(3), group=group)
+                    works = [dist.isend(torch.zeros(3), other, group=group)]
+                    works += [dist.irecv(torch.zeros(3), other, group=group)]
+                    for work in works:
+                        work.wait()
+            met = [place for place in waits.by_place if place.endswith("use of a communicator")]
+            assert waits.total == len(met) == 2
+            with (
+                sim.capture_to_graph(None),
+                pytest.raises(RuntimeError, match="first all_reduce of"),
+            ):
+                dist.all_reduce(torch.zeros(3), group=dist.new_group([0, 1]))
+
     def test_places_lie_in_the_package_and_collectives_do_not_wait(self) -> None:
         # Kills: places inside of device or communication layer, counting what is only issued.
         with simulate() as sim:

@@ -79,7 +79,7 @@ class TestBudgets(DistributedTest):
 
     def test_collectives_in_two_orders(self) -> None:
         # Kills: collectives that need no processor. Two groups of the same ranks, in another order
-        # on each, are right only where both kernels fit.
+        # on each, are right only where both kernels fit, and both communicators are there.
         groups = [dist.new_group([0, 1]) for _ in range(2)]
 
         def run() -> None:
@@ -92,6 +92,9 @@ class TestBudgets(DistributedTest):
             assert sum(values).tolist() == [4.0, 4.0]  # type: ignore[union-attr]
 
         with simulate():
+            with pytest.raises(BudgetError, match="0 of 64 processors are held"):
+                with check_budgets(Budget(processors=64)):
+                    run()
             with check_budgets(Budget(processors=64)):
                 run()
             told = pytest.raises(BudgetError, match="all_reduce of ranks")
