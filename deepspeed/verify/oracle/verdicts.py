@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from deepspeed.ops.op_builder import CPUAdamBuilder
 from deepspeed.verify.oracle.judge import Deviation, StepFindings
 from deepspeed.verify.oracle.plan import AS_CONFIGURED, LEFT_OUT, TRACED_BACKEND, Plan, Run, RunKind
 from deepspeed.verify.oracle.ranks import Outcome, Session
@@ -60,12 +61,15 @@ def _not_covered(plan: Plan, rows: list[Row], settings: dict[str, Any]) -> list[
     """Name what no row says anything of."""
     config = settings.get("config", {})
     loads = any(run.kind is RunKind.RESUMED for run in plan.runs)
+    on_host = (config.get("zero_optimization") or {}).get("offload_optimizer")
+    lacks_native = bool(on_host) and CPUAdamBuilder().compiler() is None
     return [
         "kernels, collectives and times of a device",
         f"more than {plan.ranks} ranks or {plan.steps} steps",
         "evaluation",
         "the order of a sampler",
         *([] if loads else ["saving and loading (--checkpoint)"]),
+        *(["native optimizers of the host (no C++ compiler)"] if lacks_native else []),
         *dict.fromkeys(row.check for row in rows if row.verdict is Verdict.NOT_RUN),
         *(name for name, block in config.items() if name in LEFT_OUT and isinstance(block, dict)),
     ]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
+from deepspeed.ops.op_builder import CPUAdamBuilder
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.verify.oracle import UsageError, picture, ranks, verdicts
 from deepspeed.verify.oracle.cli import main
@@ -227,6 +228,27 @@ def bare_plan(backend: str = "none", **more: Any) -> Plan:
     """A plan of a model that nobody builds."""
     settings = Settings(config_of(1), "m", steps=1, schedules=0, compile=backend)
     return make_plan(settings, config_of(1), 2, Shape(2, 2, 4), sizes=[1], **more)
+
+
+def test_an_optimizer_of_the_host_runs_both_ways(monkeypatch: Patch) -> None:
+    # Kills: schedules without it, whose operators stand for the native ones that the host runs;
+    # native ones that could not be built, and a report that is silent of it.
+    block = {"type": "AdamW", "params": {"lr": 0.1}}
+    config = config_of(
+        2, optimizer=block, zero_optimization={"offload_optimizer": {"device": "cpu"}}
+    )
+    settings = Settings(config, "m", steps=1, schedules=2)
+    plan = make_plan(settings, config, 2, Shape(2, 2, 4), sizes=[1])
+    ways = {run.kind for run in plan.runs if run.config.get("optimizer") == block}
+    assert {RunKind.USER, RunKind.SIM} <= ways
+    for run in plan.runs:
+        assert run.config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    session, told = Session(), "native optimizers of the host (no C++ compiler)"
+    session.outcomes = {run.name: Outcome(failure="was not reached") for run in plan.runs}
+    for compiler in ("c++", None):
+        monkeypatch.setattr(CPUAdamBuilder, "compiler", lambda self, found=compiler: found)
+        report = make_report(plan, session, {"config": config})
+        assert (told in report.not_covered) == (compiler is None)
 
 
 def test_what_becomes_of_the_compiled_model(monkeypatch: Patch) -> None:

@@ -18,6 +18,10 @@ runtime/activation_checkpointing/test_in_engine.py -k come_back
   a dropped graph's copy back is freed while it runs
     InputStore._bring_back: copies_back.keep_alive([*copies, *(one.content for one in inputs)],
       [call.stream]) -> pass
+comm/test_lookout.py -k who_issues
+  the thread that looks for lone waits asks the device
+    _oldest_on_device: list(self._on_device)[:1] -> [one for one in self._on_device if not
+      _has_passed(one.done)][:1]
 runtime/gradients/test_readiness.py
   buckets leave as they are ready
     ReadinessTracker.mark: range(first, self._next) -> range(bucket, bucket + (not

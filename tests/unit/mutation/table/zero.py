@@ -3,6 +3,14 @@
 from unit.mutation.table.fault import faults_of
 
 FAULTS = faults_of(r"""
+v1/offload/test_offload_overlap.py -k takes_the_way
+  a simulated device reduces in pairs, as hosts do
+    is_pairwise: get_accelerator().defers_collectives -> False
+  the native optimizer passes a simulated device by
+    HostOptimizer._run: get_accelerator().defers_collectives -> False
+  masters and gradients on the host are page-locked
+    ShardedGroup.empty: get_accelerator().host_empty(numel, dtype, pin) ->
+      get_accelerator().host_empty(numel, dtype, self.pin)
 v1/zero/test_fix1_ipg_bucket_streams.py -k TestProducerStreams
   no stream is recorded
     reduce_ready_partitions_and_remove_grads: if self.side_stream.has_streams: ... -> pass

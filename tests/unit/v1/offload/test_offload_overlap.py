@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.accelerator.sim_accelerator import simulate
+from deepspeed.ops import host_optimizer
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.host_optimizer import HostOptimizer
 from deepspeed.runtime.gradients import sink
@@ -24,6 +27,7 @@ from deepspeed.verify import check_streams
 from unit.common import DistributedTest
 from unit.models import config_of, drawn
 from unit.one_process import mean_square, placed, train
+from unit.v1.gathering import collectives
 
 WIDTH = 24
 # A rank's shard of the model has 388 elements: 7 pieces.
@@ -201,3 +205,36 @@ def test_delivered_pieces_are_final_and_what_follows_is_untouched() -> None:
         pieced.step()
     assert torch.equal(torch.cat(recorder.seen), params[0]) and torch.equal(*params)
     assert pieced.state[params[1]]["step"] == 1
+
+
+class TestBothWays(DistributedTest):
+    world_size = 2
+
+    def test_a_simulated_device_takes_the_way_of_devices(self) -> None:
+        # Kills: reductions in pairs, or an optimizer past the streams, where devices are simulated:
+        # what `ds_verify` and the stream checker look at would be no device's. On the host, the
+        # other way: it is what trains there. Masters and gradients that are locked besides: torch
+        # rounds each up to a power of two, and no copy touches them.
+        ways: dict[str, list[str]] = {"host": [], "device": []}
+        for stage, where in itertools.product((1, 2, 3), ways):
+            with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+                native = Mock(wraps=host_optimizer.update_native)
+                patch.setattr(host_optimizer, "update_native", native)
+                device = stack.enter_context(simulate()) if where == "device" else None
+                zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+                engine = start(config("fp32", stage, {"pin_memory": True}, **zero))
+                with collectives() as names:
+                    micro_batches(engine, 1)
+                    groups = engine.optimizer.groups
+                    kept = [kind for one in groups for kind in (one.master, one.grad)]
+                    micro_batches(engine, 1)
+                locked = [device is not None and device.is_pinned(one) for one in kept]
+                assert kept and not any(locked), (stage, locked)
+                engine.destroy()
+            sent = set(names) - {"all_reduce"}  # of norms
+            if where == "device":
+                assert sent == {"reduce_scatter_tensor", "all_gather_into_tensor"}, (stage, sent)
+                assert not native.called
+            else:
+                assert sent == {"isend", "irecv"}, (stage, sent)
+                assert native.called == (host_optimizer.native_op("cpu_adam") is not None)
