@@ -10,6 +10,8 @@ import sys
 import threading
 from collections import Counter
 
+import torch
+
 from deepspeed.accelerator.call_stacks import PACKAGE, capture
 
 # A data loader works on host memory, whatever the device.
@@ -65,10 +67,15 @@ class HostWaits:
         return {place: count for place, count in self.by_place.items() if part in place}
 
     def waited(self, kind: str) -> None:
-        if threading.get_ident() == self._thread and not _is_data_loader():
+        if self._is_programs():
             self.by_place[f"{program_place()}: {kind}"] += 1
 
     def copied(self) -> None:
         """A copy between pageable memory and the device is made, or one that blocks."""
-        if threading.get_ident() == self._thread and not _is_data_loader():
+        if self._is_programs():
             self.pageable_copies[program_place()] += 1
+
+    def _is_programs(self) -> bool:
+        # A device's backward runs in a thread of autograd's.
+        is_backward = torch._C._current_graph_task_id() >= 0
+        return (is_backward or threading.get_ident() == self._thread) and not _is_data_loader()

@@ -103,6 +103,9 @@ class Sim_Accelerator(CPU_Accelerator):
         """The number that machines usually have: each process simulates its own."""
         return NUM_DEVICES
 
+    def set_device(self, device_index: int) -> None:
+        self.simulator.scheduler.threads.add(threading.get_ident())
+
     def synchronize(self, device_index: int | None = None) -> None:
         self.simulator.scheduler.on_device_wait()
         self.simulator.scheduler.synchronize()

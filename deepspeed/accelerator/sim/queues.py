@@ -204,6 +204,7 @@ class Scheduler:
         self.current: Stream = self.default
         self.is_summing = False
         self.capturing: int | None = None  # which thread captures what it issues to a graph
+        self.threads = {threading.get_ident()}  # that have said which device is theirs
         self._running = False
         self._in_progress: list[tuple[Stream, int]] = []
 
@@ -226,7 +227,15 @@ class Scheduler:
             tell(self.tracer)
 
     def refuse_while_capturing(self, what: str) -> None:
-        """Raise, in any thread, while one captures: a device fails both then."""
+        """Raise, in any thread, while one captures: a device fails both then. Raise in a thread
+        that has not said which device is its own: it would ask the first one.
+        """
+        if threading.get_ident() not in self.threads:
+            name = threading.current_thread().name
+            raise RuntimeError(
+                f"{what} in thread {name}, whose device is the first one until it says otherwise: "
+                "let the thread that issues ask, or call get_accelerator().set_device there before"
+            )
         if self.capturing is not None and not self._running:
             raise RuntimeError(
                 f"{what} in thread {threading.get_ident()} while thread {self.capturing} captures "

@@ -31,7 +31,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -122,7 +122,7 @@ class LoneWaits:
         self.on_host: dict[int, _Wait] = {}
         self._on_device: deque[_Wait] = deque()
         self._lock = threading.Lock()  # of `_on_device`
-        self._standing = _Standing()
+        self._standing: defaultdict[int, _Standing] = defaultdict(_Standing)
         self._store: Any = None
         self._num_meetings = 0
         self.lookout = Lookout(
@@ -201,7 +201,12 @@ class LoneWaits:
         """List it if its program stands; see [Note: questions to events]."""
         with self._lock:
             oldest = list(self._on_device)[:1]
-        return [one for one in oldest if self._standing.seconds(one.thread) > self.report_s]
+        return [one for one in oldest if self._stands(one.thread) > self.report_s]
+
+    def _stands(self, thread: int) -> float:
+        """Of what backward issues, in a thread of autograd's, the program's main thread waits."""
+        threads = {thread, threading.main_thread().ident or thread}
+        return max([self._standing[one].seconds(one) for one in threads])
 
     def _report(self, wait: _Wait) -> None:
         own, store = process_groups.get_rank(), process_groups.get_store()
@@ -212,7 +217,8 @@ class LoneWaits:
             return  # who has come does not leave: nobody has to look again
         store.set(f"{_PREFIX}{own}", wait.what())
         time.sleep(_SETTLE_S)
-        frame = sys._current_frames().get(wait.thread)
+        frames, main = sys._current_frames(), threading.main_thread().ident or wait.thread
+        frame = frames.get(wait.thread, frames.get(main))
         who = f"{_have(absent)} not joined" if wait.meeting else "not all ranks have joined"
         lines = [
             f"rank {own} has waited {time.monotonic() - wait.since:.0f} s for {wait.what()}, which "

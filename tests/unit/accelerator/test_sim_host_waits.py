@@ -12,6 +12,7 @@ import deepspeed
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.accelerator.host_waits import HostWaits
 from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
 from unit.common import DistributedTest
 from unit.models import config_of
@@ -125,14 +126,35 @@ def test_a_copy_out_of_pageable_memory_is_named_though_nobody_waits(sim: Sim_Acc
 
 
 def test_nothing_is_counted_outside_and_other_threads_are_not(sim: Sim_Accelerator) -> None:
-    # Kills: counters that stay, and waits of a thread that writes checkpoints.
-    event = an_event()
+    # Kills: counters that stay, and waits of a thread that writes checkpoints; questions of a
+    # thread whose device nobody has set.
+    event, told = an_event(), list[str]()
+
+    def write() -> None:
+        for ask in (event.synchronize, event.query, sim.current_stream().query):
+            with pytest.raises(RuntimeError, match="whose device is the first one until it says"):
+                ask()
+            told.append("refused")
+        sim.set_device(0)
+        told.append(str(event.synchronize()))
+
     with sim.count_host_waits() as waits:
-        other = threading.Thread(target=event.synchronize)
+        other = threading.Thread(target=write)
         other.start()
         other.join()
     torch.ones(3).sum().item()
     assert waits.total == 0 and torch.tensor([1.0]).item() == 1.0
+    assert told == [*["refused"] * 3, "None"]
+
+
+def test_a_wait_of_backward_is_the_programs() -> None:
+    # Kills: counting one thread's alone, where devices run backward in one of autograd's.
+    waits, leaf = HostWaits(), torch.ones(3, requires_grad=True)
+    leaf.register_hook(lambda grad: waits.waited("hook"))
+    backward = threading.Thread(target=leaf.sum().backward)
+    backward.start()
+    backward.join()
+    assert waits.total == 1
 
 
 def test_contexts_lie_in_one_another(sim: Sim_Accelerator) -> None:

@@ -225,6 +225,13 @@ def test_only_a_program_that_waits_is_told(stream: Stream) -> None:
     threading.Thread(target=program, args=(busy,), daemon=True).start()
     begun.wait()
     until(lambda: watch.told)
+    watch.forget()
+    # Issued in backward, in a thread of autograd's: the main one waits for it.
+    backward = threading.Thread(target=watch.issue, args=("of backward",))
+    backward.start()
+    backward.join()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)
+    until(lambda: watch.told[1:] == ["of backward"])
 
 
 class TestOnADevice(DistributedTest):
