@@ -296,6 +296,7 @@ def _join(rank: int, call: dict[str, Any]) -> None:
 
     place = {"init_method": f"file://{call['store']}", "world_size": call["num_ranks"]}
     comm.init_distributed(dist_backend=call["backend"], rank=rank, verbose=False, **place)
+    rank_server.let_gloo_wait()
 
 
 def _leave() -> None:
