@@ -86,7 +86,7 @@ runtime/optimizers/test_step_outcome.py -k late
 v1/zero/test_reduction_settings.py -k kept
   buffers are rounded with the parameters
     cast_module.cast: buffers if id(tensor) in kept else dtype -> dtype
-v1/zero/stage3/test_training.py -k same_gradients
+v1/zero/test_compiled.py -k same_gradients
   forwards stay compiled when an engine of stage 3 has ended
     EngineCompiling.remove: compiled.remove() -> pass
   a model of stage 3 is compiled with the gathers of its blocks

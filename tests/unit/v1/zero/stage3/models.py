@@ -105,11 +105,13 @@ def train(engine: Any, steps: int = STEPS, accumulation: int = 2, first: int = 0
         engine.step()
 
 
-def trained(stage: int, model: nn.Module | None = None, steps: int = STEPS, **zero: Any) -> Tensors:
+def trained(
+    stage: int, model: nn.Module | None = None, accumulation: int = 2, **zero: Any
+) -> Tensors:
     """Parameters after training; `destroy` has given them back whole."""
     model = make_net() if model is None else model
-    engine = engine_of(model, config_of(stage, **zero))
-    train(engine, steps)
+    engine = engine_of(model, config_of(stage, accumulation, **zero))
+    train(engine, accumulation=accumulation)
     engine.destroy()
     return values_of(model)
 

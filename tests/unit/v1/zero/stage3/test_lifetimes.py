@@ -174,7 +174,7 @@ class TestAdapters(DistributedTest):
         assert torch.equal(*told)
 
 
-BLOCKS = [{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 4}}]
+BLOCKS = [{}, {"bf16": {"enabled": True}}]
 
 
 def made_mixed(block: dict[str, Any], **zero: Any) -> tuple[Any, Any]:

@@ -30,7 +30,7 @@
 | | | `TestEmptied` of `test_lifetimes` |
 | 18 | saving whole, tied weights | `TestWhole` of `checkpoint/test_stage3` |
 | 19 | buffers too small | `TestSameBits` and `TestCosts` of `offload/test_stage3_offload` |
-| 20 | compiled models | `test_same_gradients`, `test_compiled_on_each_...` of `test_uneven` |
+| 20 | compiled models | `TestCompiled` of `zero/test_compiled` |
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ from deepspeed.runtime.zero.parameters.zero_parameter import record_of
 from unit.common import DistributedTest
 from unit.models import seeded
 from unit.one_process import OneProcess, mean_square, of_all_ranks
-from unit.rank_server import COMPILER
 from unit.v1.gathering import collectives
 from unit.v1.zero.stage3.models import (
     BOUNDED,
@@ -185,7 +184,6 @@ def at_stage_3(model: Any, **zero: Any) -> Tensors:
 
 class TestOnTwoRanks(DistributedTest):
     world_size = 2
-    imports = COMPILER
 
     def test_keys(self) -> None:
         # Kills: a key that is accepted and ignored, or does nothing.
@@ -280,25 +278,6 @@ class TestOnTwoRanks(DistributedTest):
             orders.append([engine.optimizer.masters.names(at) for at in groups])
             engine.destroy()
         assert orders[0] == orders[1]
-
-    def test_same_gradients(self) -> None:
-        # Kills: gathers that are traced into a graph, memory of parameters that a compiled
-        # backward reads after it was given to another unit, a forward that stays compiled.
-        bounded = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
-        for zero, recompute in ((bounded, None), (bounded, False), ({}, None)):
-            models = [make_net(recompute=recompute) for _ in range(2)]
-            for model, compiled in zip(models, (False, True), strict=True):
-                engine = engine_of(model, config_of(3, **zero))
-                if compiled:
-                    engine.compile(backend="aot_eager", compile_kwargs={"fullgraph": True})
-                    # Where all persists, no hook is in the way of one graph.
-                    parts = set(model.blocks) if zero else {model}
-                    assert {m for m in model.modules() if "forward" in vars(m)} == parts
-                train(engine)
-                engine.destroy()
-                assert not any("forward" in vars(module) for module in model.modules())
-            assert all(map(torch.equal, *(model.parameters() for model in models))), zero
-            check_as_one_process(models[1])
 
     def test_leaves_what_it_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # Kills: a unit that is let go more often than it was taken, or counted as whole without

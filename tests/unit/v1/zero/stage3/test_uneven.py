@@ -376,18 +376,6 @@ class TestUneven(DistributedTest):
             assert re.search(reached, text), text
 
     @pytest.mark.world_size(2)
-    def test_compiled_on_each_rank_by_its_branches(self) -> None:
-        # Kills: a graph with a gather in it, which another rank's graph does not have.
-        wanted = reference(seeded(Branches))
-        with compared():
-            model = seeded(Branches)
-            engine = engine_of(model, config_of(3, ACCUMULATION, **UNPREFETCHED))
-            engine.compile(backend="eager")
-            train(engine)
-            engine.destroy()
-        assert distance(values_of(model), wanted) < 1e-5
-
-    @pytest.mark.world_size(2)
     def test_other_ways_to_backward_and_buckets_that_leave_during_it(self) -> None:
         # Kills: a unit that is done with in the later of two forwards, a graph that is gone through
         # twice, a backward that nobody announced.

@@ -1,0 +1,92 @@
+"""Compiled models train as they do uncompiled, at every stage; one class, as what compiling imports
+takes long.
+"""
+
+from typing import Any
+
+import torch
+
+from deepspeed.accelerator.sim_accelerator import simulate
+from unit.common import DistributedTest
+from unit.models import seeded
+from unit.rank_server import COMPILER
+from unit.v1.zero import test_stage0_overlap as overlap
+from unit.v1.zero.stage3 import models as stage3
+from unit.v1.zero.stage3 import test_uneven as uneven
+
+
+class TestCompiled(DistributedTest):
+    world_size = 2
+    imports = COMPILER
+
+    def test_same_gradients_at_stage_3(self) -> None:
+        # Kills: gathers that are traced into a graph, memory of parameters that a compiled
+        # backward reads after it was given to another unit, a forward that stays compiled.
+        bounded = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+        for zero, recompute in ((bounded, None), (bounded, False), ({}, None)):
+            models = [stage3.make_net(recompute=recompute) for _ in range(2)]
+            for model, compiled in zip(models, (False, True), strict=True):
+                engine = stage3.engine_of(model, stage3.config_of(3, **zero))
+                if compiled:
+                    # Where all persists, nothing is given away that a backward could read.
+                    backend = "aot_eager" if zero else "eager"
+                    engine.compile(backend=backend, compile_kwargs={"fullgraph": True})
+                    # And no hook is in the way of one graph.
+                    parts = set(model.blocks) if zero else {model}
+                    assert {m for m in model.modules() if "forward" in vars(m)} == parts
+                stage3.train(engine)
+                engine.destroy()
+                assert not any("forward" in vars(module) for module in model.modules())
+            assert all(map(torch.equal, *(model.parameters() for model in models))), zero
+            stage3.check_as_one_process(models[1])
+
+    def test_on_each_rank_by_its_branches(self) -> None:
+        # Kills: a graph with a gather in it, which another rank's graph does not have.
+        wanted = uneven.reference(seeded(uneven.Branches))
+        with uneven.compared():
+            model = seeded(uneven.Branches)
+            config = stage3.config_of(3, uneven.ACCUMULATION, **uneven.UNPREFETCHED)
+            engine = stage3.engine_of(model, config)
+            engine.compile(backend="eager")
+            uneven.train(engine)
+            engine.destroy()
+        assert stage3.distance(stage3.values_of(model), wanted) < 1e-5
+
+    def test_overlapping_and_eager(self) -> None:
+        # Kills: a compiled backward that gives its gradients at its end only, when no bucket can
+        # leave any more, or gives them to nobody.
+        none: dict[str, Any] = {}
+        half = overlap.HALF
+        with simulate():
+            for stage, eager, compiled in (
+                (0, (), (none, half)),
+                (1, (none,), (half,)),
+                (2, (half,), (none,)),
+            ):
+                for block in (*eager, *compiled):
+                    torch._dynamo.reset()
+                    engine = overlap.make_engine(stage, **block)
+                    if block in compiled:
+                        engine.compile(backend="aot_eager")
+                    sent = overlap.Sent(engine)
+                    early = sent.before_the_last_gradient()
+                    assert early == overlap.BUCKETS - 1, (stage, block)
+                    overlap.train(engine)
+                    overlap.compare(engine, 5e-3 if block else 1e-6)
+                    engine.destroy()
+        # Kills: compile() that is accepted and does nothing, or hooks that a compiled forward
+        # loses.
+        compiled_parts: list[int] = []
+
+        def backend(graph: Any, example: Any) -> Any:
+            compiled_parts.append(len(example))
+            return graph.forward
+
+        torch._dynamo.reset()
+        engine = overlap.make_engine(2)
+        assert not engine.is_compiled
+        engine.compile(backend=backend)
+        assert engine.is_compiled
+        overlap.train(engine)
+        assert compiled_parts
+        overlap.compare(engine)
