@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,7 +68,7 @@ class RunRecord:
     steps: list[StepRecord] = field(default_factory=list)  # every step that this rank keeps
     losses: list[float] = field(default_factory=list)  # of all steps
     norms: list[float | None] = field(default_factory=list)  # of all steps
-    # Digests of this rank's model parameters after each step, by who must have equal ones.
+    # Digests of this rank's model parameters after each step, by name and who must have equal ones.
     checksums: list[dict[str, str]] = field(default_factory=list)
     # What was wrong without any reference: frozen parameters that changed, parameters that are not
     # their master's.
@@ -224,12 +223,13 @@ class SystemRun:
         return total / shape.accumulation
 
     def _checksums(self) -> dict[str, str]:
-        digests: dict[str, Any] = defaultdict(hashlib.sha256)
+        found = {}
         for name, param in self.params.items():
             if not _is_sharded(param):
                 content = param.detach().reshape(-1).view(torch.uint8).numpy()
-                digests[self._who_has(name)].update(content.tobytes())
-        return {sharers: digest.hexdigest()[:16] for sharers, digest in digests.items()}
+                digest = hashlib.sha256(content.tobytes()).hexdigest()
+                found[f"{name} of {self._who_has(name)}"] = digest[:16]
+        return found
 
     def _who_has(self, name: str) -> str:
         """Name the ranks that hold the same of a parameter as this one."""

@@ -296,11 +296,12 @@ def _ranks_row(label: str, outcome: Outcome) -> Row:
     seen: dict[tuple[int, str], tuple[int, str]] = {}
     for rank, result in results:
         for step, digests in enumerate(result["checksums"]):
-            for sharers, digest in digests.items():
-                first, wanted = seen.setdefault((step, sharers), (rank, digest))
+            for holders, digest in digests.items():
+                first, wanted = seen.setdefault((step, holders), (rank, digest))
                 if digest != wanted:
-                    text = f"after step {step} ranks {first} and {rank} hold different parameters"
-                    return _fail(row, text)
+                    name = holders.partition(" of ")[0]
+                    text = f"after step {step} ranks {first} and {rank} hold another {name}"
+                    return _fail(row, text, [name])
     if faults:
         more = f" and {len(faults) - 1} more findings" if len(faults) > 1 else ""
         return _fail(row, faults[0] + more)

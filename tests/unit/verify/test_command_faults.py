@@ -15,13 +15,7 @@ from pathlib import Path
 import pytest
 
 from unit.mutation.table import REPOSITORY
-from unit.verify.command_faults import (
-    COMMAND_FAULTS,
-    SAMPLE,
-    SETUPS,
-    failing_rows,
-    run_command,
-)
+from unit.verify.command_faults import COMMAND_FAULTS, SAMPLE, SETUPS, failing_rows, run_command
 from unit.verify.faults import Mutation
 from unit.verify.mutants import findings
 

@@ -285,6 +285,13 @@ def test_without_a_step_nothing_was_compared() -> None:
     assert verdicts._compared(Row("any"), [StepFindings(2)]).verdict is Verdict.PASS
 
 
+def test_what_ranks_hold_of_their_own_is_named() -> None:
+    held = ({"w of (0, 1)": "a"}, {"w of (0, 1)": "b"})
+    row = verdicts._ranks_row("SGD", Outcome([{"faults": [], "checksums": [one]} for one in held]))
+    assert row.verdict is Verdict.FAIL and row.parameters == ["w"]
+    assert row.detail == "after step 0 ranks 0 and 1 hold another w"
+
+
 def test_splits_keep_the_global_batch() -> None:
     shape = Shape(world=2, accumulation=2, rows=6)
     assert {(s.accumulation, s.rows) for s in shape.splits()} == {(1, 12), (6, 2)}
