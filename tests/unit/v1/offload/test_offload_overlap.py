@@ -212,9 +212,8 @@ class TestBothWays(DistributedTest):
 
     def test_a_simulated_device_takes_the_way_of_devices(self) -> None:
         # Kills: reductions in pairs, or an optimizer past the streams, where devices are simulated:
-        # what `ds_verify` and the stream checker look at would be no device's. On the host, the
-        # other way: it is what trains there. Masters and gradients that are locked besides: torch
-        # rounds each up to a power of two, and no copy touches them.
+        # what `ds_verify` and the stream checker look at would be no device's. Masters and
+        # gradients that are page-locked, which no copy touches.
         ways: dict[str, list[str]] = {"host": [], "device": []}
         for stage, where in itertools.product((1, 2, 3), ways):
             with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
