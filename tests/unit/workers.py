@@ -5,6 +5,7 @@ long as a small file. Each worker has a rank template of its own (`rank_server`)
 """
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import pytest
 
 # Ranks of a test are processes too, so more workers than this only wait for each other.
 MAX_WORKERS = 8
-# Many tests wait: for time limits, for launchers, for processes that start.
-FOR_THOSE_THAT_WAIT = 1
+# Many tests wait: for time limits, for launchers, for processes that start. Engines' do not.
+FOR_THOSE_THAT_WAIT, ENGINES = 1, "v1"
 # Files whose tests look at what one fixture of the file has taken long to make.
 KEPT_WHOLE = ("/clients/test_", "/test_packaging.py")
+# Without it each of a thousand processes compiles the package, and each worker its tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 def num_workers(config: pytest.Config) -> int:
@@ -24,7 +28,8 @@ def num_workers(config: pytest.Config) -> int:
     if len(paths) == 1 and paths[0].is_file():
         return 0
     cores = len(os.sched_getaffinity(0))
-    return min(cores + FOR_THOSE_THAT_WAIT, MAX_WORKERS) if cores > 1 else 0
+    waiting = 0 if all(ENGINES in path.parts for path in paths) else FOR_THOSE_THAT_WAIT
+    return min(cores + waiting, MAX_WORKERS) if cores > 1 else 0
 
 
 def unit_of(nodeid: str) -> str:
