@@ -114,7 +114,8 @@ class TestEveryFile(DistributedTest):
     world_size = 2
     exec_timeout = 600
 
-    @pytest.mark.parametrize("case", CASES)
+    # The files of stage 1 are those of stage 2.
+    @pytest.mark.parametrize("case", [case for case in CASES if case != "ZeRO-1 bf16"])
     def test_every_damage_is_found_and_changes_nothing(self, case: str, tmp_path: Path) -> None:
         own, foreign = tmp_path / "own", tmp_path / "foreign"
         engine = self.saved(case, 1, own)
