@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
@@ -134,11 +134,12 @@ class _AsIs:
 
 class _Call:
     """One call of a checkpointed function: its moved inputs, as long as autograd keeps them, and
-    copies that were brought back to the device on behalf of `stream`.
+    copies that were brought back to the device on behalf of `stream`. `before` is the call whose
+    inputs backward reads next, unless they are gone.
     """
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, before: _Call | None) -> None:
+        self.before: Callable[[], _Call | None] = (lambda: None) if before is None else ref(before)
         self.inputs: WeakSet[_Packed] = WeakSet()
         self.copies: WeakKeyDictionary[_Packed, torch.Tensor] = WeakKeyDictionary()
         self.stream: Any = None
@@ -177,9 +178,7 @@ class InputStore:
         )
         names = ("activation copy stream", "activation copy-back stream") if self._to_host else ()
         self._copies = [SideStream(overlap=True, name=name) for name in names]  # there, and back
-        self._num_calls = 0
-        self._call = _Call(0)
-        self._calls: WeakValueDictionary[int, _Call] = WeakValueDictionary()
+        self._call = self._last = _Call(None)  # at hand, and the last that has inputs
 
     @property
     def _parts(self) -> bool:
@@ -193,9 +192,7 @@ class InputStore:
         if not (self._parts or self._to_host or self._buffers):
             yield
             return
-        self._num_calls += 1
-        outer, self._call = self._call, _Call(self._num_calls)
-        self._calls[self._num_calls] = self._call
+        outer, self._call = self._call, _Call(self._last)
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
                 yield
@@ -217,6 +214,7 @@ class InputStore:
         call = self._call
         packed = _Packed(content, shape, order, tensor.device, self._parts, block, call)
         call.inputs.add(packed)
+        self._last = call
         return packed
 
     def _kept(self, flat: torch.Tensor) -> tuple[torch.Tensor, Block | None]:
@@ -286,8 +284,7 @@ class InputStore:
         if call.is_ahead:
             call.is_ahead = False
             copies_back.join()  # before more is behind it
-            earlier = max((n for n in self._calls.keys() if n < call.number), default=0)
-            before = self._calls.get(earlier)
+            before = call.before()
             if before is not None and not before.is_ahead:
                 self._bring_back(before)
         return call.copies.pop(packed)

@@ -32,9 +32,9 @@ SPLIT_STEPS = 2  # behind weights that start as zero, the first step has no grad
 GUARD_STEPS = 2
 SIM_STEPS = 2
 SIM_BUCKETS = 4
-# Timers and other periodic work of the defaults begin after a few batches.
-# Ranks that keep whole copies of shards, or share them, in `zero_optimization`.
+# Keys of `zero_optimization`: how many ranks share copies of shards, or the shards themselves.
 GROUPS_OF_RANKS = ("zero_hpz_partition_size", "mics_shard_size")
+# Timers and other periodic work of the defaults begin after a few batches.
 AS_CONFIGURED = "as configured"
 AS_CONFIGURED_STEPS = 4
 ONE_CUT = "a global batch of one sample per rank has one cut only"
