@@ -98,15 +98,24 @@ def of_all_ranks(
     return [batch_of(number, rank) for number in numbers for rank in range(dist.get_world_size())]
 
 
-def train(engine: Any, batches: Iterable[Any], loss: Loss = own_loss) -> list[float]:
-    """Go through this rank's micro-batches as a script does; their losses."""
+def go_through(
+    engine: Any, batches: Iterable[Any], loss: Loss = own_loss, plain: bool = False
+) -> list[torch.Tensor]:
+    """Train on this rank's micro-batches as a script does, perhaps with a `plain`
+    `loss.backward()`; their losses, for which nobody waits.
+    """
     losses = []
     for batch in batches:
         value = loss(engine, batch)
-        engine.backward(value)
+        value.backward() if plain else engine.backward(value)
         engine.step()
         losses.append(value.detach())
-    return [value.item() for value in losses]
+    return losses
+
+
+def train(engine: Any, batches: Iterable[Any], loss: Loss = own_loss) -> list[float]:
+    """The same; the losses as numbers."""
+    return [value.item() for value in go_through(engine, batches, loss)]
 
 
 def assert_gradients(model: nn.Module, reference: nn.Module, tolerance: float) -> None:

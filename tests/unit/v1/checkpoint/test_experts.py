@@ -17,6 +17,7 @@ from deepspeed.runtime.checkpointing.model_files import ModelExperts
 from deepspeed.utils import groups
 from unit.common import DistributedFixture, DistributedTest
 from unit.models import drawn
+from unit.one_process import go_through
 from unit.v1.gathering import from_all_ranks
 
 from . import runs
@@ -43,14 +44,17 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Net(nn.Module):
-    """Two layers with experts, the second with two experts for each rank at least."""
+    """Two layers with experts, the second with two experts for each rank at least; `expert` is one
+    of the first, and without it the second has a residual expert too.
+    """
 
-    def __init__(self, ep_size: int) -> None:
+    def __init__(self, ep_size: int, width: int = WIDTH, expert: nn.Module | None = None) -> None:
         super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.some = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), EXPERTS, ep_size, drop_tokens=False)
-        more = {"drop_tokens": False, "use_residual": True}
-        self.more = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), EXPERTS, min(2, ep_size), **more)
+        self.first = nn.Linear(width, width)
+        one = expert or nn.Linear(width, width)
+        self.some = MoE(width, one, EXPERTS, ep_size, drop_tokens=False)
+        more = {"drop_tokens": False, "use_residual": expert is None}
+        self.more = MoE(width, nn.Linear(width, width), EXPERTS, min(2, ep_size), **more)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in (self.some, self.more):
@@ -100,10 +104,9 @@ def make(ep_size: int, seed: int, **keys: Any) -> Any:
 def train(engine: Any, steps: int) -> None:
     """Take steps; all ranks together have the same rows in every division."""
     dtype = next(engine.module.parameters()).dtype
-    for _ in range(steps):
-        rows = drawn(100 * engine.global_steps, ROWS, WIDTH).to(dtype)
-        engine.backward(engine(rows.chunk(dist.get_world_size())[dist.get_rank()]))
-        engine.step()
+    for step in range(engine.global_steps, engine.global_steps + steps):
+        rows = drawn(100 * step, ROWS, WIDTH).to(dtype)
+        go_through(engine, [rows.chunk(dist.get_world_size())[dist.get_rank()]])
 
 
 def whole(engine: Any) -> dict[str, Any]:

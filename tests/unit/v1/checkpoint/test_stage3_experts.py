@@ -9,16 +9,16 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.moe.layer import MoE
 from deepspeed.utils import load_sharded_safetensors
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as fp32_weights
 from unit.common import DistributedFixture, DistributedTest
 from unit.models import drawn
+from unit.one_process import go_through
 
 from .runs import UNIVERSAL, convert, differences, keep, kept, of_kind, on_rank_0, otherwise, zero
-from .test_experts import whole
+from .test_experts import EXPERTS, Net, whole
 
-WIDTH, EXPERTS = 5, 4
+WIDTH = 5
 WHOLE = {"stage3_gather_16bit_weights_on_model_save": True}
 STAGE_3 = zero(3, stage3_param_persistence_threshold=6, **WHOLE)
 DATA_FIRST = "use_data_before_expert_parallelism"
@@ -49,26 +49,10 @@ class Tied(nn.Module):
         return self.out(torch.tanh(self.again(torch.tanh(self.into(x)))) + self.seen[0])
 
 
-class Net(nn.Module):
-    """Two layers with experts, on different numbers of ranks."""
-
-    def __init__(self, ep_size: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.some = MoE(WIDTH, Tied(), EXPERTS, ep_size, drop_tokens=False)
-        expert = nn.Linear(WIDTH, WIDTH)
-        self.more = MoE(WIDTH, expert, EXPERTS, min(2, ep_size), drop_tokens=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in (self.some, self.more):
-            x = x + layer(torch.tanh(self.first(x)))[0]
-        return x.float().pow(2).mean()
-
-
 def make(ep_size: int, seed: int, frozen: str, **keys: Any) -> Any:
     """An engine whose experts start with other weights, and buffers, on each rank."""
     torch.manual_seed(10 * seed + dist.get_rank())
-    model = Net(ep_size)
+    model = Net(ep_size, WIDTH, Tied())
     for index, expert in enumerate(model.some.deepspeed_moe.experts.deepspeed_experts):
         place = dist.get_rank() // (dist.get_world_size() // ep_size)
         place = place if keys.get(DATA_FIRST) else dist.get_rank() % ep_size
@@ -86,9 +70,8 @@ def make(ep_size: int, seed: int, frozen: str, **keys: Any) -> Any:
 
 
 def train(engine: Any, steps: int) -> None:
-    for _ in range(steps):
-        engine.backward(engine(drawn(100 * engine.global_steps + dist.get_rank(), 8, WIDTH)))
-        engine.step()
+    numbers = range(engine.global_steps, engine.global_steps + steps)
+    go_through(engine, (drawn(100 * n + dist.get_rank(), 8, WIDTH) for n in numbers))
 
 
 def save(folder: str, engine: Any) -> dict[str, Any]:
@@ -180,7 +163,7 @@ class TestWhole(DistributedTest):
             dist.barrier()
             if dist.get_rank() == 0:
                 saved = torch.load(tmp_path / f"{ep_size}.bin")
-                plain = Net(1)
+                plain = Net(1, WIDTH, Tied())
                 assert list(saved) == list(plain.state_dict())
                 plain.load_state_dict(saved)
                 assert found is None or differences(saved, found) == []

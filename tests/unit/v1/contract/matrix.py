@@ -87,7 +87,9 @@ def pairs_of(row: Mapping[str, Any], factors: Factors) -> set[Pair]:
 
 
 def pairwise(factors: Factors, draws: Sequence[int] = range(8)) -> list[dict[str, Any]]:
-    """Few rows that cover all pairs of values: the fewest of these repeatable draws."""
+    """Few rows that cover all pairs of values: the fewest of these repeatable draws. Who gives one
+    has looked through hundreds for it; any other is right too, and longer.
+    """
     return min((_drawn(factors, Random(draw)) for draw in draws), key=len)
 
 

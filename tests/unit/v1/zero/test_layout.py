@@ -26,6 +26,7 @@ from deepspeed.utils import (
 )
 from unit.common import DistributedTest
 from unit.models import config_of, drawn, seeded
+from unit.one_process import go_through
 from unit.v1.gathering import collectives
 from unit.v1.looping import each
 
@@ -56,10 +57,8 @@ def start(bucket: int, stage: int = 2, precision: str = "fp32", **zero: Any) -> 
 def train(engine: Any, first: int, last: int) -> None:
     """Steps `first` to `last` of a run, with other data on each rank."""
     dtype = next(engine.module.parameters()).dtype
-    for step in range(first, last):
-        inputs = drawn(100 * step + dist.get_rank(), 2, 7).to(dtype)
-        engine.backward(engine(inputs).float().square().sum())
-        engine.step()
+    rows = (drawn(100 * step + dist.get_rank(), 2, 7).to(dtype) for step in range(first, last))
+    go_through(engine, rows, lambda model, x: model(x).float().square().sum())
 
 
 def full(engine: Any) -> list[torch.Tensor]:

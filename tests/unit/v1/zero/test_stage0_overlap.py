@@ -26,7 +26,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
 from unit.models import config_of, drawn, seeded
-from unit.one_process import OneProcess
+from unit.one_process import OneProcess, go_through
 from unit.v1.looping import each
 
 LR = 0.125
@@ -76,10 +76,8 @@ def make_engine(stage: int = 0, **more: Any) -> Any:
 
 
 def train(engine: Any, steps: int = 2) -> None:
-    for index in range(steps):
-        x = rows(index, dist.get_rank()).to(engine.model_dtype)
-        engine.backward(engine(x))
-        engine.step()
+    batches = (rows(index, dist.get_rank()).to(engine.model_dtype) for index in range(steps))
+    go_through(engine, batches)
 
 
 @functools.cache

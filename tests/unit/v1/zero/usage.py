@@ -16,7 +16,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.utils.logging import _log_dist_once, logger
 from unit import models
 from unit.models import drawn, seeded
-from unit.one_process import OneProcess
+from unit.one_process import OneProcess, go_through
 
 LR = 0.1
 STAGES = (0, 1, 2)
@@ -119,11 +119,8 @@ def loss_at(engine: Any, index: int) -> torch.Tensor:
 
 
 def train(engine: Any, indices: Iterable[int], plain: bool = False) -> None:
-    """Go through micro-batches as a script does, perhaps with `loss.backward()`."""
-    for index in indices:
-        loss = loss_at(engine, index)
-        loss.backward() if plain else engine.backward(loss)
-        engine.step()
+    """Go through micro-batches of these numbers."""
+    go_through(engine, indices, loss_at, plain)
 
 
 def windows_of(accumulation: int, steps: int = 2) -> list[list[int]]:

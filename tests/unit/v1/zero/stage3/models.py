@@ -11,7 +11,7 @@ import deepspeed
 from deepspeed import comm as dist
 from unit import models
 from unit.models import seeded, tokens
-from unit.one_process import OneProcess
+from unit.one_process import OneProcess, go_through
 
 VOCABULARY = 11
 LR = 0.5
@@ -100,9 +100,8 @@ def started(accumulation: int = 2, **zero: Any) -> tuple[Any, Net]:
 
 
 def train(engine: Any, steps: int = STEPS, accumulation: int = 2, first: int = 0) -> None:
-    for index in range(first * accumulation, (first + steps) * accumulation):
-        engine.backward(loss_of(engine, tokens_of(index, dist.get_rank())))
-        engine.step()
+    numbers = range(first * accumulation, (first + steps) * accumulation)
+    go_through(engine, (tokens_of(index, dist.get_rank()) for index in numbers), loss_of)
 
 
 def trained(

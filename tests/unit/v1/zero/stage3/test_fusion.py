@@ -17,7 +17,7 @@ from deepspeed.utils import set_z3_leaf_modules
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
 from unit.models import drawn, linears, seeded
-from unit.one_process import OneProcess, mean_square
+from unit.one_process import OneProcess, go_through, mean_square
 from unit.v1.gathering import collectives
 from unit.v1.zero.stage3.models import (
     LR,
@@ -112,9 +112,8 @@ def loss_of(model: Any, index: int, rank: int) -> torch.Tensor:
 
 
 def train(engine: Any, steps: int = STEPS, first: int = 0) -> None:
-    for index in range(2 * first, 2 * (first + steps)):
-        engine.backward(loss_of(engine, index, dist.get_rank()))
-        engine.step()
+    numbers = range(2 * first, 2 * (first + steps))
+    go_through(engine, numbers, lambda model, i: loss_of(model, i, dist.get_rank()))
 
 
 def trained(stage: int, model: nn.Module | None = None, **zero: Any) -> Tensors:

@@ -22,7 +22,7 @@ from deepspeed.runtime.zero import GatheredParameters, Init
 from deepspeed.utils.logging import logger
 from unit.common import DistributedTest
 from unit.models import drawn, seeded
-from unit.one_process import OneProcess
+from unit.one_process import OneProcess, go_through
 from unit.v1.gathering import collectives
 from unit.v1.zero.stage3.models import (
     BOUNDED,
@@ -234,13 +234,8 @@ def reference(model: nn.Module, loss: Loss = loss_of) -> Tensors:
 
 
 def train(engine: Any, loss: Loss = loss_of, plain: bool = False) -> None:
-    for index in range(STEPS * ACCUMULATION):
-        value = loss(engine, index, dist.get_rank())
-        if plain:
-            value.backward()
-        else:
-            engine.backward(value)
-        engine.step()
+    numbers = range(STEPS * ACCUMULATION)
+    go_through(engine, numbers, lambda model, i: loss(model, i, dist.get_rank()), plain)
 
 
 def trained(
