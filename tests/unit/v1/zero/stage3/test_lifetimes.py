@@ -614,6 +614,7 @@ class TestEmptied(DistributedTest):
 
         def gather(filled: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             pending = original(filled, *args, **kwargs)
+            assert all(filled.data_ptr() != one.data_ptr() for one in held), "used again"
             if fails[0]:
                 held.append(filled)
                 pending.wait()  # or the next gather takes what was sent for this one
