@@ -63,7 +63,7 @@ class Passing(nn.Linear):
         return super().forward(x).tanh() if wanted else x
 
 
-class Apart(nn.Linear):
+class Apart(nn.Sequential):
     """Of data alone, and cut off where it is not wanted: backward never comes here then."""
 
     def forward(self, x: torch.Tensor, wanted: bool) -> torch.Tensor:  # type: ignore[override]  # it has a second input
@@ -95,7 +95,8 @@ class Uneven(nn.Module):
         super().__init__()
         self.first = Passing(WIDTH, WIDTH)
         self.blocks = nn.ModuleList([Side() for _ in range(3)])
-        self.apart = Apart(WIDTH, WIDTH)
+        # Backward reads the second's weight.
+        self.apart = Apart(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
         self.between = Passing(WIDTH, WIDTH)
         self.moe = Mixture()
         self.last = Passing(WIDTH, WIDTH)
@@ -108,11 +109,9 @@ class Uneven(nn.Module):
         data = x
         x = self.inlet(self.first(x, wants(0)))
         for index, block in enumerate(self.blocks):
-            if index == 2:
-                x = x + self.apart(data, wants(1))
             x = self.run(block, x, wants(2 + index))
             if index == 0:
-                x = self.between(x, wants(5))
+                x = self.between(x + self.apart(data, wants(1)), wants(5))
         x = self.moe(x, wants(6))
         if again:
             x = self.run(self.blocks[1], x, wants(3))
@@ -120,10 +119,14 @@ class Uneven(nn.Module):
         return out
 
     def run(self, block: nn.Module, x: torch.Tensor, wanted: bool) -> torch.Tensor:
-        if self.recompute is None:
-            result: torch.Tensor = block(x, wanted)
+        def part(x: torch.Tensor) -> torch.Tensor:
+            # Of which backward asks before it comes to what the block gave.
+            result: torch.Tensor = block(x, wanted).sin()
             return result
-        return checkpoint(block, x, wanted, use_reentrant=self.recompute)  # type: ignore[no-any-return]  # torch's are untyped
+
+        if self.recompute is None:
+            return part(x)
+        return checkpoint(part, x, use_reentrant=self.recompute)  # type: ignore[no-any-return]  # torch's are untyped
 
 
 class Between(nn.Module):
