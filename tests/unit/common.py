@@ -18,6 +18,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+# Before torch asks for devices: asking CUDA itself keeps what is forked later from using it.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 import pytest
 
 from unit import rank_server
