@@ -70,7 +70,9 @@ def take(name: str, place: Any, workload: Mapping[str, Any], steps: int) -> Look
     is_torch = look.partition(":")[2].startswith(TORCH)
     environment = {
         **os.environ,
-        "PYTHONPATH": str(HERE.parent),
+        "PYTHONPATH": os.pathsep.join(
+            [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
         "OMP_NUM_THREADS": str(1 if place.accelerator == "sim" else min(8, os.cpu_count() or 1)),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
