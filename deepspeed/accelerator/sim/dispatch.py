@@ -68,6 +68,7 @@ _REJECTION_SAMPLING = {
     "aten::_sample_dirichlet",
     "aten::multinomial",
 }
+_COPIES = {"aten::copy_", "aten::_foreach_copy_", "aten::_to_copy"}
 _MAY_BE_MASKED = {
     "aten::index",
     "aten::index_put",
@@ -225,7 +226,8 @@ class Operators(TorchDispatchMode):
         if func._schema.name in _MAY_BE_MASKED and _has_mask(args):
             self._host_waits.indexed(func, args)
             return self._now(func, args, kwargs)
-        if facts.kind is Kind.READ:
+        # A number may be the host's.
+        if func._schema.name not in _COPIES and any(host.owns(one) and one.ndim for one in tensors):
             raise RuntimeError(
                 f"{facts.name}: one tensor is on the device and another in page-locked host memory,"
                 " which a device refuses; compare a copy of the one where the other is, such as "

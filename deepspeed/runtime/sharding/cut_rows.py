@@ -55,7 +55,7 @@ class RowFiller:
     @torch.no_grad()
     def fill(self, tensors: Sequence[torch.Tensor | None]) -> None:
         """Fill the rows with `tensors`, one per parameter; None counts as zeros. On a device that
-        is one kernel, if there are all of them, in the dtype of the rows.
+        is one kernel, if there are all of them, there, in the dtype of the rows.
         """
         if runs_ahead(self._matrix) and all(self._is_ready(tensor) for tensor in tensors):
             joined = [tensor.reshape(-1) for tensor in tensors if tensor is not None]
@@ -83,7 +83,9 @@ class RowFiller:
             torch._foreach_zero_(zeros)
 
     def _is_ready(self, tensor: torch.Tensor | None) -> bool:
-        return tensor is not None and tensor.dtype == self._matrix.dtype and tensor.numel() > 0
+        if tensor is None or not tensor.numel() or tensor.dtype != self._matrix.dtype:
+            return False
+        return runs_ahead(tensor)  # a model may still be on the host when its parameters are cut
 
 
 class WholeViews:

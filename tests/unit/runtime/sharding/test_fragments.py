@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from unit.operators import Operators
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
 from deepspeed.runtime.sharding import flattening
 from deepspeed.runtime.sharding.cut_rows import RowFiller, WholeViews
@@ -266,6 +267,11 @@ def test_a_device_fills_rows_by_one_kernel(world: int) -> None:
         found = rows.tolist()
         assert "_chunk_cat.out" in seen.names
         assert not any("copy" in name or "zero" in name for name in seen.names), seen.names
+        # Kills: that kernel for parameters that are still on the host, which a device refuses.
+        own[0] = get_accelerator().pin_memory(tensors[0].clone())
+        rows.fill_(float("nan"))
+        filler.fill(own)
+        assert rows.tolist() == found
     assert found == wanted.tolist()
 
 
