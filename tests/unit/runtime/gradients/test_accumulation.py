@@ -80,6 +80,14 @@ def test_squares_are_summed_in_fp32(dtype):
     assert total.item() == pytest.approx(70_000, rel=1e-6)
 
 
+def test_the_norm_of_a_long_slice_is_right_on_the_host():
+    # Kills: one norm of all, off by 9e-5 here and by 0.5 % at 2**26 elements, so that clipping
+    # differs with how the host cuts its slices.
+    grad = torch.randn((1 << 22) + 5, generator=torch.Generator().manual_seed(0))
+    right = sum(piece.double().square().sum() for piece in grad.split(1 << 14))
+    assert local_squared_norm([grad], CPU).item() == pytest.approx(right.item(), rel=1e-6)
+
+
 def test_tensors_add_up_and_empty_ones_add_nothing():
     # Kills: a norm of norms without squaring, and a failure on groups without elements.
     grads = [torch.full((3,), 2.0), torch.empty(0), torch.full((2, 2), 3.0, dtype=torch.float16)]
