@@ -15,7 +15,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
 
-DATALOADER_CONFIG_KEYS = ("seed", "shuffle")
+DATALOADER_CONFIG_KEYS = ("seed", "shuffle", "micro_batches")
 
 
 class ResumableDistributedSampler(Sampler[int]):
@@ -25,6 +25,10 @@ class ResumableDistributedSampler(Sampler[int]):
     by ``seed + epoch``, dealt to the ranks in turn, padded with its own beginning (or cut, with
     ``drop_last``) to a multiple of the ranks. The position is counted in samples over all ranks, so
     a run may resume with another number of ranks.
+
+    With ``together`` so many samples, a micro-batch, are dealt at once, and an epoch is a multiple
+    of ``micro_batches`` of them: which samples a micro-batch has does not depend on the ranks, and
+    that with number ``t`` of rank ``r`` is number ``t * num_replicas + r`` of all.
     """
 
     def __init__(
@@ -35,7 +39,13 @@ class ResumableDistributedSampler(Sampler[int]):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        together: int = 1,
+        micro_batches: int | None = None,
     ) -> None:
+        if (micro_batches or num_replicas) % num_replicas:
+            raise ValueError(
+                f"{micro_batches} micro-batches cannot be dealt to {num_replicas} ranks"
+            )
         if not 0 <= rank < num_replicas:
             raise ValueError(f"rank {rank} is not one of the {num_replicas} data-parallel ranks")
         self.num_samples = num_samples
@@ -44,6 +54,8 @@ class ResumableDistributedSampler(Sampler[int]):
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
+        self.together = together
+        self._dealt = together * (micro_batches or num_replicas)  # an epoch is a multiple of it
         self.epoch = 0
         self.consumed_samples = 0
 
@@ -60,16 +72,18 @@ class ResumableDistributedSampler(Sampler[int]):
         else:
             order = list(range(self.num_samples))
         left = order[self.consumed_samples :]
-        surplus = len(left) % self.num_replicas
+        surplus = len(left) % self._dealt
         if surplus and self.drop_last:
             left = left[: len(left) - surplus]
         elif surplus:
-            left.extend(itertools.islice(itertools.cycle(order), self.num_replicas - surplus))
-        return iter(left[self.rank :: self.num_replicas])
+            left.extend(itertools.islice(itertools.cycle(order), self._dealt - surplus))
+        starts = range(self.rank * self.together, len(left), self.num_replicas * self.together)
+        return iter([index for start in starts for index in left[start : start + self.together]])
 
     def __len__(self) -> int:
         left = max(0, self.num_samples - self.consumed_samples)
-        return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
+        dealt = left // self._dealt if self.drop_last else -(-left // self._dealt)
+        return dealt * self._dealt // self.num_replicas
 
 
 class _SkippingSampler(Sampler[Any]):
@@ -122,7 +136,8 @@ class DeepSpeedDataLoader:
         data_sampler: Order of samples to use instead; it must know its rank by itself.
         data_parallel_world_size, data_parallel_rank: None for the default process group's.
         dataloader_drop_last: Drop the last incomplete batch.
-        deepspeed_dataloader_config: ``seed`` (0) and ``shuffle`` (true).
+        deepspeed_dataloader_config: ``seed`` (0), ``shuffle`` (true), and ``micro_batches`` of a
+            step over all ranks, which are then kept together (`ResumableDistributedSampler`).
 
     Attributes:
         post_process_func: Called as ``fn(batch, state)`` with each batch that a
@@ -165,6 +180,7 @@ class DeepSpeedDataLoader:
         self._running: Iterator[Any] | None = None
         self.post_process_func: Callable[[Any, dict[str, Any]], Any] | None = None
         self._world, self._rank = _data_parallel_place(data_parallel_world_size, data_parallel_rank)
+        self._micro_batches = settings.get("micro_batches")
         self.data_sampler = self._make_sampler(data_sampler, bool(settings.get("shuffle", True)))
         # Its own generator: torch's loader draws a seed from the global one at the start of each
         # pass, so that a resumed run, which starts one pass more, would see other random numbers
@@ -197,18 +213,20 @@ class DeepSpeedDataLoader:
             return given
         if given is not None:
             return _SkippingSampler(given)
+        return self._own_sampler(shuffle)
+
+    def _own_sampler(self, shuffle: bool) -> ResumableDistributedSampler:
         place = (len(self.dataset), self._world, self._rank)
-        return ResumableDistributedSampler(*place, shuffle, self.seed, self.dataloader_drop_last)
+        order = (shuffle, self.seed, self.dataloader_drop_last)
+        dealt = () if self._micro_batches is None else (self.batch_size, self._micro_batches)
+        return ResumableDistributedSampler(*place, *order, *dealt)
 
     def __len__(self) -> int:
         """Return the batches of a whole epoch (TypeError for a dataset without a length)."""
         if isinstance(self.data_sampler, DeepSpeedDataSampler):
             return self.data_sampler.num_micro_batches
         if isinstance(self.data_sampler, ResumableDistributedSampler):
-            whole = ResumableDistributedSampler(
-                len(self.dataset), self._world, self._rank, drop_last=self.dataloader_drop_last
-            )
-            samples = len(whole)
+            samples = len(self._own_sampler(shuffle=False))
         elif isinstance(self.data_sampler, _SkippingSampler):
             samples = len(self.data_sampler) + self.data_sampler.skip
         else:

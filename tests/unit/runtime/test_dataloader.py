@@ -55,6 +55,25 @@ def test_order_is_that_of_torchs_distributed_sampler(length, world, drop_last):
         assert list(ours) == expected[rank] and len(ours) == len(expected[rank])
 
 
+@pytest.mark.parametrize("length, drop_last", [(24, True), (29, True), (29, False)])
+def test_micro_batches_do_not_depend_on_ranks(length, drop_last):
+    """Kills: samples dealt one by one, an epoch that ends where ranks end."""
+
+    def micro_batches(world):
+        place = {"seed": 3, "drop_last": drop_last, "together": 2, "micro_batches": 6}
+        samplers = [ResumableDistributedSampler(length, world, r, **place) for r in range(world)]
+        dealt = [list(one) for one in samplers]
+        assert [len(one) for one in samplers] == [len(one) for one in dealt]
+        count = len(dealt[0]) // 2
+        return [dealt[r][2 * t : 2 * t + 2] for t in range(count) for r in range(world)]
+
+    alone = micro_batches(1)
+    assert len(alone) == (18 if not drop_last else 12)
+    assert micro_batches(2) == micro_batches(3) == micro_batches(6) == alone
+    with pytest.raises(ValueError, match="cannot be dealt to 4 ranks"):
+        ResumableDistributedSampler(length, 4, 0, together=2, micro_batches=6)
+
+
 def test_an_epoch_is_complete_and_the_next_one_is_shuffled_anew():
     ranks = [loader(24, rank=rank) for rank in (0, 1)]
     epochs = [[values(one) for one in ranks] for _ in range(2)]
