@@ -110,6 +110,7 @@ setup(
             "ds_elastic = deepspeed.elasticity.cli:main",
             "ds_report = deepspeed.env_report:cli_main",
             "ds_to_universal = deepspeed.checkpoint.ds_to_universal:command",
+            "ds_diff = deepspeed.verify.diff:command",
             "ds_verify = deepspeed.verify.oracle.cli:command",
             "ds_watch = deepspeed.monitor.watch.cli:command",
         ]

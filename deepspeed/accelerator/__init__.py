@@ -21,6 +21,7 @@ from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 from deepspeed.accelerator.real_accelerator import (
     get_accelerator,
     is_current_accelerator_supported,
+    runs_ahead,
     set_accelerator,
 )
 from deepspeed.accelerator.streams import Event, Stream
@@ -31,5 +32,6 @@ __all__ = [
     "Stream",
     "get_accelerator",
     "is_current_accelerator_supported",
+    "runs_ahead",
     "set_accelerator",
 ]

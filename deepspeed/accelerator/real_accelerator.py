@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 
+import torch
+
 from deepspeed.accelerator.abstract_accelerator import DeepSpeedAccelerator
 
 ACCELERATOR_ENV = "DS_ACCELERATOR"
@@ -124,3 +126,9 @@ def is_current_accelerator_supported() -> bool:
     if current._name in _BUILT_IN:
         return True
     return current._name in _plugins()
+
+
+def runs_ahead(tensor: torch.Tensor) -> bool:
+    """Whether the host issues work on `tensor`'s device ahead, so that reading a value waits."""
+    current = get_accelerator()
+    return not current.resolves_data_dependency() and current.on_accelerator(tensor)

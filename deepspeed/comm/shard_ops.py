@@ -44,6 +44,14 @@ class PendingShards:
         if total.numel():
             self._works = [dist.all_reduce(total, group=group, async_op=True)]
 
+    def gather_over(self, group: dist.Group) -> None:
+        """Add the pieces of the ranks of `group`, which own the same slice, in their order."""
+        own = torch.cat(self.wait())
+        if own.numel():
+            whole = own.new_empty(own.numel() * dist.get_world_size(group=group))
+            self.pieces = list(torch.split(whole, self.pieces[0].numel()))
+            self._works = [dist.all_gather_into_tensor(whole, own, group=group, async_op=True)]
+
     def wait(self) -> list[torch.Tensor]:
         for work in self._works:
             work.wait()
@@ -99,10 +107,11 @@ def _exchange(
 
 
 def reduce_to_owners(
-    bucket: torch.Tensor, group: dist.Group = None, async_op: bool = False
+    bucket: torch.Tensor, group: dist.Group = None, async_op: bool = False, apart: bool = False
 ) -> PendingShards:
     """Sum the `i`-th of as many equal parts of `bucket` (contiguous, 1-D, undefined afterwards) as
-    there are ranks onto rank `i` of `group`; with `async_op`, `wait()` completes it.
+    there are ranks onto rank `i` of `group`; with `async_op`, `wait()` completes it. With `apart`
+    they are brought there and not summed: as many pieces as ranks, in their order.
     """
     rank, world = dist.get_rank(group=group), dist.get_world_size(group=group)
     works: list[Any] = []
@@ -112,6 +121,10 @@ def reduce_to_owners(
         own = parts[rank]
         pieces = [own if peer == rank else torch.empty_like(own) for peer in range(world)]
         works = _exchange(parts, pieces, range(world), rank, group)
+    elif world > 1 and apart:
+        found = torch.empty_like(bucket)
+        pieces = _parts(found, world)
+        works = [dist.all_to_all_single(found, bucket, group=group, async_op=True)]
     elif world > 1:
         pieces = [torch.empty_like(pieces[0])]
         works = [dist.reduce_scatter_tensor(pieces[0], bucket, group=group, async_op=True)]

@@ -1,6 +1,6 @@
 """Optimizers by name (adam, adagrad, lamb, lion, muon), `host_optimizer` for state on the host,
-`whole_parameters` for those that need more than a shard, `flattening`, `op_builder` for native
-operators, and aio, which is a name only.
+`whole_parameters` for those that need more than a shard, `squares` for their norms and those of
+gradients, `flattening`, `op_builder` for native operators, and aio, which is a name only.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed.ops.squares import IN_ORDER, Squares
+
 
 class Part(NamedTuple):
     """What this rank has of a parameter: `tensor[at]` of a tensor like its shard."""
@@ -45,7 +47,20 @@ class WholeParameters(ABC):
 
     @abstractmethod
     def sum_parts(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum `values` `[..., len(shapes)]`, which may be overwritten, over ranks; collective."""
+        """Sum `values`, which may be overwritten, over ranks; collective."""
+
+    def squares(self, tensors: Sequence[torch.Tensor], by: Squares) -> torch.Tensor:
+        """Sum the squares of whole parameters in tensors like the shard; collective.
+
+        Returns:
+            fp32, shape `[len(tensors), len(shapes)]`.
+        """
+        count = len(self.shapes)
+        sums = by.zeros(len(tensors) * count, tensors[0].device)
+        for number, tensor in enumerate(tensors):
+            for param, at in self.parts:
+                sums[number * count + param] = by.of([tensor[at].reshape(-1)])
+        return by.totals(self.sum_parts(sums)).view(len(tensors), count)
 
 
 class OneParameter(WholeParameters):
@@ -68,11 +83,14 @@ class WholeParameterOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._shards: dict[torch.Tensor, WholeParameters] = {}
+        self.squares: Squares = IN_ORDER  # how norms are summed
         super().__init__(params, defaults)
 
-    def use_shards(self, shards: Mapping[torch.Tensor, WholeParameters]) -> None:
+    def use_shards(
+        self, shards: Mapping[torch.Tensor, WholeParameters], squares: Squares = IN_ORDER
+    ) -> None:
         """Take these tensors for shards from now on, the others for whole parameters."""
-        self._shards = dict(shards)
+        self._shards, self.squares = dict(shards), squares
 
     def parameters_in(self, tensor: torch.Tensor) -> WholeParameters:
         found = self._shards.get(tensor)

@@ -7,9 +7,10 @@ run itself, are parts that it has (`engine_parts`), one subject a file.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from deepspeed.runtime.engine_parts.checkpoints import EngineCheckpoints
 from deepspeed.runtime.engine_parts.compiling import EngineCompiling
 from deepspeed.runtime.engine_parts.data import EngineData
 from deepspeed.runtime.engine_parts.device_memory import EngineDeviceMemory
+from deepspeed.runtime.engine_parts.digest import digest_of_all, digests_by_name
 from deepspeed.runtime.engine_parts.face import EngineFace
 from deepspeed.runtime.engine_parts.losses import Losses, check_loss
 from deepspeed.runtime.engine_parts.model_setup import (
@@ -200,6 +202,7 @@ class DeepSpeedEngine(EngineFace, nn.Module):
             set_log_level_from_string(tree.log_level)
         self.global_steps = 0
         self.global_samples = 0
+        self._digests: dict[str, str] | None = None  # of the last step, if it is one with digests
         self.loaded_checkpoint_tag: str | None = None
         self.enable_backward_allreduce = True
         self.tracker = AccumulationTracker(
@@ -212,7 +215,9 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         self._reports = EngineReports(self)
         self._device_memory = EngineDeviceMemory(self)
         self._compiling = EngineCompiling(self)
-        self._losses = Losses(self.tracker, self.timers)
+        self._losses = Losses(
+            self.tracker, self.timers, self._config.tree.reproducibility.world_size_invariant
+        )
         self._plain_backward = PlainBackward(self, self._losses)
 
     def __getattr__(self, name: str) -> Any:
@@ -246,12 +251,42 @@ class DeepSpeedEngine(EngineFace, nn.Module):
             self._abort_backward()
         if self.fp16_auto_cast():
             inputs, kwargs = self._cast_inputs(inputs, kwargs)
+        if self.training:
+            self._seed_forward()
         with autocast_if_enabled(self):
             outputs = self.module(*inputs, **kwargs)
         if self.training and torch.is_grad_enabled() and self._sequence is not None:
             self._plain_backward.watch(outputs)
         self.timers.stop_forward()
         return outputs
+
+    def _seed_forward(self) -> None:
+        """Let random numbers of a forward depend on its micro-batch alone; see `canonical`."""
+        settings = self._config.tree.reproducibility
+        if settings.world_size_invariant and settings.seed_forwards:
+            ranks = self.model_ranks.replicas
+            number = (
+                self.tracker.micro_steps % self.tracker.steps * dist.get_world_size(group=ranks)
+            )
+            place = (settings.seed, self.global_steps, number + dist.get_rank(group=ranks))
+            digest = hashlib.sha256(repr(place).encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:8], "little"))
+
+    @overload
+    def state_digest(self, per_parameter: Literal[False] = False) -> str: ...
+    @overload
+    def state_digest(self, per_parameter: Literal[True]) -> dict[str, str]: ...
+    def state_digest(self, per_parameter: bool = False) -> str | dict[str, str]:
+        """Hash names, masters and optimizer state, however they are cut and wherever they lie: 64
+        hexadecimal digits, or (`per_parameter`) as many by name. All ranks call it.
+        """
+        sequence = self._require_optimizer("state_digest")
+        names = {param: name for name, param in self.module.named_parameters()}
+        # Of those that hold the same: one instance of several, or the first of all ranks.
+        shard_rank = getattr(sequence.masters, "shard_rank", 0)
+        counts = dist.get_rank(group=self.model_ranks.replicas) == shard_rank
+        by_name = digests_by_name(sequence, names, counts)
+        return by_name if per_parameter else digest_of_all(by_name)
 
     def _cast_inputs(self, inputs: object, kwargs: object) -> tuple[Any, Any]:
         def cast(value: object) -> Any:
@@ -272,7 +307,7 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         self._losses.tell_opened(sequence, loss, scale_wrt_gas=True)
         self._losses.show(loss, scale_wrt_gas=True)
         self.tracker.state = BackwardState.ANNOUNCED
-        return self._losses.scaled(sequence, self._losses.divided(loss, scale_wrt_gas=True))
+        return self._losses.scaled(sequence, loss, scale_wrt_gas=True)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -292,14 +327,14 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         sequence = self._begin_managed_backward()
         self._losses.tell_opened(sequence, loss, scale_wrt_gas)
         self._losses.show(loss, scale_wrt_gas)
-        loss = self._losses.divided(loss, scale_wrt_gas)
         try:
-            self._losses.scaled(sequence, loss).backward(retain_graph=retain_graph)
+            scaled = self._losses.scaled(sequence, loss, scale_wrt_gas)
+            scaled.backward(retain_graph=retain_graph)
         except BaseException:
             self._abort_backward()
             raise
         self._backward_epilogue()
-        return loss
+        return self._losses.divided(loss, scale_wrt_gas)
 
     def _begin_managed_backward(self) -> StepSequence:
         """Begin a backward whose loss, or incoming gradient, the engine divided and scaled."""
@@ -449,6 +484,10 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         samples_of_one = self._config.train_batch_size // self.tracker.steps
         self.global_samples += samples_of_one * self.tracker.micro_batches
         self.tracker.backwards = 0
+        self._digests = None
+        digest_every = self._config.tree.reproducibility.digest_every
+        if digest_every and self.global_steps % digest_every == 0:
+            self._digests = self.state_digest(per_parameter=True)
         every = self._config.tree.steps_per_print
         if every and self.global_steps % every == 0:
             self._reports.report_progress()

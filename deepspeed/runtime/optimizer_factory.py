@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.whole_parameters import WholeParameterOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -169,7 +170,9 @@ def build_basic_optimizer(
             "configuration"
         )
     params = dict(block.params)
-    factory = _optimizer_class(block.type, params, _offloads(config))
+    # One kernel wherever masters lie: torch's fused ones round the end of a slice differently.
+    on_host = config.tree.reproducibility.world_size_invariant and _is_on_host()
+    factory = _optimizer_class(block.type, params, _offloads(config) or on_host)
     arguments = read_arguments(factory, params, PARAMS)
     if block.type.lower() == MUON_OPTIMIZER:
         # startup: only what is named is needed
@@ -182,6 +185,10 @@ def build_basic_optimizer(
         raise DeepSpeedConfigError(
             f"optimizer.type {block.type!r} with {PARAMS} {arguments}: {error}"
         ) from error
+
+
+def _is_on_host() -> bool:
+    return get_accelerator().resolves_data_dependency()
 
 
 def _offloads(config: DeepSpeedConfig) -> bool:
@@ -280,7 +287,11 @@ def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSe
     by_owners = type(basic).__name__ in BY_OWNERS
     check_whole_parameters(basic, elementwise, by_owners, context.param_names, context.ranks)
     check_spread_experts(basic, context.param_names)
-    if stage > 0:
+    # So does the canonical sum: owners are who sum.
+    shards_state = stage > 0 or tree.reproducibility.world_size_invariant
+    if tree.reproducibility.world_size_invariant:
+        _check_canonical(basic, context, accumulation)
+    if shards_state:
         zero = tree.zero_optimization
         if zero.save_muon_momentum_buffer_in_memory and _offloads(context.config):
             raise DeepSpeedConfigError(
@@ -303,7 +314,7 @@ def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSe
         )
     # BF16_Optimizer shards masters at stage 0 too, not for whole-parameter optimizers.
     is_bf16_summed = model_dtype == torch.bfloat16 and accumulation == torch.float32
-    if stage > 0 or (is_bf16_summed and elementwise):
+    if shards_state or (is_bf16_summed and elementwise):
         return _sharded(basic, context, stage, accumulation)
     names, steps = context.param_names, _steps(context, is_sharded=False)
     reduction = _reduction(context)
@@ -330,6 +341,33 @@ def _check_accumulation(
             f"{stage} is not supported; use fp32, or leave it out to accumulate in the model's "
             "dtype"
         )
+
+
+def _check_canonical(
+    basic: torch.optim.Optimizer, context: WrapContext, accumulation: torch.dtype | None
+) -> None:
+    """Refuse what depends on the number of ranks, or rounds where the canonical sum does not."""
+    tree = context.config.tree
+    fused = [group for group in basic.param_groups if group.get("fused")]
+    given = {
+        "gradient_allreduce_op": tree.gradient_allreduce_op != "mean",
+        "prescale_gradients": tree.prescale_gradients,
+        "gradient_predivide_factor": tree.gradient_predivide_factor != 1.0,
+        "communication_data_type": tree.communication_data_type is not None,
+        "torch_autocast.enabled": context.comm_dtype_of is not None,
+        "data_types.grad_accum_dtype": accumulation not in (None, torch.float32),
+        "managed_gradient_accumulation": not tree.managed_gradient_accumulation,
+        "tensor_parallel, sequence_parallel_size, experts over ranks, or pipeline stages": (
+            context.ranks.has_parts or context.ranks.experts
+        ),
+        f"{type(basic).__name__}(fused=True) on the host": bool(fused) and _is_on_host(),
+    }
+    for key, is_given in given.items():
+        if is_given:
+            raise DeepSpeedConfigError(
+                f"reproducibility.world_size_invariant: true with {key}, which makes results "
+                "depend on the number of ranks: leave one of them out"
+            )
 
 
 def _check_partial_offload(basic: torch.optim.Optimizer, config: DeepSpeedConfig) -> None:
@@ -361,8 +399,10 @@ def _steps(context: WrapContext, is_sharded: bool) -> StepSettings:
             prescale=tree.prescale_gradients,
             predivide_factor=tree.gradient_predivide_factor if given else None,
             sum_op=tree.gradient_allreduce_op == "sum",
+            divides=not tree.reproducibility.world_size_invariant,
         ),
         loss_scaler=build_loss_scaler(context.config),
+        exact_norm=tree.reproducibility.world_size_invariant,
         check_grad_overflow=(
             tree.bf16.check_grad_overflow if context.model_dtype == torch.bfloat16 else True
         ),
@@ -399,6 +439,7 @@ def _reduction(context: WrapContext) -> ReductionSettings:
         contiguous_gradients=zero.contiguous_gradients,
         reduce_scatter=zero.reduce_scatter,
         ignore_unused_parameters=zero.ignore_unused_parameters,
+        canonical=context.config.tree.reproducibility.world_size_invariant,
     )
 
 
@@ -421,7 +462,8 @@ def _sharded(
 ) -> ZeROOptimizer:
     shards, reduction = _shards(context, accumulation), _reduction(context)
     names, steps = context.param_names, _steps(context, is_sharded=True)
-    if context.model_dtype == torch.bfloat16 and accumulation == torch.float32 and stage < 2:
+    is_summed_here = stage < 2 and not reduction.canonical
+    if context.model_dtype == torch.bfloat16 and accumulation == torch.float32 and is_summed_here:
         immediate = context.config.tree.bf16.immediate_grad_update
         return BF16_Optimizer(basic, names, steps, shards, reduction, immediate)
     if context.parameter_offload is not None:
@@ -431,5 +473,5 @@ def _sharded(
         offload = context.parameter_offload
         return DeepSpeedZeroOptimizer_Stage3(basic, names, steps, shards, reduction, offload)
     # Stage 1 sums micro-batches before the reduction, stage 2 after it, in the owned shard.
-    local = accumulation if stage == 1 else None
+    local = accumulation if stage == 1 and is_summed_here else None
     return DeepSpeedZeroOptimizer(basic, names, steps, shards, reduction, stage == 2, local)

@@ -46,12 +46,6 @@ class _Kept(NamedTuple):
     event: Event
 
 
-def runs_ahead(tensor: torch.Tensor) -> bool:
-    """Whether the host issues work on `tensor`'s device ahead, so that reading a value waits."""
-    accelerator = get_accelerator()
-    return not accelerator.resolves_data_dependency() and accelerator.on_accelerator(tensor)
-
-
 class SideStream:
     """A stream beside the one that computes, and what must outlive the work on it.
 

@@ -12,14 +12,13 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed._lazy import lazy_attributes
-from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator import get_accelerator, runs_ahead
 from deepspeed.comm.watch.operation_log import print_rank_0
 from deepspeed.runtime.gradients.norm import clip_factor, local_squared_norm, reduce_squared_norm
 from deepspeed.runtime.sharding.model_ranks import (
     is_model_parallel_parameter as is_model_parallel_parameter,  # upstream's path of it
 )
 from deepspeed.runtime.sharding.model_ranks import norm_selection
-from deepspeed.runtime.streams import runs_ahead
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from deepspeed.utils.timer import device_memory
 

@@ -7,7 +7,8 @@ counted exactly once. `lowered_sizes()`: pieces of work so small that a small mo
 `check_budgets()`: what can hang for want of hardware queues and processors.
 
 Behind them: `streams` (the checker), `ledgers`, `sizes`, `memory`, `budgets`. `oracle` is the
-command `ds_verify`, which runs a user's model against one process.
+command `ds_verify`, which runs a user's model against one process, `diff` the command `ds_diff`,
+which tells where two runs part.
 """
 
 from deepspeed._lazy import lazy_attributes

@@ -74,11 +74,7 @@ class FusedLamb(WholeParameterOptimizer):
         root = (second + eps).sqrt_() if self.eps_inside_sqrt else second.sqrt_().add_(eps)
         update = (state["exp_avg"] / correct1).div_(root).add_(tensor, alpha=group["weight_decay"])
         whole = self.parameters_in(tensor)
-        squares = torch.zeros(2, len(whole.shapes), dtype=torch.float32, device=tensor.device)
-        for param, at in whole.parts:
-            squares[0, param] = torch.linalg.vector_norm(tensor[at]).square()
-            squares[1, param] = torch.linalg.vector_norm(update[at]).square()
-        weight_norm, update_norm = whole.sum_parts(squares).sqrt_()
+        weight_norm, update_norm = whole.squares([tensor, update], self.squares).sqrt_()
         ratio = (weight_norm / update_norm).clamp_(group["min_coeff"], group["max_coeff"])
         # A zero norm says nothing about the scale of the layer: plain step.
         ratio = torch.where((weight_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio))

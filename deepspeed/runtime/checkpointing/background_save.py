@@ -38,12 +38,13 @@ from typing import Any
 import torch
 
 from deepspeed import comm as dist
+from deepspeed.accelerator import runs_ahead
 from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.comm.process_groups import own_connection
 from deepspeed.comm.watch import lone_waits
 from deepspeed.runtime.checkpointing.folders import Put
 from deepspeed.runtime.checkpointing.save_job import SaveJob
-from deepspeed.runtime.streams import LateNumber, runs_ahead
+from deepspeed.runtime.streams import LateNumber
 from deepspeed.utils.logging import logger
 
 WAIT_S = 1800.0  # for another rank's files or its disk: as long as torch waits for a collective

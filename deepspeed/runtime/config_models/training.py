@@ -142,6 +142,21 @@ def _params(value: object) -> object:
 Params = Annotated[dict[str, Any], BeforeValidator(_params)]
 
 
+class ReproducibilityConfig(DeepSpeedConfigModel):
+    """Equal bits whatever ranks there are; this project's own."""
+
+    world_size_invariant: Bool = option(
+        False, "Sum gradients and norms in an order that no number of ranks can change."
+    )
+    seed_forwards: Bool = option(
+        True, "Seed random numbers before each forward by seed, step and micro-batch."
+    )
+    seed: Natural = option(1234, "Seed of forwards.")
+    digest_every: Natural = option(
+        0, "Steps from one digest in the record of `watch` to the next; 0: none."
+    )
+
+
 class OptimizerConfig(DeepSpeedConfigModel):
     """The optimizer that the engine builds."""
 
@@ -256,6 +271,8 @@ class TrainingConfig(DeepSpeedConfigModel):
     sparse_gradients: Bool = option(False, "Reduce gradients of sparse embeddings as sparse.")
     disable_allgather: Bool = option(False, "Broadcast updated parameters, not gather them.")
     managed_gradient_accumulation: Bool = option(True, "Micro-batches are counted for the caller.")
+
+    reproducibility: ReproducibilityConfig = block(ReproducibilityConfig)
 
     # Number formats
     fp16: DeepSpeedFP16Config = block(DeepSpeedFP16Config)

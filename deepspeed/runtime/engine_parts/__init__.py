@@ -10,6 +10,7 @@ Objects that it has, one subject a file:
     optimizers      from the client's optimizer, or the configuration's, to the step sequence
     losses          by what a loss is divided and scaled, and who is shown it
     plain_backward  `loss.backward()`, which the engine notices and does not run
+    digest          one hash over masters and optimizer state, however they are cut
     reports         what a step has come to, and the lines that the engine logs
     checkpoints     saving and loading, which `checkpointing` does
     device_memory   state that moves to the host and back

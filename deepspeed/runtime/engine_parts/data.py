@@ -45,9 +45,14 @@ class EngineData:
                 sampling = self._engine._config.tree.data_efficiency.data_sampling
                 pin_memory = sampling.pin_memory
                 num_local_io_workers = num_local_io_workers or sampling.num_workers
+        order = {}
+        if self._engine._config.tree.reproducibility.world_size_invariant:
+            steps = self._engine._config.gradient_accumulation_steps
+            order["micro_batches"] = steps * self._engine.dp_world_size
         return DeepSpeedDataLoader(
             dataset=dataset,
             batch_size=batch_size,
+            deepspeed_dataloader_config=order,
             pin_memory=pin_memory and self._engine.device.type != "cpu",
             collate_fn=collate_fn or self._engine.collate_fn,
             local_rank=self._engine.local_rank,

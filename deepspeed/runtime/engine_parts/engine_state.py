@@ -61,6 +61,7 @@ class WatchedEngine(EngineState, Protocol):
     basic_optimizer: torch.optim.Optimizer | None
     global_rank: int
     world_size: int
+    _digests: dict[str, str] | None
     _check_at_step: Callable[[], None] | None
 
     def _gradient_scope(self) -> GradientScope: ...

@@ -26,8 +26,14 @@ def check_loss(what: str, loss: Any, needs_graph: bool) -> None:
 class Losses:
     """Losses on their way into backward."""
 
-    def __init__(self, tracker: AccumulationTracker, timers: EngineTimers) -> None:
-        self._tracker, self._timers = tracker, timers
+    def __init__(
+        self, tracker: AccumulationTracker, timers: EngineTimers, divides_late: bool
+    ) -> None:
+        self._tracker, self._timers, self._divides_late = tracker, timers, divides_late
+
+    def late_divisor(self, is_plain: bool = False) -> float:
+        """By what the reduction divides; `is_plain` of a backward that the engine was not given."""
+        return float(self._tracker.divisor) if is_plain or self._divides_late else 1.0
 
     def tell_opened(
         self, sequence: StepSequence, loss: torch.Tensor | None, scale_wrt_gas: bool
@@ -49,7 +55,13 @@ class Losses:
         divisor = self._tracker.divisor if scale_wrt_gas else 1
         return loss / divisor if divisor != 1 else loss
 
-    @staticmethod
-    def scaled(sequence: StepSequence, loss: torch.Tensor) -> torch.Tensor:
+    def scaled(
+        self, sequence: StepSequence, loss: torch.Tensor, scale_wrt_gas: bool
+    ) -> torch.Tensor:
+        """Return what backward starts from, divided here or, later, by the reduction."""
+        if self._divides_late:
+            sequence.accumulation_divisor = self.late_divisor() if scale_wrt_gas else 1.0
+        else:
+            loss = self.divided(loss, scale_wrt_gas)
         # fp32: the scaled loss itself must not overflow in half precision.
         return loss.float() * sequence.loss_scale if sequence.needs_scaler() else loss

@@ -63,7 +63,7 @@ class PlainBackward:
         sequence = self._engine._require_optimizer("backward")
         announced = state is BackwardState.ANNOUNCED
         self._engine._begin_window(not announced, None if announced else self._foreign())
-        sequence.accumulation_divisor = 1.0 if announced else float(self._engine.tracker.divisor)
+        sequence.accumulation_divisor = self._losses.late_divisor(is_plain=not announced)
         self._engine.tracker.state = BackwardState.RUNNING
         self.is_unscaled = not announced and sequence.needs_scaler()
         sequence.backward_prologue()
@@ -119,7 +119,7 @@ class PlainBackward:
     def adopt_unnoticed_gradients(self) -> None:
         """Take gradients of a model called past the engine: nobody has divided or scaled them."""
         sequence = self._engine._require_optimizer("step")
-        sequence.accumulation_divisor = float(self._engine.tracker.divisor)
+        sequence.accumulation_divisor = self._losses.late_divisor(is_plain=True)
         if all(param.grad is None for param in self._engine.module.parameters()):
             tell_no_backward("engine.step()")
         elif sequence.needs_scaler():

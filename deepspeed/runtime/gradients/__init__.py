@@ -8,7 +8,8 @@
   `bucket_hooks` reports gradients to the second, late, absent and static ones too, and
   `bucket_buffers` is the memory.
 - `reduce_rule`: by what a gradient is scaled, the only place that knows.
-- `sink`: the owner's gradient, on the device or the host. `norm`: global norm and clipping factor.
+- `sink`: the owner's gradient, on the device or the host; `canonical`: summed in an order that no
+  number of ranks changes. `norm`: global norm and clipping factor.
 - `sequence_parts`: gradients that are summed over tensor-parallel ranks first. `overlay`: a narrow
   flat buffer in the memory of a wide one.
 

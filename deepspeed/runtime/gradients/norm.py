@@ -8,20 +8,17 @@ selection.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TypeVar
 
 import torch
 
 from deepspeed import comm as dist
 from deepspeed.comm.watch import lone_waits
-from deepspeed.runtime.streams import runs_ahead
+from deepspeed.ops.squares import IN_ORDER, Squares
 
 # Added to the norm before it divides, as torch.nn.utils.clip_grad_norm_ does.
 CLIP_EPSILON = 1e-6
-# Elements of which torch takes one norm on the host. It sums the squares of all that it is given in
-# a few fp32 numbers there, which lose 0.5 % of the norm of 2**26 elements.
-HOST_PIECE = 1 << 14
 # Where it is known: on the host or on a device.
 Norm = TypeVar("Norm", float, torch.Tensor)
 
@@ -41,45 +38,28 @@ def local_squared_norm(
     grads: Iterable[torch.Tensor],
     device: torch.device,
     counted_elsewhere: Iterable[torch.Tensor] = (),
+    squares: Squares = IN_ORDER,
 ) -> torch.Tensor:
-    """Sum the squares of all elements of `grads`: fp32, shape `[1]`, on `device`.
+    """Sum the squares of all elements of `grads`: a row of `squares.zeros`, on `device`.
 
     Copies of what another rank counts (`counted_elsewhere`) add nothing, but one that is not finite
     here makes the result NaN: were it only so on this rank, all others would step and this one's
     parameters would be lost.
     """
-    total = _squared(grads, device)
+    total = _squared(grads, device, squares)
     others = list(counted_elsewhere)
-    return total + 0.0 * _squared(others, device) if others else total
+    return total + 0.0 * _squared(others, device, squares) if others else total
 
 
-def _squared(grads: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+def _squared(grads: Iterable[torch.Tensor], device: torch.device, squares: Squares) -> torch.Tensor:
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for grad in grads:
         if grad.numel():
             by_device.setdefault(grad.device, []).append(grad)
-    total = torch.zeros(1, dtype=torch.float32, device=device)
+    total = squares.zeros(1, device)
     for tensors in by_device.values():
-        norms = torch.cat([norm for tensor in tensors for norm in _norms(tensor)])
-        total += norms.square_().sum().to(device, non_blocking=True)
+        total += squares.of(tensors).to(device, non_blocking=True)
     return total
-
-
-def _norms(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Norms of pieces of a tensor, in tensors of one dimension."""
-    whole = tensor.numel() // HOST_PIECE * HOST_PIECE
-    if whole and not runs_ahead(tensor) and tensor.is_contiguous():
-        flat = tensor.view(-1)
-        yield _norm(flat[:whole].view(-1, HOST_PIECE), dim=1)
-        tensor = flat[whole:]
-    if tensor.numel():
-        yield _norm(tensor).view(1)
-
-
-def _norm(tensor: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    # dtype=float32: half-precision inputs would otherwise square and sum in their own dtype.
-    norm: torch.Tensor = torch.linalg.vector_norm(tensor, 2, dim, dtype=torch.float32)
-    return norm
 
 
 def reduce_squared_norm(squared: torch.Tensor, group: dist.Group) -> torch.Tensor:

@@ -77,12 +77,14 @@ class ReduceRule:
         predivide_factor: Part of the division that is done before the collective when `prescale` is
             off; None chooses it by what travels.
         sum_op: `gradient_allreduce_op` is "sum".
+        divides: Off, neither is done here: who sums (`canonical`) divides once.
     """
 
     world: int
     prescale: bool = False
     predivide_factor: float | None = None
     sum_op: bool = False
+    divides: bool = True
 
     def factors(
         self, accumulation_divisor: float = 1.0, travels_in: torch.dtype | None = None
@@ -90,6 +92,8 @@ class ReduceRule:
         """Return the factors for a bucket of the dtype `travels_in` whose sum over micro-batches
         still has to be divided by `accumulation_divisor`.
         """
+        if not self.divides:
+            return ReduceFactors(1.0, 1.0)
         pre, post = (1.0 / self.world, 1.0) if self.prescale else self._split(travels_in)
         return ReduceFactors(pre, post / accumulation_divisor)
 

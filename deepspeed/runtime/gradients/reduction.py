@@ -37,6 +37,8 @@ class ReductionSettings:
     reduce_scatter: bool = True
     # count a parameter without gradient as zero; otherwise raise, naming it
     ignore_unused_parameters: bool = True
+    # sum micro-batches of all ranks in one order, whichever ranks there are (`canonical`)
+    canonical: bool = False
 
     def travels_in(self, param: nn.Parameter) -> torch.dtype:
         """The dtype that this parameter's gradient travels in, where it is not summed before."""

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator import get_accelerator, runs_ahead
 from deepspeed.runtime.gradients.buckets import Segment
 from deepspeed.runtime.sharding.group import ShardedGroup
-from deepspeed.runtime.streams import SideStream, StagingBuffers, runs_ahead
+from deepspeed.runtime.streams import SideStream, StagingBuffers
 
 # Elements that the host widens and adds at a time: what it widens stays in the cache. A whole slice
 # would cost memory of its own, and adding a narrow tensor to a wide one directly takes torch
@@ -56,6 +56,22 @@ def _accumulate_all(
         target.add_(part, alpha=factor)
 
 
+class Sums:
+    """How pieces join the owned gradient: added as they come."""
+
+    def add(
+        self, target: torch.Tensor, parts: Sequence[torch.Tensor], factor: float, first: bool
+    ) -> None:
+        """Add factor * sum of `parts` to `target`; `first` replaces it."""
+        accumulate(target, parts, factor, first)
+
+    def finish(self) -> None:
+        """Write what is not written yet, before the owned gradient is read."""
+
+    def clear(self) -> None:
+        """Forget what is not written."""
+
+
 class _Target(NamedTuple):
     """Where pieces are added, and how."""
 
@@ -68,8 +84,9 @@ class _Target(NamedTuple):
 class DeviceSink:
     """Adds reduced pieces to `group.grad` where it lies on the device of the pieces."""
 
-    def __init__(self) -> None:
+    def __init__(self, sums: Sums) -> None:
         self.written: set[int] = set()
+        self._sums = sums
 
     @property
     def is_empty(self) -> bool:
@@ -106,20 +123,18 @@ class DeviceSink:
         for segment in to.segments:
             target = to.grad[segment.shard_start : segment.shard_start + segment.numel]
             parts = [piece[start : start + segment.numel] for piece in pieces]
-            self._accumulate(target, parts, to.factor, to.first)
+            self._sums.add(target, parts, to.factor, to.first)
             start += segment.numel
         return None
 
-    def _accumulate(
-        self, target: torch.Tensor, parts: list[torch.Tensor], factor: float, first: bool
-    ) -> None:
-        accumulate(target, parts, factor, first)
-
+    @torch.no_grad()
     def finish(self) -> None:
         """Return when `group.grad` is complete."""
+        self._sums.finish()
 
     def clear(self) -> None:
         self.written.clear()
+        self._sums.clear()
 
 
 class _Staged(NamedTuple):
@@ -138,8 +153,8 @@ class HostSink(DeviceSink):
     `buffer_count` buffers are on their way.
     """
 
-    def __init__(self, buffer_count: int) -> None:
-        super().__init__()
+    def __init__(self, sums: Sums, buffer_count: int) -> None:
+        super().__init__(sums)
         self._buffer_count = max(1, buffer_count)
         self._buffers = StagingBuffers(self._buffer_count)
         self._copies = SideStream(overlap=True, name="gradient offload stream")
@@ -189,6 +204,7 @@ class HostSink(DeviceSink):
         while self._in_flight:
             self._land()
         self._copies.join()
+        super().finish()
 
     def clear(self) -> None:
         while self._in_flight:

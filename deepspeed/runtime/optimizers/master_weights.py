@@ -13,8 +13,13 @@ from torch import nn
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.host_optimizer import HostOptimizer
+from deepspeed.ops.squares import IN_ORDER, ExactSquares
 from deepspeed.ops.whole_parameters import WholeParameterOptimizer
-from deepspeed.runtime.gradients.norm import joined, local_squared_norm, reduce_squared_norm
+from deepspeed.runtime.gradients.norm import (
+    joined,
+    local_squared_norm,
+    reduce_squared_norm,
+)
 from deepspeed.runtime.gradients.reduction import GradientContext
 from deepspeed.runtime.gradients.scope import GradientPiece
 from deepspeed.runtime.module_hooks.parameter_arrivals import ParameterArrivals
@@ -151,12 +156,13 @@ class MasterWeights:
         self.norm_group = steps.norm_group
         self.num_norm_groups = steps.num_norm_groups or len(init_optimizer.param_groups)
         self._counts_in_norm = steps.counts_in_norm
+        self._squares = ExactSquares() if steps.exact_norm else IN_ORDER
         shard_group = layout.shard_group
         self.num_shards = 1 if shard_group is None else dist.get_world_size(group=shard_group)
         self.shard_rank = 0 if shard_group is None else dist.get_rank(group=shard_group)
         self.group_squares: torch.Tensor | None = None
         self._grad_slices: dict[tuple[int, bool], list[slice]] = {}
-        self._per_param = per_param
+        self.per_param = per_param
         self.groups: list[ShardedGroup] = layout.groups(init_optimizer, per_param)
         self.publishing = Publishing(self.groups, self.settings)
         self.places = {
@@ -169,7 +175,8 @@ class MasterWeights:
                 {
                     group.masters[0]: DealtParameters(group, self.device, self.names(number))
                     for number, group in enumerate(self.groups)
-                }
+                },
+                self._squares,
             )
 
     def link(self, sequence: StepSequence) -> None:
@@ -234,15 +241,14 @@ class MasterWeights:
 
     def _squared_norm(self, group_index: int, device: torch.device) -> torch.Tensor:
         """Sum the squares of a group's gradients that count here: fp32, `[1]`, on `device`."""
-        return local_squared_norm(
-            self._norm_grads(group_index), device, self._norm_grads(group_index, counted=False)
-        )
+        own, others = (self._norm_grads(group_index, counted) for counted in (True, False))
+        return local_squared_norm(own, device, others, self._squares)
 
     def scaled_global_norm(self) -> torch.Tensor:
         """Return the norm of the whole model's gradient as accumulated (times the loss scale),
         fp32, `[1]`: local squared sums of all groups, then one reduction of them all.
         """
-        squares = torch.zeros(self.num_norm_groups, dtype=torch.float32, device=self.device)
+        squares = self._squares.zeros(self.num_norm_groups, self.device)
         for index in range(len(self.groups)):
             own = self._squared_norm(index, self.device).squeeze()
             squares[self._param_group_of(index)] += own
@@ -250,8 +256,8 @@ class MasterWeights:
 
     def _norm_of(self, squares: torch.Tensor) -> torch.Tensor:
         """The norm from reduced squared sums per group, which are kept."""
-        self.group_squares = squares
-        return squares.sum(0, keepdim=True).sqrt_()
+        self.group_squares = self._squares.totals(squares)
+        return self.group_squares.sum(0, keepdim=True).sqrt_()
 
     # Update
 
@@ -263,7 +269,7 @@ class MasterWeights:
     @torch.no_grad()
     def update(self, scaling: GradientScaling) -> None:
         self.publishing.await_parameters()
-        if isinstance(self.optimizer, HostOptimizer) and not self._per_param:
+        if isinstance(self.optimizer, HostOptimizer) and not self.per_param:
             publishers = self.publishing.publishers()
             masters = (group.masters[0] for group in self.groups)
             factor = float(scaling.factor)
@@ -274,7 +280,7 @@ class MasterWeights:
         groups = self.groups[: len(self.optimizer.param_groups)]
         grads = [group.grad_for_step() for group in groups]
         for group, grad in zip(groups, grads, strict=True):
-            views = group.param_views(grad) if self._per_param else [grad]
+            views = group.param_views(grad) if self.per_param else [grad]
             for master, view in zip(group.masters, views, strict=True):
                 master.grad = view
         scaling.step(self.optimizer, grads)
@@ -309,7 +315,7 @@ class MasterWeights:
     def own_tensors(self) -> Iterator[OwnTensor]:
         """Yield every tensor that the wrapped optimizer updates, in its order."""
         for index, group in enumerate(self.groups):
-            if self._per_param:
+            if self.per_param:
                 for master, param in zip(group.masters, group.params, strict=True):
                     yield OwnTensor.of_param(master, index, param)
                 continue

@@ -43,6 +43,7 @@ class StepSettings:
     # whether this rank counts a parameter in the norm (False for a replica that another rank
     # counts); None: all
     counts_in_norm: Callable[[nn.Parameter], bool] | None = None
+    exact_norm: bool = False  # sum squares so that no order of elements shows (`ops.squares`)
     # length of the norm's tensor, the same on all ranks; None: the number of parameter groups here
     num_norm_groups: int | None = None
     # device of the model, for a rank that has no trainable parameter to ask

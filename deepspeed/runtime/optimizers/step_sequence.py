@@ -14,6 +14,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed._absent import reason
+from deepspeed.accelerator import runs_ahead
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker, Window
 from deepspeed.runtime.gradients.norm import clip_factor
@@ -27,7 +28,6 @@ from deepspeed.runtime.optimizers.step_outcome import (
     UnreadNorms,
     takes_scaling,
 )
-from deepspeed.runtime.streams import runs_ahead
 from deepspeed.utils import memory_names
 from deepspeed.utils.logging import log_once
 

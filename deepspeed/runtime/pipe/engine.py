@@ -395,7 +395,7 @@ class PipelineEngine(DeepSpeedEngine):
             return []
         sequence = self._require_optimizer("train_batch")
         sequence.observer.loss_known(micro_batch, buffer.loss)
-        scaled = self._losses.scaled(sequence, buffer.loss / self.micro_batches)
+        scaled = self._losses.scaled(sequence, buffer.loss / self.micro_batches, False)
         buffer.keep_roots(scaled)
         return [torch.ones_like(scaled)]
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from deepspeed.accelerator import runs_ahead
 from deepspeed.runtime.sharding.fragments import ParameterCutTable
-from deepspeed.runtime.streams import runs_ahead
 
 # Whole parameters start at multiples of this, as kernels like it.
 ALIGNMENT_BYTES = 128

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator import get_accelerator, runs_ahead
 from deepspeed.comm.shard_ops import PendingShards, gather_from_owners, gather_slices, is_pairwise
 from deepspeed.comm.watch import lone_waits
 from deepspeed.runtime.module_hooks.parameter_arrivals import ParameterArrivals
 from deepspeed.runtime.sharding.flattening import lies_on_host
 from deepspeed.runtime.sharding.fragments import NumEl, Section
 from deepspeed.runtime.sharding.group import ShardedGroup
-from deepspeed.runtime.streams import StagingBuffers, runs_ahead
+from deepspeed.runtime.streams import StagingBuffers
 
 # Elements updated at a time: so many that what a piece costs by itself is small, so few that little
 # is left to be sent when the last one is updated.

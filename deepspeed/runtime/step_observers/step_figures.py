@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator import get_accelerator, runs_ahead
 from deepspeed.git_version_info import version
 from deepspeed.monitor.watch.record import FORMAT
 from deepspeed.runtime.step_observers.step_observer import MeanLoss, StepObserver
-from deepspeed.runtime.streams import LateNumber, runs_ahead
+from deepspeed.runtime.streams import LateNumber
 from deepspeed.runtime.utils import tensors_in
 from deepspeed.utils.timer import MAX_UNREAD, Span, begin_span, end_span
 
@@ -190,6 +190,8 @@ class StepFigures(StepObserver):
             "time": round(time.time(), 3),
             "samples": engine.train_batch_size(),
         }
+        if engine._digests is not None:
+            line["digests"] = engine._digests
         if self._tokens:
             line["tokens"] = self._tokens * engine.parallel_map.replicas.size
         if engine.curriculum_scheduler_legacy is not None:

@@ -33,6 +33,7 @@ from deepspeed.comm.watch import lone_waits
 from deepspeed.runtime.gradients.bucket_buffers import BucketBuffer, BucketBuffers
 from deepspeed.runtime.gradients.bucket_hooks import BucketHooks, StaticSumGuard, refuse_unused
 from deepspeed.runtime.gradients.buckets import BucketPlan, plan_buckets
+from deepspeed.runtime.gradients.canonical import CanonicalSums
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
 from deepspeed.runtime.gradients.norm import reduce_squared_norm
 from deepspeed.runtime.gradients.readiness import ReadinessTracker
@@ -42,7 +43,7 @@ from deepspeed.runtime.gradients.reduction import (
     GradientReduction,
     ReductionSettings,
 )
-from deepspeed.runtime.gradients.sink import DeviceSink, HostSink
+from deepspeed.runtime.gradients.sink import DeviceSink, HostSink, Sums
 from deepspeed.runtime.optimizers.master_weights import MasterWeights
 from deepspeed.runtime.optimizers.settings import ShardSettings, StepSettings
 from deepspeed.runtime.optimizers.step_sequence import forwarded
@@ -52,6 +53,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.movable_states import MovableStates
 from deepspeed.runtime.zero.sharded_state import ScaledShardFiles
 from deepspeed.runtime.zero.zero_optimizer import BucketLayout, ZeROOptimizer, instances_of
+from deepspeed.utils.exceptions import MisuseError
 
 # Buckets on their way at once: one is reduced while the next is filled.
 MAX_IN_FLIGHT = 2
@@ -119,7 +121,9 @@ class Bucketed(GradientReduction):
         self.partition_gradients = partition_grads
         self.side_stream = SideStream(settings.overlap_comm)
         offload = masters.settings.offload
-        self.sink = HostSink(offload.buffer_count) if offload is not None else DeviceSink()
+        sums = CanonicalSums(self._num_leaves) if settings.canonical else Sums()
+        host = HostSink(sums, offload.buffer_count) if offload is not None else None
+        self.sink = host or DeviceSink(sums)
         self.buffers = BucketBuffers(context.device, settings.contiguous_gradients)
         self._in_flight: deque[Reduction] = deque()
         self._layout = layout
@@ -127,6 +131,9 @@ class Bucketed(GradientReduction):
         self._static_sums: StaticSumGuard | None = None
         if local_accumulation_dtype is not None and not partition_grads:
             self.accumulator = LocalAccumulator(masters.groups, local_accumulation_dtype)
+
+    def _num_leaves(self) -> float:
+        return self.context.reduce_rule.world * self.context.accumulation_divisor
 
     def start(self) -> None:
         self._make_buckets()
@@ -343,8 +350,9 @@ class Bucketed(GradientReduction):
 
     def _start_reduction(self, plan: BucketPlan, payload: torch.Tensor) -> PendingShards:
         group = self.groups[plan.group]
-        if self.settings.reduce_scatter:
-            return reduce_to_owners(payload, group.process_group, async_op=True)
+        if self.settings.reduce_scatter or self.settings.canonical:
+            apart = self.settings.canonical
+            return reduce_to_owners(payload, group.process_group, async_op=True, apart=apart)
         works = []
         if group.num_shards > 1:
             works.append(dist.all_reduce(payload, group=group.process_group, async_op=True))
@@ -361,7 +369,10 @@ class Bucketed(GradientReduction):
         with self.side_stream.issue():
             for reduction in inside[: max(0, len(inside) - limit)]:
                 with self._waiting(reduction):
-                    reduction.pending.sum_over(self.instances.across)
+                    if self.settings.canonical:
+                        reduction.pending.gather_over(self.instances.across)
+                    else:
+                        reduction.pending.sum_over(self.instances.across)
                 reduction.is_between = True
 
     def _finish_in_flight(self, limit: int) -> None:
@@ -446,6 +457,12 @@ class Bucketed(GradientReduction):
         return f"{super().layout()} {[plan.params for plan in self.plans]}"
 
     def window_state(self) -> dict[str, Any]:
+        if self.settings.canonical and not self.sink.is_empty:
+            raise MisuseError(
+                "reproducibility.world_size_invariant: true with a checkpoint between the "
+                "micro-batches of a step, whose sums are a tree that is not complete: save after "
+                "engine.step() at the boundary"
+            )
         self.finish_gradients()
         return {**super().window_state(), "written": sorted(self.sink.written)}
 
@@ -477,7 +494,7 @@ class ZeroMasters(MasterWeights):
         return self._squared_norm(group_index, torch.device("cpu")).to(self.device)
 
     def scaled_global_norm(self) -> torch.Tensor:
-        squares = torch.zeros(self.num_norm_groups, dtype=torch.float32, device=self.device)
+        squares = self._squares.zeros(self.num_norm_groups, self.device)
         for group_index, group in enumerate(self.groups):
             local = (
                 self.complete_grad_norm_calculation_for_cpu_offload
@@ -546,7 +563,9 @@ class DeepSpeedZeroOptimizer(BucketNames, ZeROOptimizer):
         layout = BucketLayout(context, shards, reduction, instances.inside)
         masters = ZeroMasters(init_optimizer, context, steps, layout)
         made = (context, masters, reduction, instances)
-        bucketed = Bucketed(*made, partition_grads, layout, local_accumulation_dtype)
+        # The canonical sum is one of micro-batches, whatever the stage.
+        each = partition_grads or reduction.canonical
+        bucketed = Bucketed(*made, each, layout, local_accumulation_dtype)
         bucketed.start()
         stage = ZeroStageEnum.gradients if partition_grads else ZeroStageEnum.optimizer_states
         files = ScaledShardFiles(masters, instances.across, outcomes, stage)

@@ -60,14 +60,16 @@ def _device_optimizer(
         for group in optimizer.param_groups
     ]
     groups = [{"params": list(theirs)} for theirs in masters]
-    if isinstance(optimizer, DeepSpeedCPUAdam):
+    # Where the device is the host, so is its kernel: bits are the same whatever the ratio.
+    is_apart = any(master.device.type != "cpu" for theirs in masters for master in theirs)
+    if isinstance(optimizer, DeepSpeedCPUAdam) and is_apart:
         return FusedAdam(
             groups,
             bias_correction=all(group["bias_correction"] for group in options),
             adam_w_mode=optimizer.adam_w_mode,
             weight_decay=max(group["weight_decay"] for group in options),
         )
-    if isinstance(optimizer, DeepSpeedCPULion):
+    if isinstance(optimizer, DeepSpeedCPULion) and is_apart:
         return FusedLion(groups)
     twin = copy.copy(optimizer)
     for name, value in vars(optimizer).items():

@@ -30,7 +30,7 @@ v1/zero/test_fix3_grad_norm_one_collective.py -k TestOneCollective
     ZeroMasters.scaled_global_norm: reduce_squared_norm(squares, self.norm_group) -> squares
 v1/zero/test_fix3_grad_norm_one_collective.py -k bf16_norm
   squares are summed in bf16
-    ZeroMasters.scaled_global_norm: torch.float32 -> torch.bfloat16
+    Squares.zeros: torch.float32 -> torch.bfloat16
 v1/zero/test_large_worlds.py -k no_python
   a round for every rank before a gather
     gather_from_owners: own = _part(flat, rank, world) -> own = [_part(flat, one, world) for one in

@@ -13,7 +13,7 @@ from unit.operators import Operators
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.runtime.gradients.buckets import Segment
-from deepspeed.runtime.gradients.sink import DeviceSink, HostSink, accumulate
+from deepspeed.runtime.gradients.sink import DeviceSink, HostSink, Sums, accumulate
 from deepspeed.runtime.sharding.fragments import FragmentTable
 from deepspeed.runtime.sharding.group import ShardedGroup
 
@@ -32,7 +32,7 @@ def make_group() -> ShardedGroup:
     )
 
 
-SINKS = {"device": DeviceSink, "host": lambda: HostSink(2)}
+SINKS = {"device": lambda: DeviceSink(Sums()), "host": lambda: HostSink(Sums(), 2)}
 of_both = pytest.mark.parametrize("make_sink", SINKS.values(), ids=SINKS.keys())
 
 
@@ -131,7 +131,7 @@ def test_staged_slices_equal_the_device_path(staging):
     # Kills: a staged slice that is lost, added twice, scaled otherwise, or replaces a later one.
     generator = torch.Generator().manual_seed(0)
     expected, actual = make_group(), make_group()
-    device, host = DeviceSink(), HostSink(2)
+    device, host = DeviceSink(Sums()), HostSink(Sums(), 2)
     for group in (expected, actual):
         group.grad.fill_(9.0)
     for bucket in (0, 1, 0, 1, 0):
@@ -146,7 +146,7 @@ def test_staged_slices_equal_the_device_path(staging):
 
 def test_staging_is_bounded_and_read_only_after_the_event(staging):
     # Kills: unbounded page-locked memory, and adding a slice before its copy is known to be done.
-    group, sink = make_group(), HostSink(2)
+    group, sink = make_group(), HostSink(Sums(), 2)
     for _ in range(5):
         sink.add(0, group, FIRST, [torch.ones(5)], 1.0)
     assert len(sink._in_flight) == 2 and FakeEvent.synchronized == 3
@@ -154,7 +154,7 @@ def test_staging_is_bounded_and_read_only_after_the_event(staging):
     assert FakeEvent.synchronized == 5 and group.grad[:5].tolist() == [5.0] * 5
 
     # Kills: a skipped step's gradient that lands in the next one.
-    group, sink = make_group(), HostSink(4)
+    group, sink = make_group(), HostSink(Sums(), 4)
     sink.add(0, group, FIRST, [torch.full((5,), 5.0)], 1.0)
     sink.clear()
     sink.add(0, group, FIRST, [torch.ones(5)], 1.0)

@@ -1,0 +1,1 @@
+COVERS = ("runtime.gradients", "runtime.engine_parts", "ops.squares", "verify.diff")
