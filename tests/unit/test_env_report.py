@@ -2,7 +2,7 @@
 
 import pytest
 
-from deepspeed import env_report
+from deepspeed import __version__, env_report
 
 
 def test_sizes_are_readable() -> None:
@@ -14,7 +14,14 @@ def test_sizes_are_readable() -> None:
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     env_report.main()
     text = capsys.readouterr().out
-    told = ("async_io", "later release", "torch version", "deepspeed version", "0.20.0", "/dev/shm")
+    told = (
+        "async_io",
+        "later release",
+        "torch version",
+        "deepspeed version",
+        __version__,
+        "/dev/shm",
+    )
     assert [word for word in told if word not in text] == []
     # Kills: a line that bug reports about monitors, offload or launching are asked for anyway.
     monitors = [f"{name} version" for name in ("tensorboard", "wandb", "comet-ml")]
