@@ -314,6 +314,13 @@ class DeepSpeedConfig:
                 f"stage 2 or 3: at stage {stage} gradients are reduced when step() is called, and "
                 "no backward is left to overlap with; use zero_optimization.overlap_comm: false"
             )
+        digest_every = tree.reproducibility.digest_every
+        if digest_every and not tree.watch.enabled:
+            raise DeepSpeedConfigError(
+                f"reproducibility.digest_every: {digest_every} writes digests into the record of a "
+                "run, which watch.enabled: false does not write; use watch.enabled: true, or 0 and "
+                "engine.state_digest()"
+            )
         vocabulary = tree.vocabulary_size
         if tree.fp16.enabled and vocabulary and vocabulary % TENSOR_CORE_ALIGN_SIZE:
             warn_once(

@@ -135,8 +135,16 @@ def _differences_of(
 
 
 def digests_of(record: Path) -> dict[int, Line]:
-    """The lines with digests, by step; of a step that was taken twice the last."""
-    return {line["step"]: line for line in RecordReader(record).new_lines() if "digests" in line}
+    """The lines with digests, by step; of a step that was taken twice the last. Losses are those
+    of rank 0, which are kept where it has all micro-batches.
+    """
+    found, ranks = {}, 1
+    for line in RecordReader(record).new_lines():
+        ranks = line.get("data_parallel", ranks)
+        if "digests" in line:
+            shared = ranks == 1
+            found[line["step"]] = {k: v for k, v in line.items() if shared or k != "loss"}
+    return found
 
 
 def compare_runs(left: Path, right: Path) -> Comparison:
@@ -199,18 +207,31 @@ def told(difference: Difference) -> str:
 
 
 def page_of(found: Comparison) -> str:
-    """An HTML page: a bar of the steps, and a table."""
-    colors = {True: "#3a7", False: "#c33"}
-    width = 900 / max(1, len(found.steps))
-    bars = "".join(
-        f'<rect x="{number * width:.2f}" width="{width:.2f}" height="24" '
-        f'fill="{colors[equal]}"><title>step {step}</title></rect>'
-        for number, (step, equal) in enumerate(found.steps)
-    )
-    picture = f'<svg viewBox="0 0 900 24" width="100%">{bars}</svg>' if bars else ""
+    """An HTML page: what differs, drawn, and told."""
+    if found.steps:
+        bars = [(f"step {step}", 1.0, equal) for step, equal in found.steps]
+        note = "Steps, red where runs differ."
+    else:
+        bars = [(told(e), e.elements / e.of if e.of else 1.0, False) for e in found.differences]
+        note = "Tensors that differ, as high as the share of their elements that do."
     rows = "".join(f"<li>{html.escape(told(each))}</li>" for each in found.differences)
     head = html.escape(text_of(found).splitlines()[0])
+    picture = f'{_drawn(bars)}<p class="quiet">{note}</p>' if bars else ""
     return page("ds_diff", f"<h1>{head}</h1>{picture}<ul>{rows}</ul>")
+
+
+def _drawn(bars: list[tuple[str, float, bool]]) -> str:
+    """Bars beside one another, whose heights are shares; good ones and bad ones."""
+    width = 900 / len(bars)
+    drawn = "".join(
+        f'<rect x="{number * width:.2f}" y="{40 - height:.2f}" width="{width:.2f}" '
+        f'height="{height:.2f}" fill="var(--{"good" if good else "bad"})">'
+        f"<title>{html.escape(text)}</title></rect>"
+        for number, (text, share, good) in enumerate(bars)
+        for height in [2 + 38 * share]
+    )
+    size = 'viewBox="0 0 900 40" width="100%" height="60" preserveAspectRatio="none"'
+    return f"<svg {size}>{drawn}</svg>"
 
 
 # The command

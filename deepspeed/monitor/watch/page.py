@@ -36,7 +36,8 @@ SETTINGS = {
     "deepspeed": "deepspeed",
     "torch": "torch",
 }
-SKIPS_SHOWN = 8
+SKIPS_SHOWN = DIGESTS_SHOWN = 8
+DIGITS_SHOWN = 16  # of a digest
 NONE = "–"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -54,7 +55,8 @@ class Figure(NamedTuple):
 def render(run: Run, before: Run | None, refresh_s: float = 0.0, unreadable: int = 0) -> str:
     """Draw the page, which looks for a newer one after `refresh_s` seconds (0: never)."""
     beside = before if before is not None and before.last is not None else None
-    tables = _times(run, beside) + _groups(run, beside) + _skips(run) + _settings(run, beside)
+    tables = _times(run, beside) + _groups(run, beside) + _skips(run)
+    tables += _digests(run, beside) + _settings(run, beside)
     body = f'{_head(run)}{_figures(run, beside)}<div id="charts"></div>'
     body += f'<div class="tables">{tables}</div>{_foot(run, unreadable)}'
     data = {
@@ -288,6 +290,20 @@ def _skips(run: Run) -> str:
     ]
     note = "" if run.skipped <= len(rows) else f"The last {len(rows)} of {run.skipped:,}."
     return _table("Skipped steps", ["step", "norm", "loss scale"], rows, note)
+
+
+def _digests(run: Run, before: Run | None) -> str:
+    theirs = dict(before.digests) if before else {}
+    rows = []
+    for step, mine in list(run.digests)[::-1][:DIGESTS_SHOWN]:
+        row = [f"{step:,}", mine[:DIGITS_SHOWN]]
+        if theirs:
+            other = theirs.get(step, NONE)
+            row.append("equal" if other == mine else f"<b>{other[:DIGITS_SHOWN]}</b>")
+        rows.append(row)
+    heads = ["step", "digest of masters and optimizer state", *(["before"] if theirs else [])]
+    note = "ds_diff tells the first step in which two runs differ, and the parameters."
+    return _table("Digests", heads, rows, note) if rows else ""
 
 
 def _settings(run: Run, before: Run | None) -> str:

@@ -15,7 +15,7 @@ POINTS = 300
 # The first steps, which allocate and compile, do not count in means of times.
 WARM_UP = 2
 RECENT = 20
-SKIPS_KEPT = 50
+SKIPS_KEPT = DIGESTS_KEPT = 50
 SCRIPT_CURVES = 24
 PHASES = ("forward", "backward", "communication", "step")
 
@@ -132,6 +132,7 @@ class Run:
         self.steps = 0
         self.skipped = 0
         self.skips: deque[Line] = deque(maxlen=SKIPS_KEPT)  # the last of those, as lines
+        self.digests: deque[tuple[int, str]] = deque(maxlen=DIGESTS_KEPT)  # the last, by step
         self.curves = Curves()  # of the values of steps, by the names of `values_of`
         # Curves of scripts' values by name, over what the script counts.
         self.scripts: dict[str, Curves] = {}
@@ -168,6 +169,8 @@ class Run:
         if skipped:
             self.skipped += 1
             self.skips.append(line)
+        if "digest" in line:
+            self.digests.append((line["step"], line["digest"]))
         values = values_of(line)
         self.curves.add(line["step"], values, skipped)
         total = line.get("ms", {}).get("total")

@@ -24,6 +24,7 @@ import torch
 from deepspeed.accelerator import get_accelerator, runs_ahead
 from deepspeed.git_version_info import version
 from deepspeed.monitor.watch.record import FORMAT
+from deepspeed.runtime.engine_parts.digest import digest_of_all
 from deepspeed.runtime.step_observers.step_observer import MeanLoss, StepObserver
 from deepspeed.runtime.streams import LateNumber
 from deepspeed.runtime.utils import tensors_in
@@ -191,6 +192,7 @@ class StepFigures(StepObserver):
             "samples": engine.train_batch_size(),
         }
         if engine._digests is not None:
+            line["digest"] = digest_of_all(engine._digests)
             line["digests"] = engine._digests
         if self._tokens:
             line["tokens"] = self._tokens * engine.parallel_map.replicas.size

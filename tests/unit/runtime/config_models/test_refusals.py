@@ -281,3 +281,10 @@ def test_one_leaf_module_needs_no_list(key):
     for wrong in (3, ["a.B", 3]):
         text = error(zero_optimization={"stage": 3, "leaf_module": {key: wrong}})
         assert f"zero_optimization.leaf_module.{key}" in text and "3" in text
+
+
+def test_digests_without_a_record_are_refused():
+    digests = {"digest_every": 5}
+    said = error(reproducibility=digests)
+    assert "reproducibility.digest_every: 5" in said and "use watch.enabled: true" in said
+    config(reproducibility=digests, watch=ON)
