@@ -51,6 +51,19 @@ def _makes_momentum(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def _begin_adagrad(optimizer: torch.optim.Optimizer) -> None:
+    """Give masters the state that torch's Adagrad makes at once, of its first parameters: since
+    torch 2.13 of later ones too.
+    """
+    if isinstance(optimizer, torch.optim.Adagrad):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None and not optimizer.state[param]:
+                    total = torch.full_like(param, group["initial_accumulator_value"])
+                    count = torch.zeros((), device=param.device if group.get("fused") else "cpu")
+                    optimizer.state[param] = {"step": count, "sum": total}
+
+
 class GradientScaling(NamedTuple):
     """What happens to gradients on their way into the optimizer: they are multiplied by `factor`, a
     number or a 0-d fp32 tensor on their device, and where `found_inf` (0-d, fp32, there too) is 1
@@ -62,6 +75,7 @@ class GradientScaling(NamedTuple):
 
     def step(self, optimizer: torch.optim.Optimizer, grads: Iterable[torch.Tensor]) -> None:
         """Step `optimizer`; `grads` are all memory of its gradients, which may be overwritten."""
+        _begin_adagrad(optimizer)
         in_tensors = isinstance(self.factor, torch.Tensor) and takes_scaling(optimizer)
         if self.found_inf is None and not in_tensors:
             if isinstance(self.factor, torch.Tensor) or self.factor != 1.0:
