@@ -14,6 +14,7 @@ import json
 import os
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ WARMUP = 2
 # Gaps of the compute stream shorter than this are launches, not waits.
 GAP_NS = 10_000
 # The kernels by which stage 3 lays parameters out and gathers gradients up.
-COPIES = ("split_with_sizes_copy", "_chunk_cat", "_foreach_copy_", "copy_")
+COPIES = ("split_with_sizes_copy", "_chunk_cat", "_foreach_copy_")
 
 
 class NotHere(Exception):
@@ -218,13 +219,19 @@ def trace(place: Place) -> Found:
         with torch.profiler.profile() as profile:
             step()
             place.device.synchronize()
+        # Without the operators, whose recording keeps the host from running ahead.
+        kind = "CUDA" if place.is_real else "CPU"
+        activities = [torch.profiler.ProfilerActivity.__members__[kind]]
+        with torch.profiler.profile(activities=activities) as kernels:
+            step()
+            place.device.synchronize()
     found: Found = {}
     for event in profile.key_averages():
         name, us = event.key.removeprefix("aten::"), event.device_time_total
         if name in counted.written and us:
             found[f"{name} GB/s"] = counted.written[name] / us / 1e3
     found["copied MiB"] = {name: size / MIB for name, size in counted.written.items()}
-    streams = sorted(busy_intervals(profile), key=lambda one: duration(union(one)))
+    streams = sorted(busy_intervals(kernels), key=lambda one: duration(union(one)))
     if not streams:
         return found
     launches, compute = sum(map(len, streams)), union(streams[-1])
@@ -237,7 +244,17 @@ def trace(place: Place) -> Found:
         "streams ms": [duration(union(one)) / 1e6 for one in reversed(streams)],
         "gaps": len(long),
         "gaps ms": sum(long) / 1e6,
+        "kernels ms": longest(kernels),
     }
+
+
+def longest(profile: Any, of: str = "", count: int = 12) -> dict[str, float]:
+    """Milliseconds of the kernels, named `of`..., that took most."""
+    times: Counter[str] = Counter()
+    for event in profile.profiler.kineto_results.events():
+        if event.device_type() == torch.autograd.DeviceType.CUDA and event.name().startswith(of):
+            times[event.name()[:90]] += event.duration_ns()
+    return {name: ns / 1e6 for name, ns in times.most_common(count)}
 
 
 def waits(place: Place) -> Found:
@@ -260,7 +277,8 @@ def waits_of(place: Place, step: Step) -> Any:
         step()
         return "none"
     except RuntimeError as error:
-        return str(error)
+        frames = traceback.extract_tb(error.__traceback__)[-4:]
+        return [str(error), *(f"{frame.filename}:{frame.lineno} {frame.line}" for frame in frames)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -273,7 +291,8 @@ def graph(place: Place) -> Found:
         raise NotHere("graphs are captured on a device")
     model = nn.Linear(place.work.width, place.work.width, device=place.work.device)
     x = torch.randn(8, place.work.width, device=place.work.device)
-    wanted = model(x)
+    with torch.no_grad():  # a graph of autograd would tie the parameters to the default stream
+        wanted = model(x)
     with training(place, "zero3") as (_, step):
         replayed = torch.cuda.make_graphed_callables(model, (x,))
         step()
@@ -297,6 +316,11 @@ def offload(place: Place, variant: str) -> Found:
         tempfile.TemporaryDirectory() as folder,
     ):
         found: Found = {"step ms": place.timed(step), "pinned MiB": place.pinned(), **rates(place)}
+        with torch.profiler.profile() as profile:
+            step()
+            place.device.synchronize()
+        # Their names tell whether the host's memory was page-locked.
+        found["copies ms"] = longest(profile, "Memcpy")
         for number in (1, 2):
             begin = time.perf_counter()
             engine.save_checkpoint(folder, tag=str(number))
