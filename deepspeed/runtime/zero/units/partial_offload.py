@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed.accelerator import runs_ahead
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.host_optimizer import HostOptimizer
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
@@ -61,7 +62,7 @@ def _device_optimizer(
     ]
     groups = [{"params": list(theirs)} for theirs in masters]
     # Where the device is the host, so is its kernel: bits are the same whatever the ratio.
-    is_apart = any(master.device.type != "cpu" for theirs in masters for master in theirs)
+    is_apart = any(runs_ahead(master) for theirs in masters for master in theirs)
     if isinstance(optimizer, DeepSpeedCPUAdam) and is_apart:
         return FusedAdam(
             groups,
