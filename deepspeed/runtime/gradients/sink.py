@@ -17,9 +17,9 @@ from deepspeed.runtime.gradients.buckets import Segment
 from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.runtime.streams import SideStream, StagingBuffers
 
-# Elements that the host widens and adds at a time: what it widens stays in the cache. A whole slice
-# would cost memory of its own, and adding a narrow tensor to a wide one directly takes torch
-# several times as long.
+# Elements that a thread of the host widens and adds at a time: what it widens stays in its cache. A
+# whole slice would cost memory of its own, and adding a narrow tensor to a wide one directly takes
+# torch several times as long.
 HOST_CHUNK = 1 << 17
 # Elements of one staged copy: bounds page-locked memory, and lets the host add while the rest of a
 # large slice is still on its way.
@@ -30,9 +30,13 @@ def accumulate(
     target: torch.Tensor, parts: Sequence[torch.Tensor], factor: float, first: bool
 ) -> None:
     """Add factor * sum of `parts` to `target`, in its dtype, in order; `first` replaces it."""
+    if first and factor == 1.0:
+        target.copy_(parts[0])
+        parts, first = parts[1:], False
     if not runs_ahead(target) and any(part.dtype != target.dtype for part in parts):
-        for start in range(0, target.numel(), HOST_CHUNK):
-            chunk = slice(start, start + HOST_CHUNK)
+        size = HOST_CHUNK * torch.get_num_threads()
+        for start in range(0, target.numel(), size):
+            chunk = slice(start, start + size)
             _accumulate_all(
                 target[chunk], [part[chunk].to(target.dtype) for part in parts], factor, first
             )
