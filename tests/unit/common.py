@@ -15,7 +15,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 # Before torch asks for devices: asking CUDA itself keeps what is forked later from using it.
@@ -27,6 +27,8 @@ from unit import rank_server
 from unit.rank_server import FAILED, PASSED, SKIPPED, XFAILED, Job, RankResult, RankServer
 
 TIMEOUT_ENV = "DS_UNITTEST_TIMEOUT"
+# Ranks for which there are too few devices share them, over gloo: what one device shows of several.
+SHARE_ENV = "DS_UNITTEST_SHARE_DEVICES"
 DEFAULT_TIMEOUT_S = 60.0
 
 # Threads of several ranks on the same cores wait for each other in turns; one thread each is
@@ -284,11 +286,22 @@ def run_on_rank(rank: int, call: dict[str, Any]) -> Callable[[], None] | None:
     if patch is None:
         del kwargs["monkeypatch"]
     try:
-        getattr(owner(), call["method"])(**kwargs)
+        with _shared_device() if os.environ.get(SHARE_ENV) else nullcontext():
+            getattr(owner(), call["method"])(**kwargs)
     finally:
         if patch is not None:
             patch.undo()
     return _leave if call["init_distributed"] else None
+
+
+def _shared_device() -> AbstractContextManager[None]:
+    import torch
+
+    from deepspeed.accelerator import get_accelerator
+    from unit.on_device import on_device
+
+    name = get_accelerator().current_device_name()
+    return nullcontext() if name == "cpu" else on_device(torch.device(name))
 
 
 def _join(rank: int, call: dict[str, Any]) -> None:
@@ -298,7 +311,10 @@ def _join(rank: int, call: dict[str, Any]) -> None:
     from deepspeed import comm
 
     place = {"init_method": f"file://{call['store']}", "world_size": call["num_ranks"]}
-    comm.init_distributed(dist_backend=call["backend"], rank=rank, verbose=False, **place)
+    backend = call["backend"]
+    if os.environ.get(SHARE_ENV) and call["num_ranks"] > 1:  # NCCL wants a device for each
+        backend = "gloo"
+    comm.init_distributed(dist_backend=backend, rank=rank, verbose=False, **place)
     rank_server.let_gloo_wait()
 
 
@@ -341,7 +357,7 @@ def _skip_without_device(exec_class: type[DistributedExec], num_ranks: int) -> N
         pytest.skip(f"needs the nccl backend, and the accelerator is {accelerator._name}")
     backends = (None, accelerator.communication_backend_name())
     uses_devices = not on_host and exec_class.backend in backends
-    if uses_devices and accelerator.device_count() < num_ranks:
+    if uses_devices and accelerator.device_count() < num_ranks and not os.environ.get(SHARE_ENV):
         pytest.skip(f"needs {num_ranks} devices, and there are {accelerator.device_count()}")
 
 
