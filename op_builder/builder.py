@@ -115,7 +115,12 @@ class OpBuilder(ABC):
         if self.compiler() is None:
             return "no C++ compiler found; install g++ or clang++, or set CXX"
         missing = [str(path) for path in self._resolved(self.sources()) if not path.is_file()]
-        return f"source files are missing: {', '.join(missing)}" if missing else None
+        if missing:
+            return f"source files are missing: {', '.join(missing)}"
+        header = Path(sysconfig.get_path("include")) / "Python.h"
+        if not header.is_file():
+            return f"{header} is missing; install Python's development files (python3-dev)"
+        return None
 
     @staticmethod
     def is_rocm_pytorch() -> bool:
@@ -151,6 +156,10 @@ class OpBuilder(ABC):
                 importlib.import_module(key) if self.is_prebuilt() else self.jit_load(verbose)
             )
         return self._loaded[key]
+
+    def load_native(self, verbose: bool = True) -> ModuleType:
+        """Return the compiled module, where `load` returns what scripts call instead."""
+        return self.load(verbose)
 
     def jit_load(self, verbose: bool = True) -> ModuleType:
         """Compile the op unless the cache holds it, and import the result.

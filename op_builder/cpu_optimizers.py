@@ -4,9 +4,6 @@ Owns: names, sources and flags of those ops. Does not own: their callers
 (`deepspeed/ops/host_optimizer.py`), nor how ops are built.
 """
 
-import sysconfig
-from pathlib import Path
-
 from .builder import OpBuilder
 
 
@@ -30,17 +27,6 @@ class CPUOptimizerBuilder(OpBuilder):
     def extra_ldflags(self) -> list[str]:
         """Return OpenMP's flag; the library is torch's own, which is in the process already."""
         return ["-fopenmp"]
-
-    def _incompatibility(self) -> str | None:
-        reason = super()._incompatibility()
-        if reason or self.is_prebuilt():
-            return reason
-        header = Path(sysconfig.get_path("include")) / "Python.h"
-        return (
-            None
-            if header.is_file()
-            else f"{header} is missing; install Python's development files (python3-dev)"
-        )
 
 
 class CPUAdamBuilder(CPUOptimizerBuilder):

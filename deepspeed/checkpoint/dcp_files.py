@@ -29,10 +29,10 @@ from deepspeed.checkpoint.file_writer import (
     DEFAULT_OPTIONS,
     FileRecord,
     WriteOptions,
-    disk_error,
     file_checksum,
 )
 from deepspeed.checkpoint.torch_files import write_file
+from deepspeed.utils.exceptions import disk_error
 
 # First item of a pair that stands for a tensor; the second is its name.
 _TENSOR = "torch.distributed.checkpoint tensor"

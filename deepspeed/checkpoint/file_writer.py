@@ -19,11 +19,12 @@ import contextlib
 import errno
 import fcntl
 import mmap
-import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
+
+from deepspeed.utils.exceptions import disk_error
 
 ALGORITHM = "xxh3_128"
 _CHUNK_BYTES = 1 << 20
@@ -231,13 +232,6 @@ class FileWriter:
             with contextlib.suppress(OSError):  # advice: where it is not taken, nothing is lost
                 os.posix_fadvise(self._file, self._written, count, os.POSIX_FADV_DONTNEED)
         self._written += count
-
-
-def disk_error(error: OSError, path: str, wanted: int) -> OSError:
-    """The error of a write, which knows no name, with the file and how much does not fit."""
-    free = shutil.disk_usage(os.path.dirname(path) or os.curdir).free
-    reason = f"{error.strerror or error}: {wanted:,} bytes are to be written, {free:,} are free"
-    return OSError(error.errno, reason, path)
 
 
 def _open(path: str, direct: bool) -> tuple[int, bool]:

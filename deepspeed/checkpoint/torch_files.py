@@ -17,9 +17,9 @@ from deepspeed.checkpoint.file_writer import (
     FileRecord,
     FileWriter,
     WriteOptions,
-    disk_error,
 )
 from deepspeed.checkpoint.utils import map_tensors, separate
+from deepspeed.utils.exceptions import disk_error
 
 
 def write_file(path: str, content: object, options: WriteOptions = DEFAULT_OPTIONS) -> FileRecord:

@@ -5,7 +5,6 @@ one in `csrc/`, which round alike: results do not depend on which of the two run
 
 from __future__ import annotations
 
-import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,8 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.ops.op_builder import ALL_OPS, OpBuildError
-from deepspeed.utils.logging import logger
+from deepspeed.ops.native import native_op
 
 # As csrc/host_update/host_update.h numbers them.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -58,17 +56,6 @@ class Delivery(Protocol):
 
     def updated(self, start: int, end: int) -> None:
         """Take a piece that is updated and rounded."""
-
-
-@functools.cache
-def native_op(name: str) -> ModuleType | None:
-    """Return the loaded op, built on first use; None, after one warning, where that fails."""
-    try:
-        return ALL_OPS[name].load()
-    except (OpBuildError, ImportError, OSError) as error:
-        text = "op %s cannot be used, its optimizer runs on torch instead, which is slower: %s"
-        logger.warning(text, name, error)
-        return None
 
 
 def update_native(op: ModuleType, update: FlatUpdate, instruction_set: str | None = None) -> None:

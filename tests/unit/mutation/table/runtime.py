@@ -115,4 +115,21 @@ verify/test_budgets.py -k blocks_its_queue
 verify/test_budgets.py -k receives_ahead
   kernels that hold no processors while they wait for other ranks
     _Device.begin: self.free -= self._budget.needs(entry) -> pass
+ops/aio/test_handle.py -k come_back
+  what ends between blocks of the disk is left out
+    _OpenFile.cut: [*middle, *(edge for edge in edges if edge[0] < edge[1])] -> middle
+ops/aio/test_handle.py -k come_once
+  a file that ends too early is read as if it did not
+    _Operation.wait: failed != DONE -> failed.errno > 0
+  errors of what was begun are nobody's
+    _wait_for: if errors: raise errors[0] -> pass
+  descriptors of a transfer stay open
+    _Operation.wait: self.file.close() -> pass
+ops/aio/test_handle.py -k completed
+  the rest of a short read is not read
+    Transfer.move: done += count -> done = len(memory)
+ops/aio/test_handle.py -k forked
+  a forked process waits for threads of its parent
+    AsyncIOHandle._pool: self._threads is None or self._process != os.getpid() ->
+      self._threads is None
 """)
