@@ -6,10 +6,21 @@ Owns: the registry of ops. The base class stands in `builder.py`, each op in a f
 
 from .async_io import AsyncIOBuilder
 from .builder import OpBuilder, OpBuildError
-from .cpu_optimizers import CPUAdagradBuilder, CPUAdamBuilder, CPULionBuilder
+from .cpu_optimizers import (
+    CPUAdagradBuilder,
+    CPUAdamBuilder,
+    CPULionBuilder,
+    CPUSquaresBuilder,
+)
 from .other_ops import BUILDERS, OTHER_OPS
 
-_BUILDERS = (AsyncIOBuilder(), CPUAdagradBuilder(), CPUAdamBuilder(), CPULionBuilder())
+_BUILDERS = (
+    AsyncIOBuilder(),
+    CPUAdagradBuilder(),
+    CPUAdamBuilder(),
+    CPULionBuilder(),
+    CPUSquaresBuilder(),
+)
 ALL_OPS: dict[str, OpBuilder] = {builder.NAME: builder for builder in _BUILDERS}
 """Every op this release compiles, by name."""
 
@@ -20,6 +31,7 @@ __all__ = [
     "CPUAdagradBuilder",
     "CPUAdamBuilder",
     "CPULionBuilder",
+    "CPUSquaresBuilder",
     "OpBuildError",
     "OpBuilder",
     "compatible_ops",

@@ -1,14 +1,14 @@
-"""Builders of the optimizers' updates on the host: Adam, Adagrad and Lion.
+"""Builders of the optimizers' work on the host: Adam, Adagrad, Lion, and exact sums of squares.
 
 Owns: names, sources and flags of those ops. Does not own: their callers
-(`deepspeed/ops/host_optimizer.py`), nor how ops are built.
+(`deepspeed/ops/host_optimizer.py`, `squares.py`), nor how ops are built.
 """
 
 from .builder import OpBuilder
 
 
 class CPUOptimizerBuilder(OpBuilder):
-    """What the three ops have in common: one source each, in plain C++ against Python's own
+    """What the ops have in common: one source each, in plain C++ against Python's own
     headers, with OpenMP.
     """
 
@@ -72,3 +72,18 @@ class CPULionBuilder(CPUOptimizerBuilder):
     def sources(self) -> list[str]:
         """Return the op's source."""
         return ["csrc/lion/cpu_lion.cpp"]
+
+
+class CPUSquaresBuilder(CPUOptimizerBuilder):
+    """Exact sums of squares."""
+
+    BUILD_VAR = "DS_BUILD_CPU_SQUARES"
+    NAME = "cpu_squares"
+
+    def absolute_name(self) -> str:
+        """Return the name of the extension module."""
+        return "deepspeed.ops.cpu_squares_op"
+
+    def sources(self) -> list[str]:
+        """Return the op's source."""
+        return ["csrc/squares/cpu_squares.cpp"]

@@ -205,7 +205,7 @@ def test_a_native_op_builds_ahead_of_time(folder: Path) -> None:
     pytest.importorskip("setuptools")
     build = [sys.executable, *"setup.py -q build_ext --build-lib".split(), str(folder / "lib")]
     build += ["--build-temp", str(folder / "temp")]
-    chosen = {f"DS_BUILD_{name}": "0" for name in ("AIO", "CPU_ADAGRAD", "CPU_LION")}
+    chosen = {f"DS_BUILD_{name}": "0" for name in ("AIO", "CPU_ADAGRAD", "CPU_LION", "CPU_SQUARES")}
     environment = {**os.environ, "DS_BUILD_OPS": "1", **chosen}
     result = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -12,7 +12,9 @@ runtime/gradients/test_canonical.py
     _Counter.write_mean: torch.div(total, divisor, out=self._target) -> torch.mul(total, 1 /
       divisor, out=self._target)
   a sum that is not exact
-    _divide: squares -= part -> pass
+    _add: rest = rest.sub_(part) -> pass
+  what is not finite is far from the largest
+    _add: bits >> MANTISSA_BITS & EXPONENT_MASK -> (bits >> MANTISSA_BITS & EXPONENT_MASK) % 2047
 v1/fp16/test_dynamic_scaling.py -k divided_first
   fp16 is summed before it is divided
     _split: travels_in == torch.float16 -> False

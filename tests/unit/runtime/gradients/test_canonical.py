@@ -6,6 +6,7 @@ import pytest
 import torch
 from unit.models import drawn
 
+from deepspeed.ops import squares
 from deepspeed.ops.squares import ExactSquares
 from deepspeed.runtime.engine_parts.digest import AT_ONCE, hash_of
 from deepspeed.runtime.gradients.canonical import CanonicalSums
@@ -45,28 +46,34 @@ def test_the_mean_of_a_tree(dtype: torch.dtype) -> None:
 
 def total(parts: list[torch.Tensor]) -> torch.Tensor:
     exact = ExactSquares()
-    bins = exact.zeros(1, CPU)
+    cells = exact.zeros(1, CPU)
     for part in parts:
-        bins += local_squared_norm([part], CPU, squares=exact)
-    return exact.totals(bins)
+        cells += local_squared_norm([part], CPU, squares=exact)
+    return exact.totals(cells)
 
 
-def test_squares_in_any_order_and_cut() -> None:
+@pytest.mark.parametrize("with_op", [True, False], ids=["op", "torch"])
+def test_squares_in_any_order_and_cut(with_op: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     values = drawn(0, 50_001) * torch.exp(8 * drawn(1, 50_001))
     wanted = total([values])
+    if not with_op:
+        monkeypatch.setattr(squares, "native_op", lambda *_: None)
     assert wanted.item() == pytest.approx(math.fsum((values.double() ** 2).tolist()), rel=1e-7)
-    for cuts in (2, 7, 300):
+    for cuts in (1, 2, 7, 300):
         order = torch.randperm(values.numel(), generator=torch.Generator().manual_seed(cuts))
         assert torch.equal(total(list(values[order].chunk(cuts))), wanted), cuts
-    # Kills: bins that overlap or end too early.
-    for scale in (1e-30, 1e-18, 1e15):
+    # Kills: bins that overlap or end too early, powers of two in fp32.
+    for scale in (1e-30, 1e-18, 1.0, 1e15, 1e22):
         scaled = (values.double() * scale).float()[:5000].clamp(-1e38, 1e38)
         right = math.fsum((scaled.double() ** 2).tolist())
         found = total([scaled]).double().item()
         assert found == pytest.approx(right if right < 3e38 else math.inf, rel=1e-6, abs=1e-44)
     assert total([torch.zeros(3)]).item() == 0.0
-    assert not torch.isfinite(total([torch.tensor([1.0, math.inf])])).item()
-    assert not torch.isfinite(total([torch.tensor([1.0]), torch.tensor([math.nan])])).item()
+    # Kills: NaN far from the largest bin, which is then left out.
+    for bad in (math.inf, -math.inf, math.nan, -math.nan):
+        for beside in (1.0, 1e18, 1e-20):
+            parts = [torch.tensor([beside]), torch.tensor([0.0, bad])]
+            assert not total(parts).isfinite() and not total([torch.cat(parts)]).isfinite()
 
 
 def test_a_digest_sees_every_element_and_no_cut() -> None:
