@@ -213,7 +213,7 @@ def build_fsdp2(work: Workload, variant: str) -> Step:
 
 def deepspeed_config(work: Workload, variant: str, torch_adam: bool) -> dict[str, Any]:
     """Configuration of `zero0` to `zero3`, `zero1-fp32acc` and their `-offload`, `-overlap`,
-    `-sharded`, `-muon` and `-muon-standard` forms.
+    `-sharded`, `-bits`, `-muon` and `-muon-standard` forms.
 
     Args:
         work: What is trained.
@@ -243,6 +243,8 @@ def deepspeed_config(work: Workload, variant: str, torch_adam: bool) -> dict[str
         # Upstream prints every 10 steps by default; nothing else here does.
         "steps_per_print": 1_000_000,
     }
+    if "bits" in options:
+        config["reproducibility"] = {"world_size_invariant": True}
     if "fp32acc" in options:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
@@ -320,7 +322,8 @@ def build_step(work: Workload, variant: str, torch_adam: bool = False) -> Step:
 def known_systems() -> Iterable[str]:
     """Names that `build_step` takes, without their options.
 
-    These are `-fused` and `-autocast` of torch's own, `-layers` of FSDP2, `-offload`, `-overlap`
-    and `-torch` of the zero ones, and `-sharded` of stage 3: no small parameter stays whole.
+    These are `-fused` and `-autocast` of torch's own, `-layers` of FSDP2, `-offload`, `-overlap`,
+    `-torch` and `-bits` (the same ones on any number of ranks) of the zero ones, and `-sharded` of
+    stage 3: no small parameter stays whole.
     """
     return ("torch", "ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3", "zero1-fp32acc")

@@ -34,6 +34,7 @@ from turns import (
 
 NUM_RANKS = 2
 BASELINE = "ddp"
+BITS = "-bits"  # systems with `reproducibility`
 FUSED = "ddp-fused"
 LAYERS = {"gpt": 6, "tiny": 400}
 MICRO_BATCH = {"gpt": 4, "tiny": 8}
@@ -94,6 +95,7 @@ class Result:
         ratio_fused: As `ratio`, to DDP with fused AdamW; None if that was not run.
         cpu_ms, cpu_ratio: As `median_ms` and `ratio`, of processor time per rank: no waiting, so
             other work on the machine hardly shows in it.
+        bits_ratio: Of a system with `reproducibility`: as `cpu_ratio`, to the one without.
     """
 
     system: str
@@ -104,6 +106,7 @@ class Result:
     ratio_fused: float | None
     cpu_ms: float
     cpu_ratio: float
+    bits_ratio: float | None
 
 
 def summarize(wall: dict[str, Rounds], cpu: dict[str, Rounds]) -> list[Result]:
@@ -114,6 +117,9 @@ def summarize(wall: dict[str, Rounds], cpu: dict[str, Rounds]) -> list[Result]:
         low, high = middle_half(ratios)
         fused = statistics.median(paired_ratios(rounds, wall[FUSED])) if FUSED in wall else None
         cpu_ratio = statistics.median(paired_ratios(cpu[name], cpu[BASELINE]))
+        plain = name.removesuffix(BITS)
+        bits = plain in cpu and plain != name
+        bits_ratio = statistics.median(paired_ratios(cpu[name], cpu[plain])) if bits else None
         results.append(
             Result(
                 name,
@@ -124,6 +130,7 @@ def summarize(wall: dict[str, Rounds], cpu: dict[str, Rounds]) -> list[Result]:
                 fused,
                 median_ms(cpu[name]),
                 cpu_ratio,
+                bits_ratio,
             )
         )
     return results
@@ -133,11 +140,14 @@ def table(results: list[Result]) -> str:
     """The results as a Markdown table."""
     lines = [
         "| system | median step (ms) | x DDP | middle half | x DDP fused | processor (ms) | x DDP "
-        "|",
-        "|---|---:|---:|---:|---:|---:|---:|",
+        "| x without -bits |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for result in results:
-        fused = "-" if result.ratio_fused is None else f"{result.ratio_fused:.2f}"
+        fused, bits = (
+            "-" if ratio is None else f"{ratio:.2f}"
+            for ratio in (result.ratio_fused, result.bits_ratio)
+        )
         cells = (
             result.system,
             f"{result.median_ms:.2f}",
@@ -146,6 +156,7 @@ def table(results: list[Result]) -> str:
             fused,
             f"{result.cpu_ms:.2f}",
             f"{result.cpu_ratio:.2f}",
+            bits,
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
