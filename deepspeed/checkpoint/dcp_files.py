@@ -170,6 +170,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in (("builtins", "getattr"), ("__builtin__", "getattr")):
             return _member  # how Python 3.11.0 to 3.11.3 write members of an enum
+        if module == "pathlib._local":
+            module = "pathlib"  # where Python 3.13 says that paths are
         if name not in _CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} is no class of DCP's metadata")
         return super().find_class(module, name)

@@ -297,9 +297,9 @@ def test_tensors_are_readable_by_dcp_and_tied_ones_stay_tied(tmp_path: Path) -> 
 
 
 def test_getattr_and_code_in_a_folder_of_dcp(tmp_path: Path) -> None:
-    """Kills: a folder that Python 3.11.2 has written, refused, which gets members of enums; what
-    else getattr gets; an unpickler without a list, bytes in a tensor's place, which DCP would
-    unpickle.
+    """Kills: a folder of Python 3.11.2, which gets members of enums, or of 3.13, whose paths have
+    another name, refused; what else getattr gets; an unpickler without a list, bytes in a tensor's
+    place, which DCP would unpickle.
     """
     path, ran = str(tmp_path / "x.pt"), tmp_path / "ran"
     dcp_files.write_dcp(path, CONTENT)
@@ -307,6 +307,10 @@ def test_getattr_and_code_in_a_folder_of_dcp(tmp_path: Path) -> None:
     good, evil = metadata.read_bytes(), Call(open, str(ran), "w")
     known, kinds = pickle.loads(good), torch.distributed.checkpoint.metadata
     enum = kinds._MEM_FORMAT_ENCODING
+    named = pickle.dumps(known, 2).replace(b"cpathlib\n", b"cpathlib._local\n")
+    assert b"cpathlib._local\n" in named
+    metadata.write_bytes(named)
+    assert str(read_file(path)) == str(CONTENT)
     for called, said in (
         (Call(getattr, enum, "TORCH_PRESERVE_FORMAT"), f"holds {enum.__name__}, no metadata"),
         (Call(getattr, enum, "__doc__"), "no member of an enum"),
