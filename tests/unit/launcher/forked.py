@@ -27,6 +27,8 @@ def start(command: Sequence[str], env: dict[str, str], **how: Any) -> subprocess
     """As `subprocess.Popen`, of Python with a script, or with `-m` and a module's `main`."""
 
     def run() -> None:
+        if "-m" not in command and cannot_train():
+            return  # and let Popen start the program
         code: Any = 1
         try:
             # Popen takes it for the start of the program that its own end of a pipe is closed. The
@@ -64,6 +66,17 @@ def start(command: Sequence[str], env: dict[str, str], **how: Any) -> subprocess
             os._exit(code)
 
     return subprocess.Popen(command, env=env, preexec_fn=run, **how)
+
+
+def cannot_train() -> bool:
+    """Whether autograd has started threads in the parent, after which no fork can use it: where
+    torch knows a device, real or registered by a test.
+    """
+    try:
+        torch.ones(1, requires_grad=True).sum().backward()
+    except RuntimeError:
+        return True
+    return False
 
 
 def run_python(command: Sequence[str]) -> None:
