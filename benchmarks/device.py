@@ -1,5 +1,5 @@
 """First hour on a device, in minutes: the tests that need one, then time, peak memory and overlap
-of a training step of stages 0 to 2 beside plain torch, DDP and FSDP2.
+of a training step of stages 0 to 3 beside plain torch, DDP and FSDP2.
 
     python benchmarks/device.py
     python benchmarks/device.py --first               (one device, ten minutes: first_device.py)
@@ -38,7 +38,7 @@ SYSTEMS = {
     },
     "fp32": {"torch": "torch-fused", "ddp": "ddp-fused", "fsdp2": "fsdp2-fused"},
 }
-STAGES = ("zero0", "zero1", "zero2", "zero1-overlap", "zero2-overlap")
+STAGES = ("zero0", "zero1", "zero2", "zero1-overlap", "zero2-overlap", "zero3")
 TEST_SECONDS = 240
 # A simulated step takes long; its size only has to reach all paths.
 SIMULATED = {"layers": 2, "width": 64, "micro_batch": 2, "context": 32}
