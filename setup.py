@@ -108,6 +108,8 @@ setup(
             "ds = deepspeed.launcher.command:main",
             "ds_checkpoint = deepspeed.checkpoint.cli:main",
             "ds_elastic = deepspeed.elasticity.cli:main",
+            "ds_io = deepspeed.nvme.measure:ds_io_main",
+            "ds_nvme_tune = deepspeed.nvme.tune:main",
             "ds_report = deepspeed.env_report:cli_main",
             "ds_to_universal = deepspeed.checkpoint.ds_to_universal:command",
             "ds_diff = deepspeed.verify.diff:command",

@@ -67,15 +67,17 @@ deepspeed
         this project is for training; inference, compression and autotuning are out of scope
     linear
         low-rank and quantized layers are not in this release; use peft
-    io
-        files are written by deepspeed.checkpoint.file_writer; choose one by checkpoint.writer
     compile
         DeepCompile comes in a later release; use engine.compile()
-    nvme
-        @NVME
+deepspeed\.io
+    \w+_io_buffer|utils
+        @INTERNAL
+deepspeed\.nvme
+    \w+
+        use the commands ds_io and ds_nvme_tune; see docs/async-io.md
 deepspeed\.ops
     gds
-        @NVME
+        GPUDirect Storage is not in this release; use deepspeed.ops.aio
 deepspeed\.runtime\.swap_tensor
     aio_config|\w+_swapper
         @NVME

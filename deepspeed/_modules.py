@@ -42,6 +42,21 @@ DOORS: dict[str, dict[str, str]] = {
     "deepspeed.constants": dict.fromkeys(
         ("TORCH_DISTRIBUTED_DEFAULT_PORT", "default_pg_timeout"), "deepspeed.comm.constants"
     ),
+    "deepspeed.io.constants": dict.fromkeys(
+        (
+            "CLOSE_COUNT_KEY",
+            "FILENO_COUNT_KEY",
+            "FLUSH_COUNT_KEY",
+            "INVALID_FD",
+            "WRITE_BYTES_KEY",
+            "WRITE_COUNT_KEY",
+            "WRITE_SEC_KEY",
+            "WRITE_SPEED_KEY",
+        ),
+        "deepspeed.io.base_file_writer",
+    ),
+    "deepspeed.io.mock_file_writer": {"MockFileWriter": "deepspeed.io.base_file_writer"},
+    "deepspeed.io.py_file_writer": {"PyFileWriter": "deepspeed.io.base_file_writer"},
     "deepspeed.ops.lion.fused_lion": {"FusedLion": "deepspeed.ops.lion.lion"},
     "deepspeed.runtime.tensor_parallel.config": dict.fromkeys(
         ("TPConfig", "TPTrainingConfig"), "deepspeed.runtime.config_models.features"
