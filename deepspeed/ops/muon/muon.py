@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 
+from deepspeed.accelerator import runs_ahead
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.muon.newton_schulz import NS_METHODS, orthogonalize
+from deepspeed.ops.squares import IN_ORDER
 from deepspeed.ops.whole_parameters import Part, WholeParameterOptimizer
 from deepspeed.utils.tensor_fragment import logical_shape
 
@@ -178,6 +180,9 @@ class MuonWithAuxAdam(WholeParameterOptimizer):
         inner = self._adamw[number]
         # The outer group is what schedulers write to and what the engine hands masters to.
         inner.param_groups[0].update({key: group[key] for key in (*ADAMW_KEYS, "params")})
+        # On the host torch's fused kernel rounds the end of a slice otherwise than its middle.
+        shows_cut = not runs_ahead(group["params"][0])
+        inner.param_groups[0]["fused"] = not (shows_cut and self.squares is not IN_ORDER)
         for tensor in group["params"]:
             inner.state[tensor] = state = self.state[tensor]
             if "step" in state:

@@ -10,7 +10,8 @@ import torch
 from deepspeed.monitor.watch import cli
 from deepspeed.verify import diff
 from unit.common import DistributedTest
-from unit.v1.reproducibility.test_bits import Case, engine_of, train
+from unit.v1.reproducibility.cases import Case
+from unit.v1.reproducibility.runs import engine_of, train
 
 
 def record(folder: Path, ranks: int, differs_at: int | None = None) -> Path:

@@ -15,6 +15,9 @@ runtime/gradients/test_canonical.py
     _add: rest = rest.sub_(part) -> pass
   what is not finite is far from the largest
     _add: bits >> MANTISSA_BITS & EXPONENT_MASK -> (bits >> MANTISSA_BITS & EXPONENT_MASK) % 2047
+v1/reproducibility/test_bits.py
+  what Muon leaves to AdamW is fused on the host
+    MuonWithAuxAdam._step_adamw: not (shows_cut and self.squares is not IN_ORDER) -> True
 v1/fp16/test_dynamic_scaling.py -k divided_first
   fp16 is summed before it is divided
     _split: travels_in == torch.float16 -> False

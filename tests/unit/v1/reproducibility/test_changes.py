@@ -6,7 +6,8 @@ from typing import Any
 
 from deepspeed import comm as dist
 from unit.common import DistributedFixture, DistributedTest
-from unit.v1.reproducibility.test_bits import Case, engine_of, train
+from unit.v1.reproducibility.cases import Case
+from unit.v1.reproducibility.runs import engine_of, train
 
 STAGES = {1: 2, 3: 3, 2: 1, 4: 0}  # by ranks, in the order of the run
 RANKS = list(STAGES)

@@ -17,7 +17,8 @@ from deepspeed.runtime.optimizers import step_sequence
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.verify import diff
 from unit.common import DistributedTest
-from unit.v1.reproducibility.test_bits import Case, engine_of, train
+from unit.v1.reproducibility.cases import Case
+from unit.v1.reproducibility.runs import engine_of, train
 
 PLANTED_AT = 2  # step
 RANK = 1
