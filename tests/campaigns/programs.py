@@ -65,6 +65,14 @@ CAMPAIGNS = (
         architecture=ONE,
     ),
     trials(
+        "bits",
+        "equal bits on any number of ranks: configurations, and 500 steps of the demo (a day)",
+        "unit.v1.reproducibility.product",
+        rounds=1000,
+        part="wide: a share of all configurations (default); long: 120 runs of the demo's GPT",
+        steps="optimizer steps of each run (default: 10, 500 of the long part)",
+    ),
+    trials(
         "zombies",
         "random failing or interrupted launches, and how many left no process",
         "unit.launcher.zombies",
