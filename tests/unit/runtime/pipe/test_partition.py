@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -62,6 +62,7 @@ def test_uniform_and_prefix_sum() -> None:
     assert prefix_sum_inc([3, 4, 5]) == [3, 7, 12]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=8), st.integers(1, 4))
 def test_balanced_leaves_no_part_empty_and_covers_all(weights: list[int], parts: int) -> None:
     bounds = partition_balanced(weights, parts)
@@ -71,6 +72,7 @@ def test_balanced_leaves_no_part_empty_and_covers_all(weights: list[int], parts:
         assert all(start < stop for start, stop in itertools.pairwise(bounds))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=3, max_size=9))
 def test_balanced_in_two_is_the_best_cut(weights: list[int]) -> None:
     # With two parts the rule leaves one choice to make, so the best can be searched.
@@ -218,6 +220,7 @@ def test_the_world_as_a_grid_without_a_topology(world: int, dims: list[int]) -> 
     assert _default_topology(world).dims == dims
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
 def test_coordinates_and_ranks_are_inverse(dims: list[int]) -> None:
     axes = ["a", "b", "c", "d"][: len(dims)]

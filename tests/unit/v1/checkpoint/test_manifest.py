@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed import comm as dist
@@ -30,6 +30,7 @@ Description = dict[str, Any]
 
 
 class TestChecksum:
+    @settings(deadline=None)
     @given(st.binary(max_size=200), st.lists(st.integers(0, 200)))
     def test_is_that_of_xxhsum_however_it_is_cut(self, data: bytes, cuts: list[int]) -> None:
         checksum = Checksum()
@@ -155,6 +156,7 @@ def part_of(cuts: list[tuple[str, int, int]], numels: dict[str, int], **more: An
 
 
 class TestCoverage:
+    @settings(deadline=None)
     @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
     def test_any_cut_is_fine_and_any_change_of_one_is_not(
         self, lengths: list[int], data: st.DataObject
