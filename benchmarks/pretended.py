@@ -121,8 +121,16 @@ class PretendedGroup(dist.ProcessGroup):
         output.view(-1).copy_(whole.reshape(self._size, -1)[self._own])
         return _complete([output])
 
+    def all_to_all_single(self, output: Any, own: Any, *sizes: Any, opts: Any = None) -> Any:
+        """Every rank has sent what this one sends to itself, in parts of one size."""
+        counts[COLLECTIVE + "all-to-all"] += 1
+        part = own.reshape(self._size, -1)[self._own]
+        output.view(self._size, -1).copy_(part.expand(self._size, -1))
+        return _complete([output])
+
     # The same under the names of torch before 2.13.
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+    alltoall_base = all_to_all_single
 
     def allgather(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
         """As `all_gather_single`, into a list."""

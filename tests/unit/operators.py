@@ -15,3 +15,16 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(func.__name__)
         return func(*args, **(kwargs or {}))
+
+
+class Launches:
+    """A tracer that writes down the names of what is launched on streams."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def launched(self, operator: str, stream: Any, accesses: Any) -> None:
+        self.names.append(operator)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
