@@ -62,6 +62,10 @@ def test_squares_in_any_order_and_cut(with_op: bool, monkeypatch: pytest.MonkeyP
     for cuts in (1, 2, 7, 300):
         order = torch.randperm(values.numel(), generator=torch.Generator().manual_seed(cuts))
         assert torch.equal(total(list(values[order].chunk(cuts))), wanted), cuts
+    many = values.repeat(8)
+    alone = total([many])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert torch.equal(total([many]), alone)
     # Kills: bins that overlap or end too early, powers of two in fp32.
     for scale in (1e-30, 1e-18, 1.0, 1e15, 1e22):
         scaled = (values.double() * scale).float()[:5000].clamp(-1e38, 1e38)
