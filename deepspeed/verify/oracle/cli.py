@@ -86,6 +86,8 @@ def parser() -> argparse.ArgumentParser:
         f"(default: {TRACED_BACKEND}, which traces and needs no compiler; without BACKEND "
         f"{DEFAULT_BACKEND})",
     )
+    text = "compare ranks with one process by equality alone, which is otherwise one row of many"
+    add("--exact", action="store_true", help=text)
     text = "save half of a run in FOLDER, and train the rest from there on other ranks"
     add("--checkpoint", metavar="FOLDER", help=text)
     add("--json", metavar="FILE", help="write everything as JSON")

@@ -30,6 +30,7 @@ LEFT_OUT = frozenset(
 )
 SPLIT_STEPS = 2  # behind weights that start as zero, the first step has no gradient
 GUARD_STEPS = 2
+EXACT_STEPS = 3
 SIM_STEPS = 2
 SIM_BUCKETS = 4
 # Keys of `zero_optimization`: how many ranks share copies of shards, or the shards themselves.
@@ -55,6 +56,8 @@ class RunKind(str, Enum):
     COLLECTIVES = "collectives"  # nothing: the collective intent check watches
     RESUMED = "resumed"  # the same as USER, whose second half it makes from a checkpoint
     SIM = "sim"  # the same as SGD or USER, on the simulated device under the stream checker
+    EXACT = "exact"  # digests and losses, with those of ALONE
+    ALONE = "alone"  # one process with the same canonical sum
 
     @property
     def is_judged(self) -> bool:
@@ -63,8 +66,13 @@ class RunKind(str, Enum):
 
     @property
     def is_watched(self) -> bool:
-        """Whether a check of the package's own looks on, and nothing is compared."""
-        return self in (RunKind.LEDGER, RunKind.COLLECTIVES)
+        """Whether a check of the package's own looks on, and ranks compare nothing."""
+        return self in (RunKind.LEDGER, RunKind.COLLECTIVES) or self.is_digested
+
+    @property
+    def is_digested(self) -> bool:
+        """Whether the run is known by its digests."""
+        return self in (RunKind.EXACT, RunKind.ALONE)
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,7 @@ class Settings:
     schedules: int = 8
     compile: str = TRACED_BACKEND
     checkpoint: str | None = None  # folder, to go on from on other ranks
+    exact: bool = False  # nothing but the comparison by equality
     seed: int = 0
     timeout: float = 300.0
 
@@ -99,6 +108,7 @@ class Run:
     piece_numel: int = 0
     # Where it saves after half of its steps or, for RESUMED, goes on from. Empty: nowhere.
     checkpoint: str = ""
+    beside: str = ""  # name of a run before, without which this one is needless; empty: none
 
     @property
     def half(self) -> int:
@@ -126,9 +136,12 @@ class Plan:
     no_split: str = ""
     no_whole: str = ""
     no_compile: str = ""
+    only_exact: bool = False
 
     def ranks_of(self, run: Run) -> int:
         """Count the processes of a run."""
+        if run.kind is RunKind.ALONE:
+            return 1
         return self.ranks * run.shape.world // self.shape.world
 
 
@@ -209,7 +222,10 @@ def with_low_scale(config: dict[str, Any]) -> dict[str, Any]:
 
 def quiet(config: dict[str, Any]) -> dict[str, Any]:
     """Leave out what writes somewhere, and checks that have a run of their own here."""
-    return {key: value for key, value in copy.deepcopy(config).items() if key not in LEFT_OUT}
+    kept = {key: value for key, value in copy.deepcopy(config).items() if key not in LEFT_OUT}
+    if isinstance(bits := kept.get("reproducibility"), dict):
+        bits.pop("digest_every", None)
+    return kept
 
 
 def in_several_buckets(config: dict[str, Any], numel: int, gathers: bool) -> dict[str, Any]:
@@ -308,6 +324,18 @@ def resumed(run: Run, ranks: int, sizes: Sequence[int], parts: Parts) -> Run:
     return replace(run, name=name, kind=RunKind.RESUMED, config=config, shape=shape)
 
 
+def exact_runs(config: dict[str, Any], shape: Shape, steps: int) -> list[Run]:
+    """A run with the canonical sum, and the plainest one of the same micro-batches, on one rank."""
+    bits = {**(config.get("reproducibility") or {}), "world_size_invariant": True}
+    config = {**config, "reproducibility": bits}
+    whole = Shape(1, shape.micro_batches, shape.rows)
+    plain = {key: value for key, value in config.items() if key != "elasticity"}
+    plain = with_shape({**plain, "zero_optimization": {"stage": 0}}, whole)
+    run = Run("exact", RunKind.EXACT, config, shape, steps)
+    alone = Run("exact, one process", RunKind.ALONE, plain, whole, steps, beside=run.name)
+    return [run, alone]
+
+
 def make_plan(
     settings: Settings,
     config: dict[str, Any],
@@ -350,6 +378,10 @@ def make_plan(
         some = min(steps, AS_CONFIGURED_STEPS)
         own = with_sgd(given) if len(configs) == 1 else with_low_scale(given)
         runs.append(Run(AS_CONFIGURED, RunKind.SIM, own, shape, some))
+    # Last: where the canonical sum is refused, the ranks end.
+    runs += exact_runs(configs[-1], shape, min(steps, EXACT_STEPS))
+    if settings.exact:
+        runs = exact_runs(configs[-1], shape, steps)
     return Plan(
         settings.model,
         settings.data,
@@ -361,6 +393,7 @@ def make_plan(
         no_split or ("" if splits else ONE_CUT),
         no_whole,
         no_compile,
+        settings.exact,
     )
 
 

@@ -56,10 +56,12 @@ def run_plan(plan: Plan, timeout_s: float, progress: Progress) -> Session:
     """Run everything, starting the ranks anew after each run that failed."""
     session = Session()
     left = list(plan.runs)
+    # The same of all: how a product is divided among threads shows in its bits.
+    threads = max(1, (os.cpu_count() or 1) // plan.ranks)
     while left:
         ranks = plan.ranks_of(left[0])
         now = [run for run in left if plan.ranks_of(run) == ranks]
-        launch = _Launch(replace(plan, runs=now, ranks=ranks), timeout_s, progress)
+        launch = _Launch(replace(plan, runs=now, ranks=ranks), timeout_s, progress, threads)
         failed = launch.follow()
         session.ready = session.ready or launch.ready()
         for run in now:
@@ -81,7 +83,9 @@ def run_plan(plan: Plan, timeout_s: float, progress: Progress) -> Session:
                 text = f"not tried: the {MOST_IN_VAIN} runs before it all failed"
                 session.outcomes |= {run: Outcome(failure=text) for run in untried}
         tried = session.outcomes if failed is not None else [run.name for run in now]
-        left = [run for run in left if run.name not in tried and run.name not in session.outcomes]
+        in_vain = {name for name, outcome in session.outcomes.items() if outcome.failure}
+        done = {*tried, *session.outcomes}
+        left = [run for run in left if run.name not in done and run.beside not in in_vain]
     return session
 
 
@@ -120,8 +124,9 @@ class _RankLog:
 class _Launch:
     """One start of all ranks."""
 
-    def __init__(self, plan: Plan, timeout_s: float, progress: Progress) -> None:
+    def __init__(self, plan: Plan, timeout_s: float, progress: Progress, threads: int) -> None:
         self.plan = plan
+        self.threads = threads
         self.timeout_s = timeout_s
         self.progress = progress
         self.folder = tempfile.TemporaryDirectory(prefix="ds_verify_")
@@ -148,7 +153,6 @@ class _Launch:
 
     def _start(self) -> None:
         world = self.plan.ranks
-        threads = max(1, (os.cpu_count() or 1) // world)
         root = str(Path(__file__).resolve().parents[3])
         paths = os.pathsep.join([root, os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])
         for rank, output in enumerate(self.outputs):
@@ -160,7 +164,7 @@ class _Launch:
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(world),
                 "LOCAL_WORLD_SIZE": str(world),
-                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self.threads)),
             }
             # The plan's configuration says what is watched; a switch for all runs would mix the
             # rows of the table.

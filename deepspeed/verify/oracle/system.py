@@ -67,6 +67,12 @@ class RunRecord:
 
     steps: list[StepRecord] = field(default_factory=list)  # every step that this rank keeps
     losses: list[float] = field(default_factory=list)  # of all steps
+    # Of all steps, of each of this rank's micro-batches.
+    micro_losses: list[list[float]] = field(default_factory=list)
+    # Where they are asked for, by parameters: `engine.state_digest`, before the first step and
+    # after each, and what gradients each step used.
+    digests: list[dict[str, str]] = field(default_factory=list)
+    gradients: list[dict[str, str]] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)  # of all steps
     # Digests of this rank's model parameters after each step, by name and who must have equal ones.
     checksums: list[dict[str, str]] = field(default_factory=list)
@@ -107,7 +113,8 @@ class SystemRun:
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=self.model, optimizer=sgd, config=run.config, mpu=self.mpu
         )
-        self._reader = _GradientReader(None if run.kind.is_watched else self.gradients)
+        reads = run.kind.is_digested or not run.kind.is_watched
+        self._reader = _GradientReader(self.gradients if reads else None)
         self.engine.timers.observers = [*self.engine.timers.observers, self._reader]
         model = self.model
         tied = model.get_tied_weights_and_groups() if isinstance(model, PipelineModule) else []
@@ -172,12 +179,15 @@ class SystemRun:
             first = self.run.half
         wants_tensors = not self.run.kind.is_watched
         masters = self._copied(self.values()) if wants_tensors else {}
+        if self.run.kind.is_digested:
+            record.digests.append(self.engine.state_digest(per_parameter=True))
         for step in range(first, self.run.steps):
             before = masters
             of_groups = self.optimizer.param_groups
             groups = [{k: v for k, v in group.items() if k != "params"} for group in of_groups]
             loss_scale = float(getattr(self.optimizer, "loss_scale", 1.0))
-            loss = self._train_batch(step)
+            losses = self._train_batch(step)
+            loss = sum(losses) / len(losses)
             values = self.values() if wants_tensors else []
             masters = self._copied(values)
             norm = self.engine.get_global_grad_norm()
@@ -193,8 +203,13 @@ class SystemRun:
                 groups,
             )
             record.losses.append(loss)
+            record.micro_losses.append(losses)
             record.norms.append(found.norm)
             record.checksums.append(self._checksums())
+            if self.run.kind.is_digested:
+                record.digests.append(self.engine.state_digest(per_parameter=True))
+                bits = {n: _bits_of(grad) for n, grad in self._reader.found.items()}
+                record.gradients.append(bits)
             if wants_tensors:
                 record.faults += self._faults(step, values)
             if on_step is not None:
@@ -206,29 +221,27 @@ class SystemRun:
                 self.engine.save_checkpoint(self.run.checkpoint)
         return record
 
-    def _train_batch(self, step: int) -> float:
-        """Take one step as a user would; returns the mean loss that this rank knows."""
+    def _train_batch(self, step: int) -> list[float]:
+        """Take one step as a user would; returns the losses that this rank knows."""
         shape, dtype, engine = self.run.shape, self.engine.model_dtype, self.engine
         pieces, place = self.batches.micro_batches(step, shape), engine.parallel_map.data.rank
         own = [pieces[shape.place(place, micro)] for micro in range(shape.accumulation)]
         if isinstance(engine, PipelineEngine):
-            return float(engine.train_batch(self.workload.fed(batch, dtype) for batch in own))
-        total = 0.0
+            return [float(engine.train_batch(self.workload.fed(batch, dtype) for batch in own))]
+        losses = []
         for batch in own:
             own_piece = batch if self.mpu is None else _piece_of(batch, self.mpu)
             loss = self.workload.loss_of(engine, own_piece, dtype)
             engine.backward(loss)
             engine.step()
-            total += float(loss.detach())
-        return total / shape.accumulation
+            losses.append(float(loss.detach()))
+        return losses
 
     def _checksums(self) -> dict[str, str]:
         found = {}
         for name, param in self.params.items():
             if not _is_sharded(param):
-                content = param.detach().reshape(-1).view(torch.uint8).numpy()
-                digest = hashlib.sha256(content.tobytes()).hexdigest()
-                found[f"{name} of {self._who_has(name)}"] = digest[:16]
+                found[f"{name} of {self._who_has(name)}"] = _bits_of(param.detach())
         return found
 
     def _who_has(self, name: str) -> str:
@@ -284,6 +297,11 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _is_sharded(param: nn.Parameter) -> bool:
     return is_zero_param(param) and record_of(param).status is not ZeroParamStatus.AVAILABLE
+
+
+def _bits_of(value: torch.Tensor) -> str:
+    content = value.reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(content.tobytes()).hexdigest()[:16]
 
 
 def _held(param: nn.Parameter) -> torch.Tensor:

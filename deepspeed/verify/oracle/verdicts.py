@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from deepspeed.ops.op_builder import CPUAdamBuilder
+from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.verify.oracle.judge import Deviation, StepFindings
 from deepspeed.verify.oracle.plan import AS_CONFIGURED, LEFT_OUT, TRACED_BACKEND, Plan, Run, RunKind
 from deepspeed.verify.oracle.ranks import Outcome, Session
@@ -49,11 +50,13 @@ def make_report(plan: Plan, session: Session, settings: dict[str, Any]) -> Repor
         for result in outcome.ranks[:1]:
             curves[run.name] = _curves(outcome, _findings(outcome))
             notes += [note for note in result.get("notes", []) if note not in notes]
-        if run.kind is not RunKind.SIM:
+        if run.kind in _ROWS:
             rows += _ROWS[run.kind](run, outcome)
-    rows += _absent(plan)
-    simulated = [run for run in plan.runs if run.kind is RunKind.SIM]
-    rows += _stream_rows([(run, session.outcomes[run.name]) for run in simulated])
+    if not plan.only_exact:
+        rows += _absent(plan)
+        simulated = [run for run in plan.runs if run.kind is RunKind.SIM]
+        rows += _stream_rows([(run, session.outcomes[run.name]) for run in simulated])
+    rows += _exact_rows(plan, session)
     return Report(rows, notes, curves, settings, _not_covered(plan, rows, settings))
 
 
@@ -68,6 +71,7 @@ def _not_covered(plan: Plan, rows: list[Row], settings: dict[str, Any]) -> list[
         f"more than {plan.ranks} ranks or {plan.steps} steps",
         "evaluation",
         "the order of a sampler",
+        *(["all other rows (--exact)"] if plan.only_exact else []),
         *([] if loads else ["saving and loading (--checkpoint)"]),
         *(["native optimizers of the host (no C++ compiler)"] if lacks_native else []),
         *dict.fromkeys(row.check for row in rows if row.verdict is Verdict.NOT_RUN),
@@ -404,6 +408,58 @@ def _simulated_row(check: str, where: str, runs: list[tuple[Run, Outcome]]) -> R
             row.detail = f"{name}: {row.detail}"
             return row
     return _compared(row, [one for steps in found.values() for one in steps])
+
+
+# Equal bits
+
+_OF_PARAMETERS = _GRADIENT, _STATE = "gradient", "master or optimizer state"
+
+
+def _exact_rows(plan: Plan, session: Session) -> list[Row]:
+    """Compare ranks with one process by equality, where the canonical sum is possible."""
+    digested = [run for run in plan.runs if run.kind.is_digested]
+    row, lines = Row(f"exact: one process = {plan.ranks} ranks"), []
+    for run in digested:
+        outcome = session.outcomes.get(run.name, Outcome(failure="was not reached"))
+        if outcome.kind == DeepSpeedConfigError.__name__:
+            row.verdict = Verdict.NOT_RUN
+            row.detail = outcome.failure.partition(f"{outcome.kind}: ")[2]
+            return [row]
+        if outcome.failure:
+            return [_fail(row, f"no result: {outcome.failure}")]
+        lines.append(_digest_lines(outcome))
+    for step, (one, other) in enumerate(zip(*lines, strict=True)):
+        for what, of_names in one.items():
+            names = [name for name, value in of_names.items() if other[what].get(name) != value]
+            if names:
+                where = f"at step {step - 1}" if step else "before the first step"
+                more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+                text = f"{where} other bits: {what} of {', '.join(names[:MOST_NAMED])}{more}"
+                return [_fail(row, text, names if what in _OF_PARAMETERS else ())]
+    if lines and lines[0][0][_STATE] == lines[0][-1][_STATE]:
+        row.verdict, row.detail = Verdict.LEFT_OUT, "every step was skipped"
+    row.detail = row.detail or (
+        "gradients, masters, optimizer state, losses and norms of "
+        f"{digested[0].steps} steps with reproducibility.world_size_invariant, bit for bit"
+    )
+    return [row] if lines else []
+
+
+def _digest_lines(outcome: Outcome) -> list[dict[str, dict[str, Any]]]:
+    """What a run is known by, before its first step and after each: what it is, of what, digest or
+    value.
+    """
+    first = outcome.ranks[0]
+    found: list[dict[str, dict[str, Any]]] = [{_STATE: first["digests"][0]}]
+    for step, state in enumerate(first["digests"][1:]):
+        each = (result["micro_losses"][step] for result in outcome.ranks)
+        # In the order in which micro-batches are dealt.
+        losses = [loss for losses in zip(*each, strict=True) for loss in losses]
+        by_number = {f"micro-batch {number}": loss for number, loss in enumerate(losses)}
+        norms = sorted({repr(result["norms"][step]) for result in outcome.ranks})
+        found.append({_GRADIENT: first["gradients"][step], _STATE: state})
+        found[-1] |= {"loss": by_number, "norm": {"all parameters": norms}}
+    return found
 
 
 def _curves(outcome: Outcome, findings: list[StepFindings]) -> dict[str, list[Any]]:

@@ -54,9 +54,11 @@ def test_the_planted_bug_fails_and_is_named(config: str, tmp_path: Path, capsys:
     assert main([*arguments, "--json", str(wanted[0]), "--report", str(wanted[1])]) == 1
     found = json.loads(wanted[0].read_text())
     assert found["passed"] is False and found["culprits"] == ["2.weight"]
+    (exact,) = (row for row in found["rows"] if row["check"].startswith("exact"))
+    assert exact["parameters"] == ["2.weight"]
     said = capsys.readouterr()
     assert "2.weight" in said.out
-    assert "s: 8 runs on 2 ranks\n" in said.err and "s: 1 of 8, SGD\n" in said.err
+    assert "s: 10 runs on 2 ranks\n" in said.err and "s: 1 of 10, SGD\n" in said.err
     page = wanted[1].read_text()
     assert "2.weight" in page and "data:image/png;base64," in page
     assert "src=" not in page.replace('src="data:', "") and "http" not in page  # self-contained
@@ -199,6 +201,10 @@ def test_runs_of_other_ranks_are_started_apart(monkeypatch: Patch) -> None:
     Launch.started.clear()
     session = run_plan(plan_of(config_of(1), "right", kinds), 1.0, print)
     assert len(Launch.started) == 3 and "not tried" in session.outcomes["collectives"].failure
+    Launch.started.clear()
+    kinds = (RunKind.SGD, RunKind.EXACT, RunKind.ALONE)
+    run_plan(plan_of(config_of(1), "right", kinds), 1.0, print)
+    assert [kinds for _, kinds in Launch.started] == [[*kinds[:2]], [RunKind.EXACT]]
 
 
 STANDS = {
@@ -226,8 +232,9 @@ def test_a_rank_that_does_not_go_on(code: str, tmp_path: Path, monkeypatch: Patc
 
 def bare_plan(backend: str = "none", **more: Any) -> Plan:
     """A plan of a model that nobody builds."""
-    settings = Settings(config_of(1), "m", steps=1, schedules=0, compile=backend)
-    return make_plan(settings, config_of(1), 2, Shape(2, 2, 4), sizes=[1], **more)
+    config = config_of(1, reproducibility={"seed": 3, "digest_every": 1})
+    settings = Settings(config, "m", steps=1, schedules=0, compile=backend)
+    return make_plan(settings, config, 2, Shape(2, 2, 4), sizes=[1], **more)
 
 
 def test_an_optimizer_of_the_host_runs_both_ways(monkeypatch: Patch) -> None:
@@ -242,7 +249,8 @@ def test_an_optimizer_of_the_host_runs_both_ways(monkeypatch: Patch) -> None:
     ways = {run.kind for run in plan.runs if run.config.get("optimizer") == block}
     assert {RunKind.USER, RunKind.SIM} <= ways
     for run in plan.runs:
-        assert run.config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+        if run.kind is not RunKind.ALONE:
+            assert run.config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
     session, told = Session(), "native optimizers of the host (no C++ compiler)"
     session.outcomes = {run.name: Outcome(failure="was not reached") for run in plan.runs}
     for compiler in ("c++", None):
@@ -274,6 +282,19 @@ def test_what_becomes_of_the_compiled_model(monkeypatch: Patch) -> None:
     monkeypatch.setenv("CXX", "/no/such/compiler")
     row = row_of("inductor")
     assert row.verdict is Verdict.NOT_RUN and "needs a C++ compiler" in row.detail
+
+
+def test_what_has_no_canonical_sum() -> None:
+    # Kills: a refusal of the sum told as the configuration's fault, or by nobody.
+    plan, session = bare_plan(), Session()
+    told = {"failure": "rank 0: DeepSpeedConfigError: no such sum", "kind": "DeepSpeedConfigError"}
+    session.outcomes = {run.name: Outcome(**told) for run in plan.runs}
+    report = make_report(plan, session, {})
+    (row,) = [row for row in report.rows if row.check.startswith("exact")]
+    assert (row.verdict, row.detail) == (Verdict.NOT_RUN, "no such sum")
+    assert row.check in report.not_covered
+    (only,) = {run.config["reproducibility"]["seed"] for run in plan.runs[-2:]}
+    assert only == 3 and "digest_every" not in plan.runs[0].config["reproducibility"]
 
 
 def test_without_a_step_nothing_was_compared() -> None:

@@ -114,6 +114,12 @@ v1/device/test_pipelines.py -k one_queue
 v1/device/test_pipelines.py -k posts_what_depends_on_nothing_to_come
   a receive is posted too early
     _Lane.post: self._coming[0][1] <= self._issued -> True
+verify/test_ds_verify.py -k started_apart
+  one process is started for ranks that came to nothing
+    run_plan: run.beside not in in_vain -> True
+verify/test_ds_verify_exact.py
+  losses are read rank by rank
+    _digest_lines: zip(*each, strict=True) -> each
 verify/test_budgets.py -k blocks_its_queue
   a device whose blocked queues block no other stream
     _Device.__init__: budget.queues -> 99
