@@ -40,7 +40,7 @@ _SAID = {
     "ENGINE": r"deepspeed\.runtime\.engine\.DeepSpeedEngine",
     "FRAGMENTS": FRAGMENTS,
     "INTERNAL": _INTERNAL,
-    "NVME": 'NVMe offload comes in a later release; use offload_optimizer.device "cpu"',
+    "NVME": 'state lies in files by offload_optimizer.device "nvme"; see docs/offload.md',
     "CUT": "the tensor_parallel block and deepspeed.tp_model_init cut a model; see "
     "docs/tensor-parallel.md",
     "ZENFLOW": "ZenFlow comes in a later release; use offload_optimizer",

@@ -1,6 +1,7 @@
 """Optimizers by name (adam, adagrad, lamb, lion, muon), `host_optimizer` for state on the host,
-`whole_parameters` for those that need more than a shard, `squares` for their norms and those of
-gradients, `flattening`, `op_builder` for native operators, and aio, which is a name only.
+`state_files` for state in files, `whole_parameters` for those that need more than a shard,
+`flattening`, `squares` for norms, `op_builder` for native operators and `native` for those that
+are there, `aio` for files.
 """
 
 from __future__ import annotations

@@ -9,12 +9,15 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.native import native_op
+
+if TYPE_CHECKING:
+    from deepspeed.ops.state_files import StateFiles
 
 # As csrc/host_update/host_update.h numbers them.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -109,6 +112,7 @@ class HostOptimizer(torch.optim.Optimizer):
         self, model_params: Any, defaults: dict[str, Any], fp32_optimizer_states: bool = True
     ) -> None:
         self.fp32_optimizer_states = fp32_optimizer_states
+        self.state_files: StateFiles | None = None
         self._grad_factor = 1.0
         self._deliveries: Mapping[torch.Tensor, Delivery] = {}
         super().__init__(model_params, defaults)
@@ -152,6 +156,9 @@ class HostOptimizer(torch.optim.Optimizer):
         return loss
 
     def _deliver(self, update: FlatUpdate, delivery: Delivery | None) -> None:
+        if self._lies_in_file(update.param):
+            self._deliver_by_windows(update, delivery)
+            return
         if delivery is None:
             self._run(update)
             return
@@ -161,6 +168,28 @@ class HostOptimizer(torch.optim.Optimizer):
                 self._check_out(out, update.param[start:end])
             self._run(update.piece(start, end, out))
             delivery.updated(start, end)
+
+    def _lies_in_file(self, param: torch.Tensor) -> bool:
+        return self.state_files is not None and self.state_files.holds(param)
+
+    def _deliver_by_windows(self, update: FlatUpdate, delivery: Delivery | None) -> None:
+        assert self.state_files is not None, "asked before"
+        grads, whole = update.grad.view(-1), [(0, update.param.numel())]
+        with self.state_files.windows([update.param, *update.states]) as windows:
+            for start, end in whole if delivery is None else delivery.pieces():
+                out = delivery.low_precision_out(start, end) if delivery else update.out
+                if out is not None:
+                    self._check_out(out, update.param[start:end])
+                # Masters that are sent themselves are read where everybody reads them.
+                windows.writes_first = out is not None
+                for first, last, (param, *states) in windows.of(start, end):
+                    rounded = None if out is None else out.view(-1)[first - start : last - start]
+                    part = FlatUpdate(param, grads[first:last], states, rounded, update.scalars)
+                    self._run(part)
+                    if out is None:
+                        update.param.view(-1)[first:last].copy_(param)
+                if delivery is not None:
+                    delivery.updated(start, end)
 
     @contextmanager
     def fused(
@@ -199,7 +228,8 @@ class HostOptimizer(torch.optim.Optimizer):
             )
         if low_precision_out is not None:
             self._check_out(low_precision_out, param)
-        self._run(self._prepare(group, param, grad, grad_factor)._replace(out=low_precision_out))
+        update = self._prepare(group, param, grad, grad_factor)._replace(out=low_precision_out)
+        self._deliver(update, None)
 
     def _prepare(
         self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, grad_factor: float
@@ -231,10 +261,16 @@ class HostOptimizer(torch.optim.Optimizer):
     def _state_tensor(self, state: dict[str, Any], slot: str, param: torch.Tensor) -> torch.Tensor:
         dtype = torch.float32 if self.fp32_optimizer_states else param.dtype
         tensor = state.get(slot)
-        if tensor is None:
+        if tensor is None and not self._lies_in_file(param):
             tensor = torch.zeros_like(param, dtype=dtype)
         # Loaded state may come in another dtype or layout.
-        state[slot] = tensor.to(device=param.device, dtype=dtype).contiguous()
+        if tensor is not None:
+            state[slot] = tensor.to(device=param.device, dtype=dtype).contiguous()
+        if self.state_files is not None and self._lies_in_file(param):
+            if tensor is None or not self.state_files.holds(tensor):
+                state[slot] = self.state_files.zeros(param.numel(), dtype).view(param.shape)
+                if tensor is not None:
+                    state[slot].copy_(tensor)
         self._check(slot, state[slot], param)
         return state[slot]
 

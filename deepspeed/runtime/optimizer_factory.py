@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.host_optimizer import HostOptimizer
 from deepspeed.ops.whole_parameters import WholeParameterOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -42,6 +43,7 @@ from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer
 
 if TYPE_CHECKING:
+    from deepspeed.ops.state_files import StateFiles
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 # Written for flat buffers; all else keeps a master per parameter without ZeRO, as upstream's files.
@@ -300,6 +302,7 @@ def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSe
             )
         basic = on_shards(basic, tree, context.param_names, context.ranks)
         _check_partial_offload(basic, context.config)
+        _check_files(basic, context.config)
     if stage not in (1, 2) and tree.zero_optimization.overlap_param_gather:
         raise DeepSpeedConfigError(
             f"zero_optimization.overlap_param_gather: true at stage {stage}, which gathers no "
@@ -386,6 +389,33 @@ def _check_partial_offload(basic: torch.optim.Optimizer, config: DeepSpeedConfig
         )
 
 
+def _lies_in_files(config: DeepSpeedConfig) -> bool:
+    device = config.tree.zero_optimization.offload_optimizer_device
+    return _offloads(config) and device.value == "nvme"
+
+
+def _check_files(basic: torch.optim.Optimizer, config: DeepSpeedConfig) -> None:
+    if _lies_in_files(config) and not isinstance(basic, HostOptimizer):
+        raise DeepSpeedConfigError(
+            f'zero_optimization.offload_optimizer.device: "nvme" with {type(basic).__name__}, '
+            'whose state is not updated piece by piece: use "cpu", or DeepSpeedCPUAdam, '
+            "DeepSpeedCPUAdagrad or DeepSpeedCPULion, which Adam, AdamW, Adagrad and Lion become"
+        )
+
+
+def _state_files(config: DeepSpeedConfig) -> StateFiles | None:
+    offload = config.tree.zero_optimization.offload_optimizer
+    if offload is None or not _lies_in_files(config):
+        return None
+    # startup: few runs keep state in files
+    from deepspeed.ops.aio.handle import AsyncIOHandle
+    from deepspeed.ops.state_files import StateFiles
+
+    aio = config.tree.aio
+    how = aio.block_size, aio.queue_depth, aio.single_submit, aio.overlap_events
+    return StateFiles(str(offload.nvme_path), lambda: AsyncIOHandle(*how, aio.intra_op_parallelism))
+
+
 def _steps(context: WrapContext, is_sharded: bool) -> StepSettings:
     tree, ranks = context.config.tree, context.ranks
     given = "gradient_predivide_factor" in tree.model_fields_set
@@ -449,6 +479,7 @@ def _shards(context: WrapContext, accumulation: torch.dtype | None) -> ShardSett
         instances=context.ranks.parallel_map.optimizer_instances(zero.num_optimizer_instances),
         grad_dtype=accumulation or torch.float32,
         offload=zero.offload_optimizer if _offloads(context.config) else None,
+        files=_state_files(context.config),
         round_robin=zero.round_robin_gradients and context.parameter_offload is None,
         allgather_bucket_size=zero.allgather_bucket_size,
         allgather_partitions=zero.allgather_partitions,

@@ -23,6 +23,7 @@ from deepspeed.runtime.config_models.base import (
     block,
     option,
 )
+from deepspeed.runtime.config_models.zero import NVME_STATE
 
 
 class TensorBoardConfig(DeepSpeedConfigModel):
@@ -187,14 +188,14 @@ class DeepSpeedActivationCheckpointingConfig(DeepSpeedConfigModel):
 
 
 class AioConfig(DeepSpeedConfigModel):
-    """Asynchronous file I/O of NVMe offload."""
+    """File I/O of state in files; `ds_nvme_tune` measures what suits a folder."""
 
-    block_size: Size = option(1048576, "Bytes of one request.", ge=1, needs="NVMe offload")
-    queue_depth: Count = option(8, "Requests in flight.", needs="NVMe offload")
-    intra_op_parallelism: Count = option(1, "Threads per transfer.", needs="NVMe offload")
-    single_submit: Bool = option(False, "Submit requests one by one.", needs="NVMe offload")
-    overlap_events: Bool = option(True, "Submit and complete at once.", needs="NVMe offload")
-    use_gds: Bool = option(False, "GPUDirect Storage.", needs="NVMe offload")
+    block_size: Size = option(1048576, "Bytes of one request.", ge=1, needs=NVME_STATE)
+    queue_depth: Count = option(8, "Requests in flight.", needs=NVME_STATE)
+    intra_op_parallelism: Count = option(1, "Threads per transfer.", needs=NVME_STATE)
+    single_submit: Bool = option(False, "Submit requests one by one.", needs=NVME_STATE)
+    overlap_events: Bool = option(True, "Submit and complete at once.", needs=NVME_STATE)
+    use_gds: Bool = option(False, "GPUDirect Storage.", needs="GPUDirect Storage")
 
 
 class DeepSpeedNebulaConfig(DeepSpeedConfigModel):

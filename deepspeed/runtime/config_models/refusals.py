@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from deepspeed.runtime.config_models.base import needs, nested_model
 from deepspeed.runtime.config_models.enums import OffloadDeviceEnum, ZeroStageEnum
 from deepspeed.runtime.config_models.training import TrainingConfig
-from deepspeed.runtime.config_models.zero import OTHER_STAGES, STAGE_3
+from deepspeed.runtime.config_models.zero import NVME_STATE, OTHER_STAGES, STAGE_3
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 
 
@@ -77,14 +77,13 @@ def _enabled_somewhere(value: object) -> bool:
     )
 
 
-_NVME = f'NVMe offload {LATER}; use "cpu"'
+_NVME = f'parameters in files {LATER_MANY}; use "cpu"'
 _ROUNDED = f"rounded weights, which are not those of one process, {LATER}; use false"
 _PRECISIONS = 'is not supported; use "fp16", "bf16" or "torch_autocast"'
 
 REFUSALS: tuple[Refusal, ...] = (
     *_under(
         "zero_optimization",
-        Refusal("offload_optimizer.device", _NVME, _is_nvme, Scope.VALUE),
         Refusal("offload_optimizer.super_offload", f"SuperOffload {LATER}; use false"),
         Refusal("zenflow", f"ZenFlow {LATER}; remove the block", _given),
         Refusal("legacy_stage1", "there is one implementation of stage 1; use false"),
@@ -273,6 +272,10 @@ def as_given(path: str, given: Mapping[str, Any]) -> str:
 
 def _refusals_of(tree: TrainingConfig, given: Mapping[str, Any]) -> Iterator[str]:
     has_stage_3 = tree.zero_optimization.stage == ZeroStageEnum.weights
+    offload = tree.zero_optimization.offload_optimizer
+    if offload and _is_nvme(offload.device) and offload.nvme_path is None:
+        path = as_given("zero_optimization.offload_optimizer.device", given)
+        yield f"{path}: 'nvme' needs nvme_path, a folder on the disk: add it"
     for refusal in (*REFUSALS, *(AT_STAGE_3 if has_stage_3 else BELOW_STAGE_3)):
         value = value_at(tree, refusal.path)
         if value is not None and refusal.when(value):
@@ -284,11 +287,13 @@ def _refusals_of(tree: TrainingConfig, given: Mapping[str, Any]) -> Iterator[str
 def inert_keys_of(tree: TrainingConfig, given: Mapping[str, Any]) -> Iterator[str]:
     """Yield ``key=value (has no effect without ...)`` for each key of ``given`` changed in vain."""
     has_stage_3 = tree.zero_optimization.stage == ZeroStageEnum.weights
-    there = STAGE_3 if has_stage_3 else OTHER_STAGES
+    there = {STAGE_3 if has_stage_3 else OTHER_STAGES}
+    if tree.zero_optimization.stage and _is_nvme(tree.zero_optimization.offload_optimizer_device):
+        there.add(NVME_STATE)
     changed = {path: dict(_changed(value_at(tree, path))) for path in _INERT_BLOCKS}
     for inert in INERT:
         block_path, _, name = inert.path.rpartition(".")
-        if name in changed[block_path] and inert.without != there:
+        if name in changed[block_path] and inert.without not in there:
             path, value = as_given(inert.path, given), changed[block_path][name]
             yield f"{path}={value!r} (has no effect without {inert.without})"
     yield from _keys_of_absent_features(tree)

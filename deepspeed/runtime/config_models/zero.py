@@ -29,6 +29,7 @@ from deepspeed.runtime.config_models.enums import OffloadDeviceEnum, ZeroStageEn
 STAGE_3 = "ZeRO stage 3"
 OTHER_STAGES = "ZeRO stage 1 or 2"
 NVME_OFFLOAD = "NVMe offload"
+NVME_STATE = 'offload_optimizer.device "nvme"'
 SUB_GROUPS = "updates in parts"
 TRACE = "an order of modules that matters"
 
@@ -82,12 +83,12 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
     """Optimizer state and step off the device."""
 
     device: Device = option(OffloadDeviceEnum.none, 'Where state lives: "none", "cpu" or "nvme".')
-    nvme_path: Path | None = option(None, "Folder on the NVMe device.", needs=NVME_OFFLOAD)
+    nvme_path: Path | None = option(None, "Folder on the NVMe device.", needs=NVME_STATE)
     buffer_count: Natural = option(4, "Gradient slices on their way to the host at once.")
     pin_memory: Bool = option(True, "Use page-locked CPU memory.")
-    pipeline_read: Bool = option(False, "Overlap NVMe reads with the step.", needs=NVME_OFFLOAD)
-    pipeline_write: Bool = option(False, "Overlap NVMe writes with the step.", needs=NVME_OFFLOAD)
-    fast_init: Bool = option(False, "Initialize fast.", needs=NVME_OFFLOAD)
+    pipeline_read: Bool = option(False, "Accepted: reads overlap with it.", needs=NVME_STATE)
+    pipeline_write: Bool = option(False, "Accepted: writes overlap with it.", needs=NVME_STATE)
+    fast_init: Bool = option(False, "Accepted: state begins as files of zeros.", needs=NVME_STATE)
     ratio: Part = option(1.0, "Share of the state that is updated on the CPU.")
     super_offload: Bool = option(False, "SuperOffload for Grace-class CPUs.")
     cpuadam_cores_perc: Part = option(0.8, "Share of the CPU cores.", needs="SuperOffload")

@@ -77,7 +77,7 @@ class GroupLayout:
         alignment = SHARD_ALIGNMENT if shard_group is not None else 1
         file_table, table = self._tables(params, num_shards, alignment)
         model_device = params[0].device if params else self.context.device
-        own = self.settings.offload
+        own, files = self.settings.offload, self.settings.files
         return self._maker(params)(
             table=table,
             shard=0 if shard_group is None else dist.get_rank(group=shard_group),
@@ -88,6 +88,7 @@ class GroupLayout:
             model_device=model_device,
             pin=own is not None and own.pin_memory,
             offload=offload,
+            memory=files.zeros if offload and files is not None else None,
             process_group=shard_group,
             replicas=replicas,
         )

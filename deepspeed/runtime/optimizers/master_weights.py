@@ -165,6 +165,8 @@ class MasterWeights:
         self.per_param = per_param
         self.groups: list[ShardedGroup] = layout.groups(init_optimizer, per_param)
         self.publishing = Publishing(self.groups, self.settings)
+        if isinstance(init_optimizer, HostOptimizer):
+            init_optimizer.state_files = self.settings.files
         self.places = {
             param: Place(number, index)
             for number, group in enumerate(self.groups)

@@ -20,6 +20,7 @@ from deepspeed.runtime.gradients.reduction import GradientContext, nobody
 from deepspeed.runtime.optimizers.step_outcome import Outcomes
 
 if TYPE_CHECKING:
+    from deepspeed.ops.state_files import StateFiles
     from deepspeed.runtime.config_models.zero import DeepSpeedZeroOffloadOptimizerConfig
 
 
@@ -93,6 +94,7 @@ class ShardSettings:
     grad_dtype: torch.dtype = torch.float32  # dtype in which owned gradients are accumulated
     # offload settings of the optimizer state, if on
     offload: DeepSpeedZeroOffloadOptimizerConfig | None = None
+    files: StateFiles | None = None  # where masters and state are that are not in memory
     round_robin: bool = False  # deal parameters to shards in turn
     # most elements that one gather by pieces fills on a rank
     allgather_bucket_size: int = 500_000_000

@@ -5,7 +5,7 @@ shard and its gradient. Calls no collective.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -62,6 +62,7 @@ class ShardedGroup:
         model_device: Device of the parameters, of which a group may have none; None is `device`.
         offload: Keep master and gradient apart from the model's buffer, on `device`, the host.
             Nothing is copied from or to them but by way of others' buffers, page-locked with `pin`.
+        memory: Makes the master's memory, of zeros, in place of the host's own.
         process_group: Ranks that own the shards; None if this rank owns everything.
         replicas: Ranks over which gradients are averaged; None is the world.
 
@@ -88,6 +89,7 @@ class ShardedGroup:
         model_device: torch.device | None = None,
         pin: bool = False,
         offload: bool = False,
+        memory: Callable[[int, torch.dtype], torch.Tensor] | None = None,
         process_group: dist.Group = None,
         replicas: dist.Group = None,
     ) -> None:
@@ -113,7 +115,7 @@ class ShardedGroup:
         # Cuts on the host are read by copies under way, masters are written by whoever likes.
         is_apart = offload or (self._is_cut and lies_on_host(self.flat))
         self.aliased = not is_apart and self.flat.dtype == master_dtype and self.is_one_piece
-        self.master = self._make_master(master_dtype)
+        self.master = self._make_master(master_dtype, memory)
         self.masters = [nn.Parameter(self.master, requires_grad=True)]
         self._grad: torch.Tensor | None = None
 
@@ -122,10 +124,12 @@ class ShardedGroup:
         """Whether this rank's shard is one piece of `flat`."""
         return self._is_cut or len(self.table.sections) < 2
 
-    def _make_master(self, dtype: torch.dtype) -> torch.Tensor:
+    def _make_master(
+        self, dtype: torch.dtype, memory: Callable[[int, torch.dtype], torch.Tensor] | None
+    ) -> torch.Tensor:
         if self.aliased:
             return self.only_part(self.flat)
-        master = self.empty(dtype)
+        master = self.empty(dtype) if memory is None else memory(self.table.shard_numel, dtype)
         self._write_master(master)
         return master
 

@@ -14,7 +14,6 @@ from deepspeed.utils.logging import _log_dist_once
 from unit.runtime.config_models.reading import ON, config, error, zero_of
 
 REFUSED_EXAMPLES = [
-    ("zero_optimization.offload_optimizer", {"device": "nvme"}),
     ("zero_optimization.offload_optimizer", {"super_offload": True}),
     ("zero_optimization.zenflow", {"topk_ratio": 0.2}),
     ("zero_optimization.legacy_stage1", True),

@@ -1,0 +1,178 @@
+"""State of optimizers on the host that lies in files: a tensor of it is a mapping, which anybody
+may read and write; an update goes through windows of it, past the page cache, while others are
+read and written.
+
+Files have no name: what a process had goes with it, however it ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Any
+
+import torch
+
+from deepspeed.ops.aio.handle import AsyncIOHandle
+from deepspeed.ops.aio.locked import new_cpu_locked_tensor
+from deepspeed.utils.exceptions import disk_error
+
+# Elements in memory at a time, of each tensor: whole blocks of every disk, in every dtype.
+WINDOW_NUMEL = 1 << 21
+# One window is read, one updated, one written.
+NUM_WINDOWS = 3
+_BLOCK = 4096
+
+
+class _Mapping(mmap.mmap):
+    """A file's bytes as memory; the file is open as long as that is used."""
+
+    file: IO[bytes]
+
+
+class _Slot:
+    """Memory for one window of several tensors, and what moves it."""
+
+    def __init__(self, handle: AsyncIOHandle) -> None:
+        self.handle = handle
+        self.memory: list[torch.Tensor] = []
+
+    def bytes_of(self, index: int) -> torch.Tensor:
+        """Memory for any window of tensor `index`."""
+        while len(self.memory) <= index:
+            size = WINDOW_NUMEL * 4
+            self.memory.append(new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8)))
+        return self.memory[index]
+
+
+class StateFiles:
+    """Makes tensors that lie in files of a folder, and updates them.
+
+    Args:
+        folder: Is made if it is not there; on the disk that has room.
+        make_handle: Makes what moves bytes; called `NUM_WINDOWS` times.
+    """
+
+    def __init__(self, folder: str, make_handle: Callable[[], AsyncIOHandle]) -> None:
+        os.makedirs(folder, exist_ok=True)
+        self._folder = folder
+        self._make_handle = make_handle
+        self._slots: list[_Slot] = []
+        self._mappings: weakref.WeakValueDictionary[int, _Mapping] = weakref.WeakValueDictionary()
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor `[numel]` that lies in a file of its own, with room for all of it.
+
+        Raises:
+            OSError: there is none; it has the folder.
+        """
+        if not numel:
+            return torch.zeros(0, dtype=dtype)
+        size = -(-numel * dtype.itemsize // _BLOCK) * _BLOCK
+        file: IO[bytes] = tempfile.TemporaryFile(dir=self._folder, buffering=0)
+        try:
+            # A page of a mapping for which the disk has no room would end the process.
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            raise disk_error(error, os.path.join(self._folder, "state"), size) from error
+        mapping = _Mapping(file.fileno(), size)
+        mapping.file = file
+        whole = torch.frombuffer(mapping, dtype=dtype)
+        self._mappings[whole.data_ptr()] = mapping
+        return whole[:numel]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Say whether it is such a tensor, whole."""
+        return tensor.data_ptr() in self._mappings
+
+    def windows(self, tensors: Sequence[torch.Tensor]) -> Windows:
+        """Update tensors of this folder, of equal size; used as a context."""
+        while len(self._slots) < NUM_WINDOWS:
+            self._slots.append(_Slot(self._make_handle()))
+        files = [self._mappings[tensor.data_ptr()].file.fileno() for tensor in tensors]
+        return Windows(self._slots, tensors, files)
+
+
+class Windows:
+    """One pass over flat tensors in files, in the order of elements: the next window is read and
+    the one before written meanwhile. Leaving the context waits until all is written.
+    """
+
+    def __init__(
+        self, slots: Sequence[_Slot], tensors: Sequence[torch.Tensor], files: Sequence[int]
+    ) -> None:
+        self._slots, self._tensors, self._files = slots, tensors, files
+        self._count = -(-tensors[0].numel() // WINDOW_NUMEL)
+        self._now, self._read = -1, -1  # the window at hand, the last that was asked for
+        # The first tensor is written by whoever reads it at once, through its mapping.
+        self.writes_first = True
+
+    def of(self, start: int, end: int) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
+        """Yield the parts of elements `start` to `end`, as first, last+1 and memory of each."""
+        while start < end:
+            number = start // WINDOW_NUMEL
+            self._enter(number)
+            first = number * WINDOW_NUMEL
+            stop = min(end, first + WINDOW_NUMEL)
+            slot = self._slots[number % NUM_WINDOWS]
+            memory = [
+                slot.bytes_of(index).view(tensor.dtype)[start - first : stop - first]
+                for index, tensor in enumerate(self._tensors)
+            ]
+            yield start, stop, memory
+            start = stop
+
+    def _enter(self, number: int) -> None:
+        if number == self._now:
+            return
+        assert number > self._now, f"window {number} comes after window {self._now}"
+        self._leave()
+        if self._read < number:
+            self._begin(number)
+        self._slots[number % NUM_WINDOWS].handle.wait()
+        self._now = number
+        if number + 1 < self._count:
+            self._begin(number + 1)
+
+    def _begin(self, number: int) -> None:
+        slot = self._slots[number % NUM_WINDOWS]
+        slot.handle.wait()  # until what it had is written
+        for memory, file, offset in self._places(number):
+            slot.handle.async_pread(memory, file, offset)
+        self._read = number
+
+    def _leave(self) -> None:
+        if self._now < 0:
+            return
+        slot = self._slots[self._now % NUM_WINDOWS]
+        places = list(self._places(self._now))
+        for memory, file, offset in places if self.writes_first else places[1:]:
+            slot.handle.async_pwrite(memory, file, offset)
+
+    def _places(self, number: int) -> Iterator[tuple[torch.Tensor, int, int]]:
+        slot = self._slots[number % NUM_WINDOWS]
+        for index, (tensor, file) in enumerate(zip(self._tensors, self._files, strict=True)):
+            offset = number * WINDOW_NUMEL * tensor.dtype.itemsize
+            left = -(-(tensor.nbytes - offset) // _BLOCK) * _BLOCK
+            size = min(WINDOW_NUMEL * tensor.dtype.itemsize, left)
+            yield slot.bytes_of(index)[:size], file, offset
+
+    def __enter__(self) -> Windows:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        try:
+            if error is None:
+                self._leave()
+        finally:
+            errors = []
+            for slot in self._slots:
+                try:
+                    slot.handle.wait()
+                except OSError as failed:
+                    errors.append(failed)
+            if errors and error is None:
+                raise errors[0]

@@ -1,0 +1,209 @@
+"""Masters and optimizer state in files: the bits of no files, windows that go round, errors."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed.ops import state_files
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.aio.handle import AsyncIOHandle
+from deepspeed.ops.state_files import StateFiles
+from deepspeed.runtime.sharding import publisher
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+from unit.common import DistributedTest
+from unit.models import config_of, drawn
+from unit.one_process import mean_square, placed
+
+WIDTH = 96
+# A rank's shard has some 9,400 elements: ten windows, and pieces that end in the middle of one.
+WINDOW = 1024
+PIECE = 1500
+AIO = {"block_size": 4096, "queue_depth": 4, "intra_op_parallelism": 2}
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(state_files, "WINDOW_NUMEL", WINDOW)
+    monkeypatch.setattr(publisher, "UPDATE_NUMEL", PIECE)
+    yield
+
+
+def start(stage: int, precision: str, offload: dict[str, Any], kind: str = "AdamW") -> Any:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH + 1))
+    optimizer = {"type": kind, "params": {"lr": 0.01, "weight_decay": 0.1}}
+    zero = {"stage3_param_persistence_threshold": 0, "offload_optimizer": offload}
+    more: dict[str, Any] = {"gradient_clipping": 0.05, "aio": AIO, "optimizer": optimizer}
+    if precision == "fp16":
+        more["fp16"] = {"enabled": True, "initial_scale_power": 8}
+    config = config_of(stage, 4, 2, precision, zero_optimization=zero, **more)
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def step(engine: Any, first: int, steps: int = 3) -> None:
+    for index in range(2 * first, 2 * (first + steps)):
+        x = placed(engine, drawn(10 * index + deepspeed.comm.get_rank(), 4, WIDTH))
+        engine.backward(mean_square(engine, x))
+        engine.step()
+
+
+def state_of(engine: Any, slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq")) -> list[torch.Tensor]:
+    found = []
+    for param in engine.module.parameters():
+        found += [safe_get_full_fp32_param(param).clone()]
+        found += [safe_get_full_optimizer_state(param, slot).clone() for slot in slots]
+    return found
+
+
+def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+class TestSameBits(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("stage, precision", [(1, "bf16"), (2, "fp16"), (3, "fp32")])
+    def test_trained_edited_and_resumed(self, stage: int, precision: str, tmp_path: Path) -> None:
+        # Kills: a window that is updated before it is read or goes on before it is written, a piece
+        # that takes another's elements, what is edited or loaded and not in the file.
+        cpu, nvme = {"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmp_path / "swap")}
+        trained, resumed = [], []
+        for offload in (cpu, nvme):
+            engine = start(stage, precision, offload)
+            assert engine.optimizer.cpu_offload
+            step(engine, 0, 2)
+            param = next(engine.module.parameters())
+            safe_set_full_fp32_param(param, torch.full((WIDTH, WIDTH), 0.125))
+            safe_set_full_optimizer_state(param, torch.full((WIDTH, WIDTH), 0.5), "exp_avg_sq")
+            step(engine, 2, 1)
+            trained.append(state_of(engine))
+            engine.save_checkpoint(str(tmp_path / offload["device"]))
+            engine.destroy()
+        assert same(*trained)
+        for source, offload in (("cpu", nvme), ("nvme", cpu)):
+            engine = start(stage, precision, offload)
+            engine.load_checkpoint(str(tmp_path / source))
+            step(engine, 3, 1)
+            resumed.append(state_of(engine))
+            engine.destroy()
+        assert same(*resumed) and not same(trained[0], resumed[0])
+        # Nothing has a name: nobody trips over it, however this ends.
+        assert os.listdir(tmp_path / "swap") == []
+
+
+@pytest.mark.parametrize("kind, slots", [("Lion", ("exp_avg",)), ("Adagrad", ("exp_avg_sq",))])
+def test_other_optimizers(kind: str, slots: tuple[str, ...], tmp_path: Path) -> None:
+    results = []
+    for offload in ({"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmp_path)}):
+        engine = start(2, "bf16", offload, kind)
+        step(engine, 0, 2)
+        results.append(state_of(engine, slots))
+        engine.destroy()
+    assert same(*results)
+
+
+def windows_of(files: StateFiles, numel: int) -> tuple[DeepSpeedCPUAdam, nn.Parameter]:
+    param = nn.Parameter(files.zeros(numel, torch.float32))
+    param.data.copy_(torch.arange(float(numel)))
+    optimizer = DeepSpeedCPUAdam([param], lr=0.1)
+    optimizer.state_files = files
+    return optimizer, param
+
+
+def test_state_lies_in_files_and_is_read_ahead(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    class Seen(AsyncIOHandle):
+        def async_pread(self, *args: Any) -> int:
+            seen.append("read")
+            return super().async_pread(*args)
+
+        def async_pwrite(self, *args: Any) -> int:
+            seen.append("write")
+            return super().async_pwrite(*args)
+
+    files = StateFiles(str(tmp_path / "new"), lambda: Seen(4096, 4))
+    optimizer, param = windows_of(files, 3 * WINDOW + 5)
+    plain = nn.Parameter(param.detach().clone())
+    other = DeepSpeedCPUAdam([plain], lr=0.1)
+    for turn in range(3):
+        param.grad = torch.randn(3 * WINDOW + 5)
+        plain.grad = param.grad.clone()
+        optimizer.step()
+        other.step()
+        assert torch.equal(param, plain), turn
+    assert all(files.holds(optimizer.state[param][slot]) for slot in ("exp_avg", "exp_avg_sq"))
+    # Of each window but the last, the next is read before it is written; masters through memory.
+    reads, writes = ["read"] * 3, ["write"] * 2
+    assert seen[: len(seen) // 3] == [
+        *reads,
+        *reads,
+        *writes,
+        *reads,
+        *writes,
+        *reads,
+        *writes,
+        *writes,
+    ]
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_errors_of_the_disk(tmp_path: Path) -> None:
+    files = StateFiles(str(tmp_path), lambda: AsyncIOHandle(4096, 4))
+    told = "8,192 bytes are to be written"
+    with files_of_at_most(4096), pytest.raises(OSError, match=told) as caught:
+        files.zeros(2000, torch.float32)
+    assert str(tmp_path) in str(caught.value.filename)
+    optimizer, param = windows_of(files, 3 * WINDOW)
+    param.grad = torch.ones(3 * WINDOW)
+    optimizer.step()
+    # A file that somebody cuts, and one that cannot be written.
+    state = optimizer.state[param]["exp_avg"]
+    os.truncate(files._mappings[state.data_ptr()].file.fileno(), 4096)
+    with pytest.raises(OSError, match=f"the file ends at byte 4,096.*{tmp_path}"):
+        optimizer.step()
+    optimizer, param = windows_of(files, 3 * WINDOW)
+    param.grad = torch.ones(3 * WINDOW)
+    optimizer.step()
+    with files_of_at_most(4096), pytest.raises(OSError, match="are to be written") as caught:
+        optimizer.step()
+    assert caught.value.errno == errno.EFBIG and str(tmp_path) in str(caught.value.filename)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    told = r"offload_optimizer.device: 'nvme' needs nvme_path, a folder on the disk: add it"
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match=told):
+        start(2, "bf16", {"device": "nvme"})
+    model = nn.Linear(3, 3)
+    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = config_of(2, 4, 2, "bf16", zero_optimization={"offload_optimizer": offload})
+    config["zero_force_ds_cpu_optimizer"] = False
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told = 'device: "nvme" with SGD, whose state is not updated piece by piece: use "cpu", or Deep'
+    with pytest.raises(deepspeed.DeepSpeedConfigError, match=told):
+        deepspeed.initialize(model=model, optimizer=optimizer, config=config)
