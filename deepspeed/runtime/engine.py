@@ -265,9 +265,8 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         settings = self._config.tree.reproducibility
         if settings.world_size_invariant and settings.seed_forwards:
             ranks = self.model_ranks.replicas
-            number = (
-                self.tracker.micro_steps % self.tracker.steps * dist.get_world_size(group=ranks)
-            )
+            # Backwards are counted where step() is called at the boundary alone, too.
+            number = self.tracker.backwards * dist.get_world_size(group=ranks)
             place = (settings.seed, self.global_steps, number + dist.get_rank(group=ranks))
             digest = hashlib.sha256(repr(place).encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:8], "little"))

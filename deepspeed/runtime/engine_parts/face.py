@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -161,7 +161,9 @@ class EngineFace(EngineSettings):
         """Add to this rank's local gradients inside, and communicate nothing, on every stage.
 
         The next backward outside reduces the sum. ZeRO-2 keeps whole gradients meanwhile, which
-        costs the memory that it saves otherwise. `step()` inside raises.
+        costs the memory that it saves otherwise. `step()` inside raises. With the canonical sum,
+        which is one of micro-batches, it does nothing.
         """
-        with self.tracker.no_sync():
+        is_canonical = self._config.tree.reproducibility.world_size_invariant
+        with nullcontext() if is_canonical else self.tracker.no_sync():
             yield

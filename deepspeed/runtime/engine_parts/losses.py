@@ -60,7 +60,11 @@ class Losses:
     ) -> torch.Tensor:
         """Return what backward starts from, divided here or, later, by the reduction."""
         if self._divides_late:
-            sequence.accumulation_divisor = self.late_divisor() if scale_wrt_gas else 1.0
+            sequence.accumulation_divisor = self.late_divisor()
+            if not scale_wrt_gas:
+                # Backward undoes the caller's division exactly, by starting from its divisor: a
+                # leaf has no trace of the steps, which are other ones on other ranks.
+                loss = loss * self._tracker.divisor
         else:
             loss = self.divided(loss, scale_wrt_gas)
         # fp32: the scaled loss itself must not overflow in half precision.

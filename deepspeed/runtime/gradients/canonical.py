@@ -65,8 +65,7 @@ class CanonicalSums(Sums):
     """Trees of the elements that this rank owns, by where they are written to.
 
     Args:
-        divisor: Tells M, the micro-batches of a step over all ranks (or the part of it by which
-            losses were not divided).
+        divisor: Tells M, the micro-batches of a step over all ranks.
     """
 
     def __init__(self, divisor: Callable[[], float]) -> None:

@@ -1,5 +1,6 @@
 """A user's script: accelerate's documented loop with a DeepSpeed plugin, saved and gone on from."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,27 @@ from unit.clients.scripts import BATCH, WARMUP, auto, begin, digest, of_each_wor
 from unit.clients.small_models import Counting, tiny_gpt2
 
 STEPS, SAVED_AT, ACCUMULATION = 4, 2, 2
+MICRO_BATCHES = 6  # of a step over all ranks, where bits are compared
 
 
 def make_accelerator(stage: int, kind: str) -> Accelerator:
     """With a configuration of the script's own, or with accelerate's, made from arguments."""
     begin()
+    steps = accumulation_of(kind)
     words: dict[str, Any] = {"hf_ds_config": configuration(stage)}
-    if kind != "config":
+    if kind == "bits":
+        words["hf_ds_config"] |= {"reproducibility": {"world_size_invariant": True}}
+        words["hf_ds_config"]["gradient_accumulation_steps"] = steps
+    elif kind != "config":
         words = {"zero_stage": stage, "gradient_accumulation_steps": ACCUMULATION}
         words |= {"gradient_clipping": 0.5, "zero3_save_16bit_model": stage == 3}
         words |= {"offload_optimizer_device": "cpu" if kind == "offload" else "none"}
-    given = {"mixed_precision": "bf16", "gradient_accumulation_steps": ACCUMULATION}
+    given = {"mixed_precision": "bf16", "gradient_accumulation_steps": steps}
     return Accelerator(deepspeed_plugin=DeepSpeedPlugin(**words), **given)
+
+
+def accumulation_of(kind: str) -> int:
+    return MICRO_BATCHES // int(os.environ["WORLD_SIZE"]) if kind == "bits" else ACCUMULATION
 
 
 def configuration(stage: int) -> dict[str, Any]:
@@ -46,7 +56,7 @@ def train(folder: Path, resume: bool, stage: str, kind: str) -> dict[str, Any]:
     """One run; returns what a user sees of it."""
     accelerator = make_accelerator(int(stage), kind)
     model = tiny_gpt2()
-    if kind == "config":
+    if kind in ("config", "bits"):
         optimizer: Any = DummyOptim(model.parameters(), lr=1e-2)
         scheduler: Any = DummyScheduler(optimizer, warmup_num_steps=3)
     else:
@@ -54,7 +64,7 @@ def train(folder: Path, resume: bool, stage: str, kind: str) -> dict[str, Any]:
         scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 6))
     # A generator of its own: torch's loader draws from the global one at each start, which a run
     # that goes on has one more of.
-    loader = DataLoader(Counting(32), batch_size=2, generator=torch.Generator())
+    loader = DataLoader(Counting(48), batch_size=2, generator=torch.Generator())
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     seen: dict[str, Any] = {"loss": {}, "grad_norm": {}, "learning_rate": {}, "boundaries": []}
     done, batches = 0, loader
@@ -73,8 +83,9 @@ def train(folder: Path, resume: bool, stage: str, kind: str) -> dict[str, Any]:
             scheduler.step()
             optimizer.zero_grad()
         seen["boundaries"].append(accelerator.sync_gradients)
-        mean = accelerator.gather(loss.detach().float()).mean().item()
-        seen["loss"].setdefault(str(done + 1), []).append(mean)
+        everywhere = accelerator.gather(loss.detach().float())
+        told = everywhere.tolist() if kind == "bits" else [everywhere.mean().item()]
+        seen["loss"].setdefault(str(done + 1), []).extend(told)
         if not accelerator.sync_gradients:
             continue
         done += 1
@@ -85,6 +96,7 @@ def train(folder: Path, resume: bool, stage: str, kind: str) -> dict[str, Any]:
         if done == STEPS:
             break
     seen.update(look_at(accelerator, model))
+    seen["digest"] = model.state_digest()
     accelerator.free_memory()
     return seen
 
@@ -111,4 +123,4 @@ def look_at(accelerator: Accelerator, model: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    tell(of_each_word(train), "STAGE-KIND; KIND: arguments, offload, config")
+    tell(of_each_word(train), "STAGE-KIND; KIND: arguments, offload, config, bits")

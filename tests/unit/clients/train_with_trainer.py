@@ -1,5 +1,6 @@
 """A user's script: transformers.Trainer with a configuration full of "auto"."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from unit.clients.scripts import BATCH, TRAINER, auto, begin, by_step, digest_of
 from unit.clients.small_models import Counting, tiny_gpt2
 
 STEPS, SAVED_AT = 4, 2
+MICRO_BATCHES = 6  # of a step over all ranks, where bits are compared
 SEEN = ("loss", "grad_norm", "learning_rate", "eval_loss")
 # The library refuses bf16=True on a host without a GPU, unless use_cpu=True, which would leave
 # DeepSpeed out. Only this gate is opened; bf16 itself works on the host.
@@ -31,6 +33,10 @@ def config(stage: int, client: bool) -> dict[str, Any]:
     return {**BATCH, "bf16": {"enabled": "auto"}, "zero_optimization": zero, **own}
 
 
+def accumulation_of(kind: str) -> int:
+    return MICRO_BATCHES // int(os.environ["WORLD_SIZE"]) if kind == "bits" else 2
+
+
 def pretrained(folder: Path) -> Path:
     """A folder with a model that somebody else has trained."""
     found = folder.parent / "pretrained"
@@ -42,15 +48,20 @@ def pretrained(folder: Path) -> Path:
 
 def train(folder: Path, resume: bool, kind: str, stage: str) -> dict[str, Any]:
     """One run; returns what a user sees of it. `kind` is whose optimizer and schedule: config, the
-    configuration's, or the Trainer's own, client (AdamW) or adafactor.
+    configuration's, or the Trainer's own, client (AdamW) or adafactor; bits: the configuration's,
+    with the canonical sum.
     """
     begin()
+    words = config(int(stage), kind not in ("config", "bits"))
+    if kind == "bits":
+        words["reproducibility"] = {"world_size_invariant": True}
     arguments = TrainingArguments(
         output_dir=str(folder),
-        deepspeed=config(int(stage), kind != "config"),
+        deepspeed=words,
         bf16=True,
         max_steps=STEPS,
-        **{"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=accumulation_of(kind),
         **{"max_grad_norm": 0.5, "learning_rate": 1e-2, "warmup_steps": 2, "logging_steps": 1},
         **{"eval_strategy": "steps", "eval_steps": SAVED_AT, "save_steps": SAVED_AT, "seed": 3},
         gradient_checkpointing=kind == "client",
@@ -65,6 +76,7 @@ def train(folder: Path, resume: bool, kind: str, stage: str) -> dict[str, Any]:
     return {
         **{key: by_step(trainer, key) for key in SEEN},
         "weights": digest_of(trainer.model),
+        "digest": engine.state_digest(),
         "engine": type(engine).__module__,
         "optimizer": type(engine.optimizer).__name__,
         "stage": engine.zero_optimization_stage(),
