@@ -8,11 +8,15 @@ plan says nothing of the others' parts, so it does not grow with their number.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, NamedTuple
 
 from deepspeed.runtime.sharding.fragments import FragmentTable, NumEl, ParamIndex, ShardRank
+
+# Elements: the 16 bytes of two-byte dtypes that a device's kernels read at once.
+ALIGNED_NUMEL = 8
 
 GroupIndex = int
 BucketParams = tuple[ParamIndex, ...]
@@ -113,8 +117,16 @@ def fill_buckets(
         kind = kinds[param] if kinds is not None else None
         by_kind.setdefault(kind, []).append(param)
     filled = (_fill(params, numels, bucket_numel) for params in by_kind.values())
-    chunks = [tuple(sorted(chunk)) for several in filled for chunk in several]
+    chunks = [in_flat_order(chunk, numels) for several in filled for chunk in several]
     return sorted(chunks, key=lambda chunk: -_completed_by(chunk, registration))
+
+
+def in_flat_order(params: Iterable[ParamIndex], numels: Sequence[NumEl]) -> BucketParams:
+    """Put parameters behind one another so that each starts at a multiple of the power of two, up
+    to `ALIGNED_NUMEL`, that divides its size: one of odd size, such as a temperature, comes last
+    and does not move all others to where kernels cannot read them as wide as they like.
+    """
+    return tuple(sorted(params, key=lambda param: (-gcd(numels[param], ALIGNED_NUMEL), param)))
 
 
 def _completed_by(params: BucketParams, registration: Sequence[int]) -> int:

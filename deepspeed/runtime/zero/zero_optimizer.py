@@ -25,7 +25,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.comm.parallel_map import OptimizerInstances
-from deepspeed.runtime.gradients.buckets import fill_buckets
+from deepspeed.runtime.gradients.buckets import fill_buckets, in_flat_order
 from deepspeed.runtime.gradients.reduction import GradientContext, ReductionSettings
 from deepspeed.runtime.gradients.sequence_parts import has_parts
 from deepspeed.runtime.optimizers.group_layout import GroupLayout
@@ -63,16 +63,16 @@ PART_ALIGNMENT = 8
 
 
 def in_memory(file_table: FragmentTable, sections: Sequence[Sequence[int]]) -> FragmentTable:
-    """Return the layout in memory of a group with this one in files: the same if it is one section,
-    so that nothing is exchanged when state is saved or loaded.
+    """Return the layout in memory of a group with this one in files: the same if it is one section
+    in the order of files, so that nothing is exchanged when state is saved or loaded.
     """
-    if len(sections) < 2:
+    if len(sections) < 2 and all(list(one) == sorted(one) for one in sections):
         return file_table
     return FragmentTable.build(file_table.numels, file_table.num_shards, PART_ALIGNMENT, sections)
 
 
 class BucketLayout(GroupLayout):
-    """A section per bucket, an equal part for every rank; an only owner has it as files do."""
+    """A section per bucket, an equal part for every rank; an only owner has one section."""
 
     def __init__(
         self,
@@ -97,7 +97,10 @@ class BucketLayout(GroupLayout):
         self, params: Sequence[nn.Parameter], num_shards: int, alignment: int
     ) -> tuple[FragmentTable, FragmentTable]:
         in_files, _ = super()._tables(params, num_shards, alignment)
-        sections = self.buckets(params)[::-1] if num_shards > 1 else ()  # in the order of forward
+        if num_shards > 1:
+            sections = self.buckets(params)[::-1]  # in the order of forward
+        else:
+            sections = [in_flat_order(range(len(params)), in_files.numels)]
         return in_files, in_memory(in_files, sections)
 
 

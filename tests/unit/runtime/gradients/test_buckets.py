@@ -3,9 +3,16 @@
 import itertools
 import random
 from collections.abc import Iterator
+from math import gcd
 from typing import NamedTuple
 
-from deepspeed.runtime.gradients.buckets import BucketPlan, fill_buckets, plan_bucket, plan_buckets
+from deepspeed.runtime.gradients.buckets import (
+    ALIGNED_NUMEL,
+    BucketPlan,
+    fill_buckets,
+    plan_bucket,
+    plan_buckets,
+)
 from deepspeed.runtime.sharding.fragments import FragmentTable
 
 
@@ -69,6 +76,16 @@ def test_buckets_are_filled_up_to_their_size():
     assert planned([4, 4, 4, 4], 8) == [(2, 3), (0, 1)]
     assert planned([4, 4, 4, 4], 7) == [(3,), (2,), (1,), (0,)]
     assert planned([3, 100, 3], 10) == [(2,), (1,), (0,)]
+
+
+def test_each_parameter_starts_where_its_size_lets_it():
+    # Kills: the order of the model or of files, in which a temperature (1 element) or a table of
+    # odd size moves all that follow to where a device's kernels read element by element.
+    for case in cases():
+        for plan in case.plans:
+            for param, start in zip(plan.params, plan.starts, strict=True):
+                assert start % gcd(case.tables[plan.group].numels[param], ALIGNED_NUMEL) == 0
+    assert planned([1, 64, 507, 128, 8], 10**9) == [(1, 3, 4, 0, 2)]
 
 
 def test_a_bucket_is_cut_as_the_table_says():

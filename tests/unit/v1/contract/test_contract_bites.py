@@ -80,14 +80,14 @@ def leave_absent_as_it_was(original: Any, self: Bucketed, views: Any, grads: Any
         view.copy_(grad if grad is not None else torch.full_like(view, 0.25))
 
 
-@instead_of(sink.DeviceSink, "_accumulate")
+@instead_of(sink.Sums, "add")
 def keep_the_last_micro_batch(original: Any, self: Any, *args: Any) -> None:
     """Every write into the shard replaces."""
     *given, _ = args
     original(self, *given, True)
 
 
-@instead_of(sink.DeviceSink, "_accumulate")
+@instead_of(sink.Sums, "add")
 def add_to_the_last_step(
     original: Any, self: Any, target: torch.Tensor, parts: Any, factor: float, first: bool
 ) -> None:
