@@ -428,6 +428,8 @@ def _exact_rows(plan: Plan, session: Session) -> list[Row]:
         if outcome.failure:
             return [_fail(row, f"no result: {outcome.failure}")]
         lines.append(_digest_lines(outcome))
+    if not lines:
+        return []
     for step, (one, other) in enumerate(zip(*lines, strict=True)):
         for what, of_names in one.items():
             names = [name for name, value in of_names.items() if other[what].get(name) != value]
@@ -436,13 +438,13 @@ def _exact_rows(plan: Plan, session: Session) -> list[Row]:
                 more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
                 text = f"{where} other bits: {what} of {', '.join(names[:MOST_NAMED])}{more}"
                 return [_fail(row, text, names if what in _OF_PARAMETERS else ())]
-    if lines and lines[0][0][_STATE] == lines[0][-1][_STATE]:
+    if lines[0][0][_STATE] == lines[0][-1][_STATE]:
         row.verdict, row.detail = Verdict.LEFT_OUT, "every step was skipped"
     row.detail = row.detail or (
         "gradients, masters, optimizer state, losses and norms of "
         f"{digested[0].steps} steps with reproducibility.world_size_invariant, bit for bit"
     )
-    return [row] if lines else []
+    return [row]
 
 
 def _digest_lines(outcome: Outcome) -> list[dict[str, dict[str, Any]]]:

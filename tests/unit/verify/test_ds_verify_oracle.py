@@ -28,6 +28,7 @@ from deepspeed.runtime.streams import StagingBuffers
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.verify import lowered_sizes
 from deepspeed.verify.oracle import cli
+from deepspeed.verify.oracle import plan as oracle_plan
 from deepspeed.verify.oracle.parts import Parts
 from deepspeed.verify.oracle.plan import Plan, RunKind, with_shape
 from deepspeed.verify.oracle.report import culprits
@@ -170,6 +171,7 @@ class TestCleanRuns(DistributedTest):
         monkeypatch.setattr(
             cli, "run_plan", lambda plan, timeout_s, progress: oracle_runs.session_of(plan)
         )
+        monkeypatch.setattr(oracle_plan, "exact_runs", lambda *_: [])  # one is of one rank
         config = tmp_path / f"ds_config.{dist.get_rank()}.json"  # each rank writes its own
         config.write_text(json.dumps(config_of(1)))
         arguments = "--steps 1 --schedules 0 --compile none --data".split()
@@ -286,6 +288,8 @@ class TestFaults(DistributedTest):
 PACKAGE = Path(deepspeed.__file__).parent
 # Constants of that kind which keep no path from a small model.
 OTHERS = {
+    ("ops/state_files.py", "WINDOW_NUMEL"): "whole blocks of a disk; its own tests lower it",
+    ("runtime/gradients/buckets.py", "ALIGNED_NUMEL"): "a unit of places in memory",
     ("runtime/zero/estimates/stages_1_and_2.py", "BUCKET_NUMEL"): "a formula's default",
     ("runtime/zero/parameters/own_draws.py", "KEPT_NUMEL"): "a limit, beyond which is an error",
 }
