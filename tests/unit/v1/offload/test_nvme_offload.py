@@ -40,11 +40,11 @@ AIO = {"block_size": 4096, "queue_depth": 4, "intra_op_parallelism": 2}
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(state_files, "WINDOW_NUMEL", WINDOW)
-    monkeypatch.setattr(publisher, "UPDATE_NUMEL", PIECE)
     yield
 
 
 def start(stage: int, precision: str, offload: dict[str, Any], kind: str = "AdamW") -> Any:
+    state_files.WINDOW_NUMEL, publisher.UPDATE_NUMEL = WINDOW, PIECE  # in this rank
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH + 1))
     optimizer = {"type": kind, "params": {"lr": 0.01, "weight_decay": 0.1}}
@@ -107,15 +107,33 @@ class TestSameBits(DistributedTest):
         assert os.listdir(tmp_path / "swap") == []
 
 
-@pytest.mark.parametrize("kind, slots", [("Lion", ("exp_avg",)), ("Adagrad", ("exp_avg_sq",))])
-def test_other_optimizers(kind: str, slots: tuple[str, ...], tmp_path: Path) -> None:
-    results = []
-    for offload in ({"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmp_path)}):
-        engine = start(2, "bf16", offload, kind)
-        step(engine, 0, 2)
-        results.append(state_of(engine, slots))
-        engine.destroy()
-    assert same(*results)
+class TestAlone(DistributedTest):
+    world_size = 1
+
+    def test_other_optimizers(self, tmpdir: Any) -> None:
+        for kind, slots in (("Lion", ("exp_avg",)), ("Adagrad", ("exp_avg_sq",))):
+            results = []
+            for offload in ({"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmpdir)}):
+                engine = start(2, "bf16", offload, kind)
+                step(engine, 0, 2)
+                results.append(state_of(engine, slots))
+                engine.destroy()
+            assert same(*results), kind
+
+    def test_what_is_refused(self, tmpdir: Any) -> None:
+        told = r"offload_optimizer.device: 'nvme' needs nvme_path, a folder on the disk: add it"
+        with pytest.raises(deepspeed.DeepSpeedConfigError, match=told):
+            start(2, "bf16", {"device": "nvme"})
+        model = nn.Linear(3, 3)
+        offload = {"device": "nvme", "nvme_path": str(tmpdir)}
+        config = config_of(2, 4, 2, "bf16", zero_optimization={"offload_optimizer": offload})
+        config["zero_force_ds_cpu_optimizer"] = False
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        told = (
+            'device: "nvme" with SGD, whose state is not updated piece by piece: use "cpu", or Deep'
+        )
+        with pytest.raises(deepspeed.DeepSpeedConfigError, match=told):
+            deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
 
 def windows_of(files: StateFiles, numel: int) -> tuple[DeepSpeedCPUAdam, nn.Parameter]:
@@ -193,17 +211,3 @@ def test_errors_of_the_disk(tmp_path: Path) -> None:
     with files_of_at_most(4096), pytest.raises(OSError, match="are to be written") as caught:
         optimizer.step()
     assert caught.value.errno == errno.EFBIG and str(tmp_path) in str(caught.value.filename)
-
-
-def test_what_is_refused(tmp_path: Path) -> None:
-    told = r"offload_optimizer.device: 'nvme' needs nvme_path, a folder on the disk: add it"
-    with pytest.raises(deepspeed.DeepSpeedConfigError, match=told):
-        start(2, "bf16", {"device": "nvme"})
-    model = nn.Linear(3, 3)
-    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
-    config = config_of(2, 4, 2, "bf16", zero_optimization={"offload_optimizer": offload})
-    config["zero_force_ds_cpu_optimizer"] = False
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    told = 'device: "nvme" with SGD, whose state is not updated piece by piece: use "cpu", or Deep'
-    with pytest.raises(deepspeed.DeepSpeedConfigError, match=told):
-        deepspeed.initialize(model=model, optimizer=optimizer, config=config)
