@@ -350,7 +350,7 @@ def _check_canonical(
     basic: torch.optim.Optimizer, context: WrapContext, accumulation: torch.dtype | None
 ) -> None:
     """Refuse what depends on the number of ranks, or rounds where the canonical sum does not."""
-    tree = context.config.tree
+    tree, ranks = context.config.tree, context.ranks
     fused = [group for group in basic.param_groups if group.get("fused")]
     given = {
         "gradient_allreduce_op": tree.gradient_allreduce_op != "mean",
@@ -361,7 +361,7 @@ def _check_canonical(
         "data_types.grad_accum_dtype": accumulation not in (None, torch.float32),
         "managed_gradient_accumulation": not tree.managed_gradient_accumulation,
         "tensor_parallel, sequence_parallel_size, experts over ranks, or pipeline stages": (
-            context.ranks.has_parts or context.ranks.experts
+            ranks.has_parts or ranks.experts or ranks.parallel_map.sequence.size > 1
         ),
         f"{type(basic).__name__}(fused=True) on the host": bool(fused) and _is_on_host(),
     }

@@ -4,13 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+import deepspeed
 from deepspeed import comm as dist
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from unit.common import DistributedFixture, DistributedTest
+from unit.models import seeded
 from unit.v1.contract.matrix import all_pairs, pairs_of
 from unit.v1.reproducibility.cases import FACTORS, Case, pair_cases
-from unit.v1.reproducibility.runs import digest_of, engine_of
+from unit.v1.reproducibility.runs import Net, config_of, digest_of, engine_of
 
 
 class on_one_rank(DistributedFixture):  # noqa: N801  # the name of the fixture
@@ -43,10 +46,25 @@ class TestTwo(DistributedTest):
         for key, value in {
             "gradient_allreduce_op": "sum",
             "prescale_gradients": True,
+            "gradient_predivide_factor": 2.0,
             "communication_data_type": "fp32",
+            "managed_gradient_accumulation": False,
+            "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
         }.items():
-            with pytest.raises(DeepSpeedConfigError, match=key):
+            with pytest.raises(DeepSpeedConfigError, match=f"world_size_invariant.*{key}"):
                 engine_of(Case(2), **{key: value})
+        types = {"data_types": {"grad_accum_dtype": "bf16"}}
+        with pytest.raises(DeepSpeedConfigError, match=r"data_types\.grad_accum_dtype, which"):
+            engine_of(Case(2, "bf16"), **types)
+        # Its kernel rounds the end of a slice otherwise than its middle.
+        model = seeded(Net, "")
+        fused = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+        with pytest.raises(DeepSpeedConfigError, match=r"AdamW\(fused=True\) on the host"):
+            config = config_of(Case(2), zero_optimization={"stage": 2})
+            deepspeed.initialize(model=model, optimizer=fused, config=config)
+        # Last: who shares sequences is known from then on.
+        with pytest.raises(DeepSpeedConfigError, match=r"world_size_invariant.*sequence_parallel_"):
+            engine_of(Case(2), sequence_parallel_size=2)
 
 
 def test_pairs_are_covered() -> None:
