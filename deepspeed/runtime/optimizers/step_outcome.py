@@ -51,7 +51,7 @@ def _makes_momentum(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _begin_adagrad(optimizer: torch.optim.Optimizer) -> None:
+def begin_adagrad(optimizer: torch.optim.Optimizer) -> None:
     """Give masters the state that torch's Adagrad makes at once, of its first parameters: since
     torch 2.13 of later ones too.
     """
@@ -75,7 +75,7 @@ class GradientScaling(NamedTuple):
 
     def step(self, optimizer: torch.optim.Optimizer, grads: Iterable[torch.Tensor]) -> None:
         """Step `optimizer`; `grads` are all memory of its gradients, which may be overwritten."""
-        _begin_adagrad(optimizer)
+        begin_adagrad(optimizer)
         in_tensors = isinstance(self.factor, torch.Tensor) and takes_scaling(optimizer)
         if self.found_inf is None and not in_tensors:
             if isinstance(self.factor, torch.Tensor) or self.factor != 1.0:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.optimizers.step_outcome import begin_adagrad
 from deepspeed.utils.logging import logger
 
 # Some begin with another rule: warmups of variances, preconditioners that come late.
@@ -129,6 +130,7 @@ def _way(
                 torch.set_rng_state(seeded[1])
                 for param, grad in zip(params, step, strict=True):
                     param.grad = grad.clone()
+                begin_adagrad(probe)
                 # The class's: a schedule has put a counter before the instance's.
                 type(optimizer).step(probe)
     finally:
