@@ -19,7 +19,7 @@ import torch
 
 from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.checkpoint.resharding.consolidation import ConsolidatedCheckpoint
-from deepspeed.monitor.watch.record import Line, RecordReader, records_in
+from deepspeed.monitor.watch.record import Line, RecordReader, record_at
 from deepspeed.utils.html_page import page
 
 EQUAL, DIFFERENT, MISUSED = 0, 1, 2
@@ -253,16 +253,9 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _record(path: Path) -> Path | None:
-    if path.is_file():
-        return path
-    records = records_in(path) if path.is_dir() else []
-    return records[-1] if records else None
-
-
 def compare(left: Path, right: Path) -> Comparison:
     """Compare two runs or two checkpoints; `Misuse` if they are neither."""
-    records = [_record(path) for path in (left, right)]
+    records = [record_at(path) for path in (left, right)]
     if records[0] is not None and records[1] is not None:
         return compare_runs(records[0], records[1])
     for path in (left, right):

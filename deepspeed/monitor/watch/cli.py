@@ -12,7 +12,7 @@ from pathlib import Path
 
 from deepspeed.monitor.watch.monitor import write_page
 from deepspeed.monitor.watch.page import PAGE_NAME, render
-from deepspeed.monitor.watch.record import RecordReader, records_in, run_before
+from deepspeed.monitor.watch.record import RecordReader, record_at, run_before
 from deepspeed.monitor.watch.run import Run
 
 MISUSED = 2
@@ -51,14 +51,11 @@ def parser() -> argparse.ArgumentParser:
 
 def find_record(given: str) -> Path:
     """The record that an argument names: itself, or the newest of a folder."""
-    path = Path(given)
-    if path.is_file():
-        return path
-    records = records_in(path) if path.is_dir() else []
-    if not records:
+    record = record_at(Path(given))
+    if record is None:
         named = "output_path/job_name of the configuration's watch block, or a file run-NNNN.jsonl"
         raise Misuse(f"{given}: no record of a run there; give {named}")
-    return records[-1]
+    return record
 
 
 class Watcher:

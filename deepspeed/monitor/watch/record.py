@@ -28,6 +28,14 @@ def records_in(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+def record_at(path: Path) -> Path | None:
+    """The record that a path names: itself, or the newest of a folder; None: there is none."""
+    if path.is_file():
+        return path
+    records = records_in(path) if path.is_dir() else []
+    return records[-1] if records else None
+
+
 def new_record(folder: Path) -> TextIO:
     """A file for one more run of a folder, which is made if it is not there."""
     folder.mkdir(parents=True, exist_ok=True)
