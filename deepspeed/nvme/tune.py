@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.nvme.measure import GB, Task, add_shared_options, measure, size_of
+from deepspeed.utils.plotting import pyplot
 
 SWEEP: dict[str, list[Any]] = {
     "block_size": ["1M", "8M"],
@@ -113,16 +114,10 @@ def best_block(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def draw(results: list[dict[str, Any]], path: str) -> None:
     """Draw every setting's speed, the fastest first, reading and writing side by side."""
-    # optional: only reports draw
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display needed
-    # optional: as above; it looks at the choice just made
-    from matplotlib import pyplot
-
+    plot = pyplot()
     kinds = list(dict.fromkeys(result["kind"] for result in results))
     rows = len(results) // len(kinds)
-    figure, all_axes = pyplot.subplots(
+    figure, all_axes = plot.subplots(
         1, len(kinds), figsize=(8 * len(kinds), 1 + 0.22 * rows), dpi=110, squeeze=False
     )
     for axes, kind in zip(all_axes[0], kinds, strict=True):
@@ -136,7 +131,7 @@ def draw(results: list[dict[str, Any]], path: str) -> None:
         axes.grid(axis="x", alpha=0.3)
     figure.tight_layout()
     figure.savefig(path)
-    pyplot.close(figure)
+    plot.close(figure)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -155,11 +150,9 @@ def _check(options: argparse.Namespace) -> None:
         if not options.report.endswith(".png"):
             raise ValueError(f"--report {options.report}: the file must end in .png")
         try:
-            # optional: only reports draw
-            import matplotlib  # noqa: F401 - whether it is there
+            pyplot()
         except ImportError as error:
-            remedy = "pip install matplotlib, or leave --report out"
-            raise ValueError(f"--report {options.report}: needs matplotlib; {remedy}") from error
+            raise ValueError(f"--report {options.report}: {error}") from error
 
 
 def _settings(path: str | None) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             *("elasticity", "env_report", "git_version_info", "io", "launcher", "nvme", "ops"),
             *of("utils", "bwc html_page init_on_device memory_names numa nvtx"),
-            *of("utils", "tensor_fragment timer torch z3_leaf_module"),
+            *of("utils", "plotting tensor_fragment timer torch z3_leaf_module"),
         ),
     ),
     ("Collectives and process groups", ("comm",)),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.utils import html_page
+from deepspeed.utils.plotting import pyplot
 from deepspeed.verify.oracle import UsageError
 from deepspeed.verify.oracle.report import Report, Verdict, cells, summary
 
@@ -27,11 +28,9 @@ def require_plotting(path: str) -> None:
     if not Path(path).resolve().parent.is_dir():
         raise UsageError(f"--report {path}: there is no folder {Path(path).resolve().parent}")
     try:
-        # optional: only reports draw
-        import matplotlib  # noqa: F401 - whether it is there
+        pyplot()
     except ImportError as error:
-        remedy = "pip install matplotlib, or leave --report out"
-        raise UsageError(f"--report {path}: needs matplotlib; {remedy}") from error
+        raise UsageError(f"--report {path}: {error}") from error
 
 
 def write_report(report: Report, path: str) -> None:
@@ -45,14 +44,8 @@ def write_report(report: Report, path: str) -> None:
 
 def draw(report: Report) -> bytes:
     """Draw loss, norm and errors over steps, as PNG."""
-    # optional: only reports draw
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display needed
-    # optional: as above; it looks at the choice just made
-    from matplotlib import pyplot
-
-    figure, (losses, norms, errors) = pyplot.subplots(1, 3, figsize=(13, 4), dpi=110)
+    plot = pyplot()
+    figure, (losses, norms, errors) = plot.subplots(1, 3, figsize=(13, 4), dpi=110)
     long = {name: curve for name, curve in report.curves.items() if curve["step"]}
     for number, (name, curve) in enumerate(long.items()):
         steps, look = curve["step"], {"marker": "o", "color": f"C{number % 10}"}
@@ -71,7 +64,7 @@ def draw(report: Report) -> bytes:
     ):
         axes.set_title(title)
         axes.set_xlabel("step")
-        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+        axes.locator_params(axis="x", integer=True)
         axes.grid(alpha=0.3)
         if long:
             axes.legend(fontsize="x-small")
@@ -81,7 +74,7 @@ def draw(report: Report) -> bytes:
     figure.tight_layout()
     file = io.BytesIO()
     figure.savefig(file, format="png")
-    pyplot.close(figure)
+    plot.close(figure)
     return file.getvalue()
 
 
