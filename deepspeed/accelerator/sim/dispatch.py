@@ -22,7 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.accelerator import operators
-from deepspeed.accelerator.sim.host_waits import Counting
+from deepspeed.accelerator.sim.host_waits import COPIES, Counting
 from deepspeed.accelerator.sim.memory import Allocator
 from deepspeed.accelerator.sim.plans import Fresh, Plan, dummies_of, generator_of, made_plan
 from deepspeed.accelerator.sim.queues import Scheduler, Stream, Work
@@ -68,7 +68,6 @@ _REJECTION_SAMPLING = {
     "aten::_sample_dirichlet",
     "aten::multinomial",
 }
-_COPIES = {"aten::copy_", "aten::_foreach_copy_", "aten::_to_copy"}
 _MAY_BE_MASKED = {
     "aten::index",
     "aten::index_put",
@@ -227,10 +226,10 @@ class Operators(TorchDispatchMode):
             self._host_waits.indexed(func, args)
             return self._now(func, args, kwargs)
         # A number may be the host's.
-        if func._schema.name not in _COPIES and any(host.owns(one) and one.ndim for one in tensors):
+        if func._schema.name not in COPIES and any(host.owns(one) and one.ndim for one in tensors):
             raise RuntimeError(
                 f"{facts.name}: one tensor is on the device and another in page-locked host memory,"
-                " which a device refuses; compare a copy of the one where the other is, such as "
+                " which a device refuses; use a copy of the one where the other is, such as "
                 "get_accelerator().to_host(tensor)"
             )
         # Under a key of its own: not every such call could be deferred without host memory.

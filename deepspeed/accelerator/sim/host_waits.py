@@ -49,7 +49,7 @@ _WAITING = {
 # Methods by which the host looks at memory; the others of `host_reads` stay on a device.
 _WAITING_METHODS = {"numpy", "tolist", "__repr__", "__reduce_ex__"}
 _MASKED_WRITES = ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
-_COPIES = ("aten::copy_", "aten::_foreach_copy_")
+COPIES = ("aten::copy_", "aten::_foreach_copy_")
 BLOCKING_COPY = "blocking copy"
 
 
@@ -95,7 +95,7 @@ class Counting:
         if not self.counters:
             return
         name = func._schema.name
-        if name in _COPIES:
+        if name in COPIES:
             self._copied(func, args, kwargs)
         elif name in _WAITING:
             if kwargs.get("output_size") is None and not all(map(self._is_hosts, tensors)):

@@ -334,7 +334,7 @@ def test_changing_memory_that_is_still_being_sent_is_a_race(sim: Sim_Accelerator
 def test_a_comparison_across_the_bus_is_refused(sim: Sim_Accelerator) -> None:
     # Kills: an answer that nothing was compared for, where a device raises.
     device, host = torch.ones(3), sim.pin_memory(torch.ones(3))
-    with pytest.raises(RuntimeError, match=r"refuses; compare a copy .*to_host"):
+    with pytest.raises(RuntimeError, match=r"refuses; use a copy .*to_host"):
         torch.equal(device, host)
     assert torch.equal(sim.to_host(device), host) and torch.equal(device, torch.ones(3))
 
