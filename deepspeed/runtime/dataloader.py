@@ -42,12 +42,13 @@ class ResumableDistributedSampler(Sampler[int]):
         together: int = 1,
         micro_batches: int | None = None,
     ) -> None:
-        if (micro_batches or num_replicas) % num_replicas:
-            raise ValueError(
-                f"{micro_batches} micro-batches cannot be dealt to {num_replicas} ranks"
-            )
         if not 0 <= rank < num_replicas:
             raise ValueError(f"rank {rank} is not one of the {num_replicas} data-parallel ranks")
+        if (micro_batches or num_replicas) % num_replicas:
+            raise ValueError(
+                f"{micro_batches} micro-batches cannot be dealt to {num_replicas} ranks: give a "
+                "multiple of the ranks"
+            )
         self.num_samples = num_samples
         self.num_replicas = num_replicas
         self.rank = rank
