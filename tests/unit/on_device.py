@@ -47,7 +47,7 @@ class _OnDevice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _asked_by_the_package() or get_accelerator().current_device_name() == "cpu":
+        if _asked_by_the_package() or get_accelerator()._name == "sim":
             return func(*args, **kwargs)
         if func in _device_constructors():
             if kwargs.get("device") is not None or kwargs.get("pin_memory"):

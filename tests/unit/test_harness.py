@@ -8,8 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from unit.common import DistributedFixture, DistributedTest, enable_determinism, get_master_port
+from unit.on_device import on_device
 from unit.workers import unit_of
 
 TESTS_DIR = Path(__file__).resolve().parent.parent
@@ -299,3 +301,16 @@ def test_determinism_is_for_the_test_only() -> None:
 def test_which_tests_share_a_worker(nodeid: str, unit: str) -> None:
     """Kills: the fixtures of a class, or of a costly file, made by every worker."""
     assert unit_of(nodeid) == unit
+
+
+def test_tests_of_the_host_run_on_a_device() -> None:
+    # Kills: tensors and layers of a test that stay on the host, and mix with the device's there.
+    host = torch.ones(3)
+    with on_device(torch.device("meta")):
+        made = torch.randn(3, generator=torch.Generator().manual_seed(0))
+        assert {made.device.type, (made + host).device.type} == {"meta"}
+        layer = torch.nn.Linear(3, 3)
+        assert {layer.weight.device.type, layer(host).device.type} == {"meta"}
+        leaf = torch.zeros(3, requires_grad=True)
+        assert leaf.is_leaf and leaf.requires_grad and leaf.device.type == "meta"
+    assert torch.zeros(3).device.type == "cpu"
