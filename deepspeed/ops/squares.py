@@ -76,14 +76,10 @@ class ExactSquares(Squares):
 
     def of(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         cells = self.zeros(1, tensors[0].device)[0]
-        on_device = runs_ahead(tensors[0])
-        op = (
-            None
-            if on_device or not tensors[0].is_cpu
-            else native_op("cpu_squares", "torch sums squares")
-        )
+        on_host = tensors[0].is_cpu and not runs_ahead(tensors[0])
+        op = native_op("cpu_squares", "torch sums squares") if on_host else None
         if op is None:
-            for rows in _rows(tensors, DEVICE_SQUARES if on_device else HOST_SQUARES):
+            for rows in _rows(tensors, HOST_SQUARES if on_host else DEVICE_SQUARES):
                 _add(rows, cells)
             return cells
         for tensor in tensors:

@@ -15,11 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.host_optimizer import HostOptimizer
 from deepspeed.ops.squares import IN_ORDER, ExactSquares
 from deepspeed.ops.whole_parameters import WholeParameterOptimizer
-from deepspeed.runtime.gradients.norm import (
-    joined,
-    local_squared_norm,
-    reduce_squared_norm,
-)
+from deepspeed.runtime.gradients.norm import joined, local_squared_norm, reduce_squared_norm
 from deepspeed.runtime.gradients.reduction import GradientContext
 from deepspeed.runtime.gradients.scope import GradientPiece
 from deepspeed.runtime.module_hooks.parameter_arrivals import ParameterArrivals
@@ -242,7 +238,7 @@ class MasterWeights:
         return [group.grad[part] for part in self._grad_slices[key]]
 
     def _squared_norm(self, group_index: int, device: torch.device) -> torch.Tensor:
-        """Sum the squares of a group's gradients that count here: fp32, `[1]`, on `device`."""
+        """Sum the squares of a group's gradients that count here: a row of sums, on `device`."""
         own, others = (self._norm_grads(group_index, counted) for counted in (True, False))
         return local_squared_norm(own, device, others, self._squares)
 

@@ -31,18 +31,10 @@ def test_files_have_the_bytes_of_a_plain_one(kind: str, tmp_path: Path) -> None:
     state = {"a": torch.arange(10001.0), "b": [torch.zeros(3, dtype=torch.int8), "text"]}
     plain = io.BytesIO()
     torch.save(state, plain, _use_new_zipfile_serialization=False)
-    with (
-        PyFileWriter(str(path))
-        if kind == "python"
-        else fast(str(path), "one" not in kind) as writer
-    ):
+    with writer_of(kind, path) as writer:
         torch.save(state, writer, _use_new_zipfile_serialization=False)
     assert path.read_bytes() == plain.getvalue()
-    with (
-        PyFileWriter(str(path))
-        if kind == "python"
-        else fast(str(path), "one" not in kind) as writer
-    ):
+    with writer_of(kind, path) as writer:
         torch.save(state, writer)
     assert torch.equal(torch.load(path)["a"], state["a"])
     # Whatever the pieces are, that come in.
