@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.nvme.measure import GB, Task, add_shared_options, measure, size_of
-from deepspeed.utils.plotting import pyplot
+from deepspeed.utils.reports import pyplot
 
 SWEEP: dict[str, list[Any]] = {
     "block_size": ["1M", "8M"],

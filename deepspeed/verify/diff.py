@@ -20,7 +20,7 @@ import torch
 from deepspeed.checkpoint.files import CheckpointError
 from deepspeed.checkpoint.resharding.consolidation import ConsolidatedCheckpoint
 from deepspeed.monitor.watch.record import Line, RecordReader, record_at
-from deepspeed.utils.html_page import page
+from deepspeed.utils.reports import page
 
 EQUAL, DIFFERENT, MISUSED = 0, 1, 2
 LISTED = 20  # differences in text

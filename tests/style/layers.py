@@ -24,8 +24,8 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "Beside one device and one process: native operators, helpers, the launcher",
         (
             *("elasticity", "env_report", "git_version_info", "io", "launcher", "nvme", "ops"),
-            *of("utils", "bwc html_page init_on_device memory_names numa nvtx"),
-            *of("utils", "plotting tensor_fragment timer torch z3_leaf_module"),
+            *of("utils", "bwc init_on_device memory_names numa nvtx reports"),
+            *of("utils", "tensor_fragment timer torch z3_leaf_module"),
         ),
     ),
     ("Collectives and process groups", ("comm",)),

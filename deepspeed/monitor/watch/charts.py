@@ -1,7 +1,7 @@
 """What a page's curves are drawn from: plain data, read by `page.js`.
 
 A chart has a title, a unit ("", "ms", "bytes"), series and skipped steps. A series has a label, the
-name of a color of `utils.html_page`, and lists `x`, `y`, and where points stand for several steps
+name of a color of `utils.reports`, and lists `x`, `y`, and where points stand for several steps
 `low` and `high`. A stacked chart's series lie on each other.
 """
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from deepspeed.monitor.watch.charts import charts_of
 from deepspeed.monitor.watch.run import PHASES, Point, Run, same_steps
-from deepspeed.utils import html_page
+from deepspeed.utils import reports
 
 PAGE_NAME = "watch.html"
 # Settings of the record's first line, with what a reader calls them.
@@ -70,7 +70,7 @@ def render(run: Run, before: Run | None, refresh_s: float = 0.0, unreadable: int
     encoded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("</", "<\\/")
     body += f'<script type="application/json" id="data">{encoded}</script>'
     body += f"<script>{_asset('page.js')}</script>"
-    return html_page.page(f"{_title(run)} · ds_watch", body, _asset("page.css"))
+    return reports.page(f"{_title(run)} · ds_watch", body, _asset("page.css"))
 
 
 def _asset(name: str) -> str:

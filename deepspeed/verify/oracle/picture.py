@@ -8,8 +8,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from deepspeed.utils import html_page
-from deepspeed.utils.plotting import pyplot
+from deepspeed.utils import reports
 from deepspeed.verify.oracle import UsageError
 from deepspeed.verify.oracle.report import Report, Verdict, cells, summary
 
@@ -28,7 +27,7 @@ def require_plotting(path: str) -> None:
     if not Path(path).resolve().parent.is_dir():
         raise UsageError(f"--report {path}: there is no folder {Path(path).resolve().parent}")
     try:
-        pyplot()
+        reports.pyplot()
     except ImportError as error:
         raise UsageError(f"--report {path}: {error}") from error
 
@@ -44,7 +43,7 @@ def write_report(report: Report, path: str) -> None:
 
 def draw(report: Report) -> bytes:
     """Draw loss, norm and errors over steps, as PNG."""
-    plot = pyplot()
+    plot = reports.pyplot()
     figure, (losses, norms, errors) = plot.subplots(1, 3, figsize=(13, 4), dpi=110)
     long = {name: curve for name, curve in report.curves.items() if curve["step"]}
     for number, (name, curve) in enumerate(long.items()):
@@ -90,7 +89,7 @@ def page(report: Report, image: bytes) -> str:
     said = ((html.escape(str(k)), html.escape(str(v))) for k, v in report.settings.items())
     settings = "".join(f"<li>{key}: <code>{value}</code></li>" for key, value in said)
     result = CLASSES[Verdict.PASS if report.passed else Verdict.FAIL]
-    return html_page.page(
+    return reports.page(
         "ds_verify",
         "<h1>ds_verify</h1>"
         f'<p class="{result}"><b>{html.escape(summary(report))}</b></p><ul>{settings}</ul>'

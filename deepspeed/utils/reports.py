@@ -1,4 +1,4 @@
-"""How this project's HTML pages look: `ds_verify`'s report and `ds_watch`'s page.
+"""What reports are made of: HTML pages, and pictures drawn by matplotlib where it is there.
 
 A page is one file that loads nothing, is readable on narrow and wide screens, and light or dark as
 the reader's system is.
@@ -7,6 +7,7 @@ the reader's system is.
 from __future__ import annotations
 
 import html
+from typing import Any
 
 # Colors have names, so that scripts and drawings in a page follow the reader's choice too.
 STYLE = """\
@@ -38,3 +39,21 @@ def page(title: str, body: str, style: str = "") -> str:
         f"<title>{html.escape(title)}</title><style>{STYLE}{style}</style></head>"
         f"<body>{body}</body></html>\n"
     )
+
+
+def pyplot() -> Any:
+    """Return `matplotlib.pyplot`, which needs no display then.
+
+    Raises:
+        ImportError: there is no matplotlib; the text says what to do.
+    """
+    try:
+        # optional: only reports draw
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("needs matplotlib; pip install matplotlib, or leave it out") from error
+    matplotlib.use("Agg")
+    # optional: as above; it looks at the choice just made
+    from matplotlib import pyplot as made
+
+    return made
