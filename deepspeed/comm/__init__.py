@@ -10,6 +10,7 @@
     process_groups, group_creation, group_store    asking for groups, making them, keeping them
     rank_lists, parallel_map                       which ranks share what
     watch                                          what sees operations and waits
+    failures                                       what fails on one rank raises on all
     sim                                            collectives of the simulated device
 
 `config`, `utils`, `torch` and `ccl` have upstream's names for what is asked of them.

@@ -12,6 +12,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import IO, Any
 
 import torch
@@ -52,12 +53,11 @@ class StateFiles:
     """Makes tensors that lie in files of a folder, and updates them.
 
     Args:
-        folder: Is made if it is not there; on the disk that has room.
+        folder: Is made where it is not there; on the disk that has room.
         make_handle: Makes what moves bytes; called `NUM_WINDOWS` times.
     """
 
     def __init__(self, folder: str, make_handle: Callable[[], AsyncIOHandle]) -> None:
-        os.makedirs(folder, exist_ok=True)
         self._folder = folder
         self._make_handle = make_handle
         self._slots: list[_Slot] = []
@@ -72,6 +72,7 @@ class StateFiles:
         if not numel:
             return torch.zeros(0, dtype=dtype)
         size = -(-numel * dtype.itemsize // _BLOCK) * _BLOCK
+        os.makedirs(self._folder, exist_ok=True)
         file: IO[bytes] = tempfile.TemporaryFile(dir=self._folder, buffering=0)
         try:
             # A page of a mapping for which the disk has no room would end the process.
@@ -83,6 +84,14 @@ class StateFiles:
         whole = torch.frombuffer(mapping, dtype=dtype)
         self._mappings[whole.data_ptr()] = mapping
         return whole[:numel]
+
+    def mend(self) -> None:
+        """Give files that were cut their size again, where the disk has room: whoever loads state
+        would be ended by a page that is not there.
+        """
+        for mapping in list(self._mappings.values()):
+            with suppress(OSError):
+                os.posix_fallocate(mapping.file.fileno(), 0, len(mapping))
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Say whether it is such a tensor, whole."""

@@ -29,6 +29,7 @@ from deepspeed.checkpoint.verification import (
     newest_published,
     raise_problems,
 )
+from deepspeed.comm.failures import reports
 from deepspeed.comm.watch import lone_waits
 from deepspeed.utils.logging import log_dist, logger
 
@@ -93,26 +94,17 @@ def node_local_storage() -> StorageNode:
 def together(action: Callable[[], Any], device: torch.device, what: str) -> Any:
     """Run `action` on every rank; if it fails on one, raise on all, naming ranks and reasons."""
     result, error = None, None
-    is_alone = dist.get_world_size() == 1
-    meeting = 0 if is_alone else lone_waits.watch.coming()
+    meeting = 0 if dist.get_world_size() == 1 else lone_waits.watch.coming()
     try:
         result = action()
     except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
-    failed = torch.tensor([int(error is not None)], dtype=torch.int32, device=device)
-    if not is_alone:
-        with lone_waits.watch.waiting(lambda: what, meeting):
-            dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-    if not failed.item():
-        return result
-    reasons: list[Any] = [None] * dist.get_world_size()
     own = None if error is None else f"{type(error).__name__}: {error}"
-    if is_alone:
-        reasons = [own]
-    else:
-        dist.all_gather_object(reasons, own)
-    told = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
-    raise CheckpointError(f"{what} failed. {told}") from error
+    told = reports(own, None, lambda: what, device, meeting)
+    if told:
+        reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in told)
+        raise CheckpointError(f"{what} failed. {reasons}") from error
+    return result
 
 
 class FolderChoice:

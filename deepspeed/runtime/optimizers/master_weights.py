@@ -12,6 +12,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.failures import raise_disk_error
 from deepspeed.ops.host_optimizer import HostOptimizer
 from deepspeed.ops.squares import IN_ORDER, ExactSquares
 from deepspeed.ops.whole_parameters import WholeParameterOptimizer
@@ -159,7 +160,13 @@ class MasterWeights:
         self.group_squares: torch.Tensor | None = None
         self._grad_slices: dict[tuple[int, bool], list[slice]] = {}
         self.per_param = per_param
-        self.groups: list[ShardedGroup] = layout.groups(init_optimizer, per_param)
+        self.groups: list[ShardedGroup] = []
+        disk_error = None
+        try:
+            self.groups = layout.groups(init_optimizer, per_param)
+        except OSError as error:
+            disk_error = error
+        self._raise_disk_error(disk_error)
         self.publishing = Publishing(self.groups, self.settings)
         if isinstance(init_optimizer, HostOptimizer):
             init_optimizer.state_files = self.settings.files
@@ -271,9 +278,17 @@ class MasterWeights:
             publishers = self.publishing.publishers()
             masters = (group.masters[0] for group in self.groups)
             factor = float(scaling.factor)
-            with self.optimizer.fused(factor, dict(zip(masters, publishers, strict=True))):
-                self.optimizer.step()
+            disk_error = None
+            try:
+                with self.optimizer.fused(factor, dict(zip(masters, publishers, strict=True))):
+                    self.optimizer.step()
+            except OSError as error:
+                # Other ranks wait in the collectives below, and are told behind them.
+                disk_error = error
+                for publisher in publishers:
+                    publisher.abandon()
             self.publishing.publish(delivered=True)
+            self._raise_disk_error(disk_error)
             return
         groups = self.groups[: len(self.optimizer.param_groups)]
         grads = [group.grad_for_step() for group in groups]
@@ -286,6 +301,15 @@ class MasterWeights:
             for master in group.masters:
                 master.grad = None
         self.publishing.publish()
+
+    def _raise_disk_error(self, own: OSError | None) -> None:
+        """Raise on all ranks what a file of state of one of them has failed of."""
+        if self.settings.files is not None and own is not None:
+            self.settings.files.mend()
+        if self.settings.files is not None and self.norm_group is not None:
+            raise_disk_error(own, self.norm_group)
+        elif own is not None:
+            raise own
 
     @torch.no_grad()
     def update_lp_params(self) -> None:

@@ -72,6 +72,7 @@ class Publisher:
         # The buffer that the piece at hand is rounded to, if it is one.
         self._staged: torch.Tensor | None = None
         self._rounded = False  # whether the piece at hand has been rounded by the optimizer
+        self._updated_to = 0  # the end of the last piece of this pass
         self._sent: Any = None  # the event of the last copy to the device
         self._gathers: deque[PendingShards] = deque()
 
@@ -120,8 +121,20 @@ class Publisher:
         elif not self._rounded and not group.aliased:
             self._send(group.master[start:end], start)
         self._rounded = False
+        self._updated_to = end
         if end in self._planned:
             self._gather(self._planned[end])
+
+    def abandon(self) -> None:
+        """Gather the pieces that have not been sent as they are: their update has failed, and other
+        ranks gather theirs.
+        """
+        if self._staged is not None:
+            self._staging.give_back(self._staged, self._sent)
+        self._staged, self._rounded = None, False
+        for end, gather in self._planned.items():
+            if end > self._updated_to:
+                self._gather(gather)
 
     def _send(self, source: torch.Tensor, start: int) -> None:
         own = self._group.own(start, start + source.numel())
@@ -167,6 +180,7 @@ class Publisher:
         """Wait for gathers (on the current stream, where there are streams), and until no copy
         reads host memory: whoever likes may write to the masters then.
         """
+        self._updated_to = 0
         while self._gathers:
             with lone_waits.watch.waiting(lambda: "updated parameters"):
                 self._gathers.popleft().wait()

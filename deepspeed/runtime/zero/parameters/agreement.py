@@ -11,6 +11,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.failures import reports
 from deepspeed.comm.watch import lone_waits
 from deepspeed.runtime.zero.parameters.zero_parameter import is_zero_param, record_of
 
@@ -39,13 +40,9 @@ def agree(
         if error is not None:
             raise RuntimeError(error)
         return is_alike
-    found = torch.tensor([int(error is not None)], device=get_accelerator().current_device_name())
-    with lone_waits.watch.waiting(what):
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=told_too)
-    if found.item():
-        told: list[Any] = [None] * dist.get_world_size(group=told_too)
-        dist.all_gather_object(told, error, group=told_too)
-        raise RuntimeError(error or next(filter(None, told)))
+    told = reports(error, told_too, what)
+    if told:
+        raise RuntimeError(error or told[0][1])
     return is_alike
 
 

@@ -154,6 +154,14 @@ v1/offload/test_nvme_offload.py -k read_ahead
     Windows._enter: if number + 1 < self._count: self._begin(number + 1) -> pass
   each window is the first of its file
     Windows._places: number * WINDOW_NUMEL * tensor.dtype.itemsize -> 0
+v1/offload/test_nvme_offload.py -k all_ranks
+  a rank whose disk fails leaves the others in a gather
+    Publisher.abandon: self._gather(gather) -> pass
+  the others go on while a rank's disk has failed
+    MasterWeights._raise_disk_error: raise_disk_error(own, self.norm_group) -> if own is not
+      None:\n    raise own
+  a checkpoint is loaded into pages that are not there
+    StateFiles.mend: os.posix_fallocate(mapping.file.fileno(), 0, len(mapping)) -> pass
 v1/offload/test_nvme_offload.py -k errors_of
   what could not be written is nobody's
     Windows.__exit__: if errors and error is None: raise errors[0] -> pass

@@ -6,7 +6,7 @@ import errno
 import os
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 import deepspeed
 from deepspeed.ops import state_files
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.aio.engines import How, NativeEngine, Outcome, Transfer
 from deepspeed.ops.aio.handle import AsyncIOHandle
 from deepspeed.ops.state_files import StateFiles
 from deepspeed.runtime.sharding import publisher
@@ -105,6 +106,63 @@ class TestSameBits(DistributedTest):
         assert same(*resumed) and not same(trained[0], resumed[0])
         # Nothing has a name: nobody trips over it, however this ends.
         assert os.listdir(tmp_path / "swap") == []
+
+
+def cut(engine: Any) -> AbstractContextManager[None]:
+    """Somebody cuts a file of masters."""
+    files, masters = engine.optimizer.optimizer.state_files, engine.optimizer.masters
+    address = masters.groups[0].master.data_ptr()
+    os.truncate(files._mappings[address].file.fileno(), 4096)
+    return nullcontext()
+
+
+@contextmanager
+def unreadable(engine: Any) -> Iterator[None]:
+    """A block in the midst of every file cannot be read."""
+
+    def run(self: Any, transfer: Transfer, how: How) -> Outcome:
+        is_there = transfer.is_write or transfer.offset < 4 * WINDOW * 3
+        return original(self, transfer, how) if is_there else Outcome(512, errno.EIO)
+
+    original = NativeEngine.run
+    NativeEngine.run = run  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        NativeEngine.run = original  # type: ignore[method-assign]
+
+
+class TestDiskErrors(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("stage, precision", [(1, "bf16"), (2, "fp16"), (3, "fp32")])
+    def test_all_ranks_raise_and_the_checkpoint_loads(
+        self, stage: int, precision: str, tmp_path: Path
+    ) -> None:
+        # Kills: an error that one rank raises while the other waits for it, and what the failed
+        # step leaves behind: gradients, buffers, pages of a file that are not there.
+        engine = start(stage, precision, {"device": "nvme", "nvme_path": str(tmp_path / "swap")})
+        step(engine, 0, 1)
+        engine.save_checkpoint(str(tmp_path / "saved"))
+        step(engine, 1, 2)
+        wanted = state_of(engine)
+        is_mine = deepspeed.comm.get_rank() == 1
+        for fault, code, reason in (
+            (unreadable, errno.EIO, "Input/output error: .* bytes are to be read from byte"),
+            (cut, errno.ENODATA, "the file ends at byte 4,096: .* bytes are to be read"),
+            (lambda _: files_of_at_most(8192), errno.EFBIG, "File too large: .* to be written"),
+        ):
+            with fault(engine) if is_mine else nullcontext():
+                with pytest.raises(OSError, match=f"{reason}.*rank 1.*{tmp_path}/swap") as caught:
+                    step(engine, 3, 1)
+            assert caught.value.errno == code
+            engine.load_checkpoint(str(tmp_path / "saved"))
+            step(engine, 1, 2)
+            assert same(state_of(engine), wanted), reason
+        engine.destroy()
+        with files_of_at_most(8192) if is_mine else nullcontext():
+            with pytest.raises(OSError, match="File too large: .*rank 1.*swap/state"):
+                start(stage, precision, {"device": "nvme", "nvme_path": str(tmp_path / "swap")})
 
 
 class TestAlone(DistributedTest):
