@@ -110,11 +110,14 @@ class _OverlappedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, ranks: SliceGroup
     ) -> Tensor:
-        ctx.save_for_backward(value, weight)
+        # Of a leaf that is saved as it is, torch 2.9 and older drop the hooks when backward reads
+        # it through hooks of saved tensors (checkpoints, stage 3).
+        ctx.save_for_backward(value.detach(), weight.detach())
         ctx.ranks = ranks
         return F.linear(value, weight, bias)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
         value, weight = ctx.saved_tensors
