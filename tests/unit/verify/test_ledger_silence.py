@@ -155,6 +155,14 @@ def masked_by_a_later_hook(engine: Any) -> None:
     handle.remove()
 
 
+def with_hooks_that_torch_dropped(engine: Any) -> None:
+    weight = engine.module.last.weight  # as older torch does in a backward
+    hooks, weight._backward_hooks = weight._backward_hooks, None
+    managed(engine)
+    weight._backward_hooks = hooks
+    assert ("last.weight",) in engine._sequence.observer._warned
+
+
 def under_autocast(engine: Any) -> None:
     for _ in range(engine.gradient_accumulation_steps()):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -165,7 +173,7 @@ def under_autocast(engine: Any) -> None:
 WAYS: list[Callable[[Any], None]] = [
     *(managed, plain, divided_by_the_client, no_sync, coalesced, twice_at_the_boundary),
     *(zeroed_in_between, replaced, clipped_by_the_client, not_finite, masked_by_a_later_hook),
-    under_autocast,
+    *(with_hooks_that_torch_dropped, under_autocast),
 ]
 
 
@@ -179,7 +187,8 @@ class TestClients(DistributedTest):
 
     @each(form=list(FORMS), way=WAYS)
     def test_no_false_alarm(self, form: str, way: Callable[[Any], None]) -> None:
-        # Kills: expectations of engine.backward only; a ledger that outlives what it recorded.
+        # Kills: expectations of engine.backward only; a ledger that outlives what it recorded; a
+        # gradient that it was not shown taken for none.
         engine = start(form)
         managed(engine)
         way(engine)

@@ -144,6 +144,7 @@ class GradientLedger(ContributionRecorder):
         is_wrong, *sizes = torch.cat([anywhere, norm]).tolist()
         self.steps += 1
         self._note_zero_gradients(sizes)
+        self._note_unseen()
         if is_wrong:
             self._report(contributions, found, tolerance, wrong, absent)
         self._before = found
@@ -214,6 +215,20 @@ class GradientLedger(ContributionRecorder):
                 logger.warning(
                     "gradient ledger: exactly zero on all ranks: %s", _shown(self.zero_gradients)
                 )
+
+    def _note_unseen(self) -> None:
+        names = tuple(self._names[self._by_param[param][0]] for param in self._unseen)
+        self._unseen.clear()
+        if names and names not in self._warned:
+            self._warned.add(names)
+            logger.warning(
+                "gradient ledger: not checked, as torch %s dropped the hooks of %s: a "
+                "torch.autograd.Function saves them (let it save weight.detach()), and backward "
+                "reads that through hooks of saved tensors, as of checkpoints or stage 3. A later "
+                "torch keeps hooks",
+                torch.__version__,
+                _shown(names),
+            )
 
     # Errors
 

@@ -6,6 +6,7 @@ sum, weighted as in the definition of correct (`gradient_ledger`).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,9 +70,14 @@ class ContributionRecorder(GradientObserver):
         self._by_param: dict[nn.Parameter, list[int]] = {}
         for index, piece in enumerate(pieces):
             self._by_param.setdefault(piece.param, []).append(index)
+        self._entered: set[nn.Parameter] = set()
+        self._unseen: set[nn.Parameter] = set()
         self._handles: dict[nn.Parameter, Any] = {}
+        self._later_handles: list[Any] = []
         for param in self._by_param:
             self._handles[param] = param.register_hook(self._make_hook(param))  # type: ignore[no-untyped-call]  # torch's is untyped
+            handle = param.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]  # as above
+            self._later_handles.append(handle)
         # The hooks read the signs on streams that never waited for the one that wrote them here.
         self._fingerprint(self._device)
         get_accelerator().current_stream().synchronize()
@@ -129,9 +135,23 @@ class ContributionRecorder(GradientObserver):
 
     def _make_hook(self, param: nn.Parameter) -> Callable[[torch.Tensor], None]:
         def on_gradient(grad: torch.Tensor) -> None:
+            self._entered.add(param)
             self._enter(param, grad.detach())
 
         return on_gradient
+
+    @torch.no_grad()
+    def _accumulated(self, param: torch.Tensor) -> None:
+        """From a hook that torch keeps when it drops those before: 2.9 and older do, if a Python
+        function that saved a parameter gets it in backward through hooks of saved tensors.
+        """
+        assert isinstance(param, nn.Parameter), "hooks are given the parameter"
+        if param in self._entered:
+            self._entered.remove(param)
+            return
+        self._unseen.add(param)
+        unknown = torch.full((), math.nan, device=self._device)
+        self._enter(param, unknown.expand(logical_shape(param)))
 
     def _enter(self, param: nn.Parameter, grad: torch.Tensor) -> None:
         """From a parameter's hook, on the stream that produced the gradient: nothing here waits for
@@ -177,9 +197,9 @@ class ContributionRecorder(GradientObserver):
         self._at_loss.clear()
 
     def detached(self) -> None:
-        for handle in self._handles.values():
+        for handle in (*self._handles.values(), *self._later_handles):
             handle.remove()
-        self._handles = {}
+        self._handles, self._later_handles = {}, []
         self._micro_batches = []
 
     # What was recorded, for a step
