@@ -95,7 +95,7 @@ def adam_group() -> list[str]:
     """What torch's AdamW keeps of a group: `ADAM_GROUP`, of an older torch what it does keep."""
     if TORCH >= (2, 13):
         return ADAM_GROUP
-    alone = torch.optim.AdamW([torch.zeros(1)], betas=[0.9, 0.999])  # as a list, like JSON's
+    alone = torch.optim.AdamW([torch.zeros(1)])
     return keys_of(alone.state_dict()["param_groups"][0])
 
 
