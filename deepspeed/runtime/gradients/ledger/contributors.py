@@ -83,12 +83,11 @@ class ContributorSum:
         for group, indices in self._sums:
             if not indices or dist.get_world_size(group=group) == 1:
                 continue
-            if len(indices) == len(rows):
-                dist.all_reduce(rows, group=group)
-                continue
-            part = rows[indices]
+            # One call: where ranks compare what they are about to do, they compare the line too.
+            part = rows if len(indices) == len(rows) else rows[indices]
             dist.all_reduce(part, group=group)
-            rows[indices] = part
+            if part is not rows:
+                rows[indices] = part
 
     @property
     def speaks(self) -> bool:
