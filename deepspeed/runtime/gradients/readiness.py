@@ -43,6 +43,13 @@ class ReadinessTracker:
         """Whether some parameter's hook is expected more than once per backward."""
         return any(count > 1 for count in self.expected)
 
+    @property
+    def may_be_late(self) -> bool:
+        """Whether a gradient may arrive after its bucket was launched, in a backward that is no
+        fault.
+        """
+        return not self.learned or self.fires_repeatedly
+
     def mark(self, slot: SlotIndex) -> range:
         """Count a hook that fired; returns the buckets to launch now, in order.
 
@@ -97,6 +104,10 @@ class UnitReadiness(ReadinessTracker):
     @property
     def fires_repeatedly(self) -> bool:
         return not self.has_units and super().fires_repeatedly
+
+    @property
+    def may_be_late(self) -> bool:
+        return not self.has_units and super().may_be_late
 
     def mark(self, slot: SlotIndex) -> range:
         """Count a hook, which launches nothing."""

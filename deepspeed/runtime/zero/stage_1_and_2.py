@@ -36,7 +36,7 @@ from deepspeed.runtime.gradients.buckets import BucketPlan, plan_buckets
 from deepspeed.runtime.gradients.canonical import CanonicalSums
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
 from deepspeed.runtime.gradients.norm import reduce_squared_norm
-from deepspeed.runtime.gradients.readiness import ReadinessTracker
+from deepspeed.runtime.gradients.readiness import LateGradientError, ReadinessTracker
 from deepspeed.runtime.gradients.reduce_rule import ReduceFactors
 from deepspeed.runtime.gradients.reduction import (
     GradientContext,
@@ -219,7 +219,15 @@ class Bucketed(GradientReduction):
             bucket.copy_streams.add(self.side_stream.current_stream())
         # Streams are recorded in every micro-batch: the memory of a sum is that of the first.
         for index in self.hooks.mark(i):
-            self.reduce_independent_p_g_buckets_and_remove_grads(index)
+            if not self._sends_whole:
+                self.reduce_independent_p_g_buckets_and_remove_grads(index)
+
+    @property
+    def _sends_whole(self) -> bool:
+        """Whether nothing is sent before backward is over: a leaf of the canonical sum is sent
+        once, with what arrives late in it.
+        """
+        return self.settings.canonical and self.hooks.readiness.may_be_late
 
     def backward_epilogue(self) -> None:
         """Let local accumulation take this micro-batch in before anything is reduced."""
@@ -235,18 +243,30 @@ class Bucketed(GradientReduction):
             self._static_sums.remove()
             self._static_sums = None
         unused = [] if self.settings.ignore_unused_parameters else self._unused_names()
-        for index in self.hooks.readiness.remaining():
+        left, sends_whole = self.hooks.readiness.remaining(), self._sends_whole
+        for index in range(len(self.plans)) if sends_whole else left:
             self._send_incomplete(index)
         if not self.settings.ignore_unused_parameters:
             refuse_unused(unused, self.context)
         for index in self.hooks.late() if self.hooks.are_set else ():
-            self.reduce_independent_p_g_buckets_and_remove_grads(index)
+            if not sends_whole:
+                self._send_late(index)
         self._clear_accumulator()
         # Whatever is called before the step (reading a gradient on one rank, say) then finds all
         # collectives issued already.
         self._reduce_between_instances(0)
         if not self.settings.overlap_comm:
             self._finish_in_flight(0)
+
+    def _send_late(self, index: int) -> None:
+        if self.settings.canonical:
+            names = ", ".join(map(self.context.name_of, self.ipg_buckets[index].params))
+            raise LateGradientError(
+                f"reproducibility.world_size_invariant: true with {names}, of which a gradient "
+                "arrived after they had been sent: use stage 2, or checkpoints with "
+                "use_reentrant=False"
+            )
+        self.reduce_independent_p_g_buckets_and_remove_grads(index)
 
     def _send_incomplete(self, index: int) -> None:
         """Send bucket `index`, of whose gradients some may be absent or left from earlier backwards
