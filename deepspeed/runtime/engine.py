@@ -251,8 +251,9 @@ class DeepSpeedEngine(EngineFace, nn.Module):
             self._abort_backward()
         if self.fp16_auto_cast():
             inputs, kwargs = self._cast_inputs(inputs, kwargs)
-        if self.training:
-            self._seed_forward()
+        if self.training and self._seeds_forwards:
+            # Backwards are counted where step() is called at the boundary alone, too.
+            self._seed_forward(self.tracker.backwards)
         with autocast_if_enabled(self):
             outputs = self.module(*inputs, **kwargs)
         if self.training and torch.is_grad_enabled() and self._sequence is not None:
@@ -260,16 +261,20 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         self.timers.stop_forward()
         return outputs
 
-    def _seed_forward(self) -> None:
-        """Let random numbers of a forward depend on its micro-batch alone; see `canonical`."""
+    @property
+    def _seeds_forwards(self) -> bool:
         settings = self._config.tree.reproducibility
-        if settings.world_size_invariant and settings.seed_forwards:
-            ranks = self.model_ranks.replicas
-            # Backwards are counted where step() is called at the boundary alone, too.
-            number = self.tracker.backwards * dist.get_world_size(group=ranks)
-            place = (settings.seed, self.global_steps, number + dist.get_rank(group=ranks))
-            digest = hashlib.sha256(repr(place).encode()).digest()
-            torch.manual_seed(int.from_bytes(digest[:8], "little"))
+        return settings.world_size_invariant and settings.seed_forwards
+
+    def _seed_forward(self, micro_step: int, *within: int) -> None:
+        """Let random numbers of a forward depend on its micro-batch alone, and where in it
+        (`within`) a stage begins; see `canonical`.
+        """
+        ranks = self.model_ranks.replicas
+        number = micro_step * dist.get_world_size(group=ranks) + dist.get_rank(group=ranks)
+        place = (self._config.tree.reproducibility.seed, self.global_steps, number, *within)
+        digest = hashlib.sha256(repr(place).encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:8], "little"))
 
     @overload
     def state_digest(self, per_parameter: Literal[False] = False) -> str: ...
@@ -280,11 +285,16 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         hexadecimal digits, or (`per_parameter`) as many by name. All ranks call it.
         """
         sequence = self._require_optimizer("state_digest")
-        names = {param: name for name, param in self.module.named_parameters()}
         # Of those that hold the same: one instance of several, or the first of all ranks.
         shard_rank = getattr(sequence.masters, "shard_rank", 0)
-        counts = dist.get_rank(group=self.model_ranks.replicas) == shard_rank
-        by_name = digests_by_name(sequence, names, counts)
+        is_first = dist.get_rank(group=self.model_ranks.replicas) == shard_rank
+        counts = self.model_ranks.counts_shard or (lambda param: True)
+        names = {
+            param: name
+            for name, param in self.module.named_parameters()
+            if is_first and counts(param)
+        }
+        by_name = digests_by_name(sequence, names)
         return by_name if per_parameter else digest_of_all(by_name)
 
     def _cast_inputs(self, inputs: object, kwargs: object) -> tuple[Any, Any]:
@@ -342,7 +352,7 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         self._begin_window(plain=False)
         self.tracker.state = BackwardState.RUNNING
         self._plain_backward.is_unscaled = False
-        sequence.accumulation_divisor = 1.0
+        sequence.accumulation_divisor = self._losses.late_divisor()
         sequence.backward_prologue()
         return sequence
 

@@ -360,8 +360,8 @@ def _check_canonical(
         "torch_autocast.enabled": context.comm_dtype_of is not None,
         "data_types.grad_accum_dtype": accumulation not in (None, torch.float32),
         "managed_gradient_accumulation": not tree.managed_gradient_accumulation,
-        "tensor_parallel, sequence_parallel_size, experts over ranks, or pipeline stages": (
-            ranks.has_parts or ranks.experts or ranks.parallel_map.sequence.size > 1
+        "tensor_parallel, sequence_parallel_size, or experts over ranks": (
+            ranks.tensor_group is not None or ranks.experts or ranks.parallel_map.sequence.size > 1
         ),
         f"{type(basic).__name__}(fused=True) on the host": bool(fused) and _is_on_host(),
     }

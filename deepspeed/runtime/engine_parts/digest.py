@@ -58,12 +58,14 @@ def hash_of(values: torch.Tensor, start: int) -> int:
 
 
 def pieces(sequence: StepSequence, names: Mapping[nn.Parameter, str]) -> Iterator[Piece]:
-    """Yield what this rank holds of masters and optimizer state."""
+    """Yield what this rank holds of masters and optimizer state of the parameters in `names`."""
     masters = sequence.masters
     if not isinstance(masters, MasterWeights) or masters.per_param:
         for one in masters.own_tensors():
-            whole = slice(0, one.tensor.numel())
-            name, state = names[one.runs[0].param], sequence.state.get(one.tensor, {})
+            whole, param = slice(0, one.tensor.numel()), one.runs[0].param
+            if param not in names:
+                continue
+            name, state = names[param], sequence.state.get(one.tensor, {})
             yield Piece(name, "master", 0, one.tensor.reshape(-1))
             yield from _state(name, 0, state, whole)
         return
@@ -71,13 +73,18 @@ def pieces(sequence: StepSequence, names: Mapping[nn.Parameter, str]) -> Iterato
         master: torch.Tensor = group.masters[0]
         state = sequence.state.get(master, {})
         for part in group.table.of_shard(group.shard_rank):
-            name, own = names[group.params[part.param]], part.in_shard
+            param, own = group.params[part.param], part.in_shard
+            if param not in names:
+                continue
+            name = names[param]
             yield Piece(name, "master", part.param_start, master[own])
             yield from _state(name, part.param_start, state, own)
     if masters.owner_steps is not None:
         for tensor, number, index, _ in masters.owner_steps.owned():
-            name, whole = names[masters.groups[number].params[index]], slice(0, tensor.numel())
-            yield from _state(name, 0, masters.owner_steps.inner.state[tensor], whole)
+            param, whole = masters.groups[number].params[index], slice(0, tensor.numel())
+            if param not in names:
+                continue
+            yield from _state(names[param], 0, masters.owner_steps.inner.state[tensor], whole)
 
 
 def _state(name: str, start: int, state: Mapping[str, Any], own: slice) -> Iterator[Piece]:
@@ -88,14 +95,12 @@ def _state(name: str, start: int, state: Mapping[str, Any], own: slice) -> Itera
             yield Piece(name, key, 0, torch.tensor([float(value)], dtype=torch.float64))
 
 
-def digests_by_name(
-    sequence: StepSequence, names: Mapping[nn.Parameter, str], counts: bool
-) -> dict[str, str]:
-    """Hash the state of each parameter over all ranks, which call it together; `counts` on one of
-    those that hold the same.
+def digests_by_name(sequence: StepSequence, names: Mapping[nn.Parameter, str]) -> dict[str, str]:
+    """Hash the state of each parameter over all ranks, which call it together; `names` are of what
+    this one tells: nothing, if another one holds the same and does.
     """
     sums: dict[tuple[str, str], int] = {}
-    for piece in pieces(sequence, names) if counts else ():
+    for piece in pieces(sequence, names):
         at = (piece.param, piece.key)
         sums[at] = sums.get(at, 0) + hash_of(piece.values, piece.start)
     told: list[dict[tuple[str, str], int]] = [{} for _ in range(dist.get_world_size())]

@@ -60,7 +60,6 @@ class Losses:
     ) -> torch.Tensor:
         """Return what backward starts from, divided here or, later, by the reduction."""
         if self._divides_late:
-            sequence.accumulation_divisor = self.late_divisor()
             if not scale_wrt_gas:
                 # Backward undoes the caller's division exactly, by starting from its divisor: a
                 # leaf has no trace of the steps, which are other ones on other ranks.

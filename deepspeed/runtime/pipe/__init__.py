@@ -8,6 +8,7 @@ the engine that runs them.
     schedule_text, simulator schedules for people, and run on paper
     engine, settings         runs a schedule; what it honours of a configuration
     buffers                  what a stage keeps of a micro-batch, and what a batch yields
+    canonical_leaves         gradients by micro-batch, for equal bits on any number of stages
     split_backward           gradients of inputs now, of weights later
     messages, p2p            what travels between stages; upstream's functions of it
     layer_files              checkpoint files by layer

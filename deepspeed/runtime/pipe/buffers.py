@@ -138,7 +138,7 @@ class BatchOutputs:
         self._pipe, self._data = parallel_map.pipe, parallel_map.data
         self._is_last_stage = self._pipe.rank == self._pipe.size - 1
         self._device = device
-        self._total: torch.Tensor | None = None
+        self._losses: list[torch.Tensor] = []
         self._additional: dict[str, torch.Tensor] = {}
         self.results: list[Any] = []
         self.logits: list[Any] = []
@@ -146,7 +146,7 @@ class BatchOutputs:
     def add_loss(self, loss: torch.Tensor, additional: dict[str, torch.Tensor] | None) -> None:
         """Add the loss of a micro-batch, and those that the module reports beside it."""
         value = loss.detach().float().reshape(())
-        self._total = value if self._total is None else self._total + value
+        self._losses.append(value)
         for name, tensor in (additional or {}).items():
             self._additional[name] = (
                 self._additional.get(name, torch.zeros_like(value)) + tensor.detach().float()
@@ -155,13 +155,16 @@ class BatchOutputs:
     def mean_loss(self, micro_batches: int) -> torch.Tensor:
         """Mean of the losses over micro-batches and data-parallel ranks, fp32, 0-dim, on all ranks.
 
-        One reduction over all ranks, to which only the last stage adds; no broadcast.
+        One reduction over all ranks, to which only the last stage adds; no broadcast. Each loss has
+        a place of its own in it, so that the mean does not depend on who has which.
         """
-        share = torch.zeros((), dtype=torch.float32, device=self._device)
-        if self._total is not None:
-            share += self._total / (micro_batches * (dist.get_world_size() // self._pipe.size))
-        dist.all_reduce(share)
-        return share
+        shape = (micro_batches, self._data.size)
+        losses = torch.zeros(shape, dtype=torch.float32, device=self._device)
+        if self._losses:
+            losses[:, self._data.rank] = torch.stack(self._losses)
+        dist.all_reduce(losses)
+        copies = dist.get_world_size() // (self._pipe.size * self._data.size)
+        return (losses.double().mean() / copies).float()
 
     def mean_additional_losses(self, micro_batches: int) -> dict[str, torch.Tensor] | None:
         return {name: value / micro_batches for name, value in self._additional.items()} or None

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -24,8 +25,10 @@ from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.engine import DeepSpeedEngine, autocast_if_enabled
 from deepspeed.runtime.gradients.accumulation import BackwardState
 from deepspeed.runtime.gradients.scope import GradientScope, Passes
+from deepspeed.runtime.optimizers.master_weights import MasterWeights
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.buffers import BatchOutputs, MicroBatches, PipeBuffer, described
+from deepspeed.runtime.pipe.canonical_leaves import CanonicalLeaves
 from deepspeed.runtime.pipe.messages.failure import FailureWatch
 from deepspeed.runtime.pipe.messages.posting import Plan, plan_of
 from deepspeed.runtime.pipe.messages.stage_channels import StageChannels
@@ -70,9 +73,16 @@ class PipelineEngine(DeepSpeedEngine):
             # First and last stage see the same order: it is seeded, not drawn.
             self._micro_batches.iterator = iter(RepeatingLoader(self.training_dataloader))
         self._tied = self._tied_weights()
+        is_canonical = self._config.tree.reproducibility.world_size_invariant
+        self._leaves = (
+            CanonicalLeaves(module, self.device, self._failures) if is_canonical else None
+        )
         if self._sequence is not None:
-            # Complete only after the reduction over stages: no bucket may take it from its hook.
-            self._sequence.hold(weight for weight, _ in self._tied)
+            # Complete only after the reduction over stages, or with another chunk: no bucket may
+            # take it from its hook.
+            waits_for_chunks = self._leaves is not None and module.num_model_chunks > 1
+            others = module.parameters() if waits_for_chunks else ()
+            self._sequence.hold([weight for weight, _ in self._tied] + list(others))
         self._passes_left = 0  # backwards that still accumulate into weights in this batch
         self._training_batch = True
         self._compute_loss = True
@@ -167,7 +177,9 @@ class PipelineEngine(DeepSpeedEngine):
             self.set_dataiterator(data_iter)
         self._passes_left = self.micro_batches * self.module.num_model_chunks
         self._begin_window(plain=False)
-        sequence.accumulation_divisor = 1.0
+        sequence.accumulation_divisor = self._losses.late_divisor()
+        if self._leaves is not None:
+            self._leaves.begin()
         micro_steps = self.micro_steps
         with self._failures.guard():
             self._take_difficulty()
@@ -346,6 +358,8 @@ class PipelineEngine(DeepSpeedEngine):
         channel.send_like(buffer.input_grads())  # type: ignore[union-attr]  # as above
         if buffer.split is None:
             buffer.release()
+        if self._leaves is not None:
+            self._leaves.send()
 
     # The forward pass
 
@@ -356,8 +370,11 @@ class PipelineEngine(DeepSpeedEngine):
         inputs = buffer.take_inputs()
         data = (inputs,) if self._is_first_part(chunk) else ()
         self.timers.start_forward(self._training_batch, data)
+        seed = None
+        if self._training_batch and self._seeds_forwards and micro_batch is not None:
+            seed = partial(self._seed_forward, micro_batch)
         with autocast_if_enabled(self):
-            outputs = self.module.forward_chunk(chunk, inputs)
+            outputs = self.module.forward_chunk(chunk, inputs, seed)
             if self._is_last_part(chunk):
                 self._take_output(buffer, outputs)
             else:
@@ -395,7 +412,7 @@ class PipelineEngine(DeepSpeedEngine):
             return []
         sequence = self._require_optimizer("train_batch")
         sequence.observer.loss_known(micro_batch, buffer.loss)
-        scaled = self._losses.scaled(sequence, buffer.loss / self.micro_batches, False)
+        scaled = self._losses.scaled(sequence, buffer.loss, True)
         buffer.keep_roots(scaled)
         return [torch.ones_like(scaled)]
 
@@ -426,6 +443,8 @@ class PipelineEngine(DeepSpeedEngine):
         if buffer.split is not None and not buffer.split.is_whole:
             with self._weight_gradients(micro_batch, chunk):
                 buffer.split.backward_weights()
+            if self._leaves is not None:
+                self._leaves.send()
         buffer.release()
 
     @contextmanager
@@ -442,6 +461,8 @@ class PipelineEngine(DeepSpeedEngine):
             raise
         self.timers.start_reduce()
         sequence.backward_epilogue()
+        if self._leaves is not None and self._leaves.is_whole(micro_batch, chunk):
+            self.allreduce_gradients()
         sequence.observer.closed()
         if self._passes_left > 0:
             sequence.exit_backward()
@@ -458,6 +479,8 @@ class PipelineEngine(DeepSpeedEngine):
         of them. In one order on all stages (that of the module's list), so that stages with several
         tied weights do not wait for each other in a circle.
         """
+        if self._leaves is not None:
+            return  # done, by micro-batches
         sequence = self._require_optimizer("train_batch")
         for param, group in self._tied:
             dist.all_reduce(sequence.local_gradient(param), group=group)
@@ -467,8 +490,14 @@ class PipelineEngine(DeepSpeedEngine):
         # A stage without backwards of its own (all frozen) has not heard of it.
         self.tracker.set_boundary(True)
         self.timers.start_reduce()
-        self.allreduce_gradients()
-        self._exit_backward(self._require_optimizer("train_batch"))
+        sequence = self._require_optimizer("train_batch")
+        if self._leaves is None:
+            self.allreduce_gradients()
+        else:
+            sequence.finish_gradients()
+            assert isinstance(sequence.masters, MasterWeights), "owners are who sum"
+            self._leaves.share(sequence.masters)
+        self._exit_backward(sequence)
         self.timers.stop_backward()
 
     def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:

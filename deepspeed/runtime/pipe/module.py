@@ -155,13 +155,15 @@ class PipelineModule(LayerFiles, nn.Module):
         part = chunk * self.num_stages + self.stage_id
         return range(self.parts[part], self.parts[part + 1])
 
-    def stage_owner(self, layer_idx: int) -> int:
+    def part_of(self, layer_idx: int) -> int:
         if not 0 <= layer_idx < len(self._layer_specs):
             raise PipelineError(
                 f"layer {layer_idx}: the model has layers 0..{len(self._layer_specs) - 1}"
             )
-        part = next(part for part, stop in enumerate(self.parts[1:]) if layer_idx < stop)
-        return part % self.num_stages
+        return next(part for part, stop in enumerate(self.parts[1:]) if layer_idx < stop)
+
+    def stage_owner(self, layer_idx: int) -> int:
+        return self.part_of(layer_idx) % self.num_stages
 
     def num_pipeline_stages(self) -> int:
         return self.num_stages
@@ -252,7 +254,7 @@ class PipelineModule(LayerFiles, nn.Module):
             ) from error
         return found
 
-    def _tied_layers(self) -> dict[str, list[int]]:
+    def tied_layers(self) -> dict[str, list[int]]:
         """Key -> indices of its layers in the whole model, by first use: alike on every rank."""
         found: dict[str, list[int]] = {}
         for index, layer in enumerate(self._layer_specs):
@@ -263,28 +265,30 @@ class PipelineModule(LayerFiles, nn.Module):
     def _tie_stages(self) -> dict[str, dict[str, Any]]:
         """Make groups of stages with a module of one key; weights become the first owner's."""
         comms: dict[str, dict[str, Any]] = {}
-        for key, indices in self._tied_layers().items():
+        for key, indices in self.tied_layers().items():
             stages = sorted({self.stage_owner(index) for index in indices})
             if len(stages) == 1:
                 continue
             group = self._group_of_stages(stages)
             if self.stage_id not in stages:
                 continue
-            specs = [self._layer_specs[index] for index in indices]
-            names = list(
-                dict.fromkeys(
-                    name
-                    for spec in specs
-                    if isinstance(spec, TiedLayerSpec)
-                    for name in spec.tied_weight_attr
-                )
-            )
-            module = self.tied_modules[key]
+            names, module = self._tied_names(indices), self.tied_modules[key]
             owner = self.stage_owner(indices[0])
             ranks = [self.grid.stage_to_global(stage) for stage in stages]
             comms[key] = {"ranks": ranks, "group": group, "weight_attr": names, "module": module}
             self._make_equal(key, comms[key], owner)
         return comms
+
+    def _tied_names(self, indices: list[int]) -> list[str]:
+        specs = [self._layer_specs[index] for index in indices]
+        tied = (spec.tied_weight_attr for spec in specs if isinstance(spec, TiedLayerSpec))
+        return list(dict.fromkeys(name for names in tied for name in names))
+
+    def tied_weights(self, key: str) -> list[nn.Parameter]:
+        """The trainable weights of a key that this stage has."""
+        names = self._tied_names(self.tied_layers()[key])
+        found = [self._recursive_getattr(self.tied_modules[key], name) for name in names]
+        return [w for w in found if isinstance(w, nn.Parameter) and w.requires_grad]
 
     def _group_of_stages(self, stages: list[int]) -> dist.Group:
         """This rank's group over `stages` of its pipeline; of itself if it is on none of them."""
@@ -354,25 +358,32 @@ class PipelineModule(LayerFiles, nn.Module):
             forward_input = self.forward_chunk(chunk, forward_input)
         return forward_input
 
-    def forward_chunk(self, chunk: int, inputs: object) -> Any:
-        """Run the layers of one chunk in order; `inputs` comes back if it has none."""
+    def forward_chunk(
+        self, chunk: int, inputs: object, seed: Callable[[int], object] | None = None
+    ) -> Any:
+        """Run the layers of one chunk in order; `inputs` comes back if it has none. `seed` is
+        called with the index of each layer before its forward, instead of what `seed_layers` does.
+        """
         indices = self.chunk_range(chunk)
         self.num_forwards[chunk] += 1
+        if seed is None and self.seed_layers:
+            first, seed_fn = self.base_seed * self.num_forwards[chunk], self.seed_fn
+            seed = lambda index: seed_fn(first + index)  # noqa: E731
         interval = self.activation_checkpoint_interval
         if interval == 0 or not (self.training and torch.is_grad_enabled()):
-            return self._run(indices, self.num_forwards[chunk], inputs)
+            return self._run(indices, seed, inputs)
         for start in range(indices.start, indices.stop, interval):
             segment = range(start, min(start + interval, indices.stop))
-            run = partial(self._run, segment, self.num_forwards[chunk])
+            run = partial(self._run, segment, seed)
             inputs = (
                 self._recomputed(run, inputs) if self._is_checkpointable(segment) else run(inputs)
             )
         return inputs
 
-    def _run(self, indices: range, num_forward: int, inputs: object) -> Any:
+    def _run(self, indices: range, seed: Callable[[int], object] | None, inputs: object) -> Any:
         for index in indices:
-            if self.seed_layers:
-                self.seed_fn(self.base_seed * num_forward + index)
+            if seed is not None:
+                seed(index)
             inputs = self._functions[index](inputs)
         return inputs
 
@@ -444,7 +455,7 @@ class PipelineModule(LayerFiles, nn.Module):
             for index, function in self._functions.items()
             if isinstance(function, nn.Module)
         }
-        for key, indices in self._tied_layers().items():
+        for key, indices in self.tied_layers().items():
             own = [index for index in indices if index in self._functions]
             if own and not any(index in found for index in own):
                 found[own[0]] = self.tied_modules[key]
@@ -456,7 +467,7 @@ class PipelineModule(LayerFiles, nn.Module):
 
     def _indices_of_weights(self, index: int) -> list[int]:
         layer = self._layer_specs[index]
-        tied = self._tied_layers()[layer.key] if isinstance(layer, TiedLayerSpec) else []
+        tied = self.tied_layers()[layer.key] if isinstance(layer, TiedLayerSpec) else []
         return [index, *(other for other in tied if other != index)]
 
 

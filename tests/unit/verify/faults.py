@@ -213,7 +213,8 @@ ledger: pipe
       chunks) -> schedule.make_schedule(self._schedule_name, count - 1, self.num_stages, stage,
       chunks)
   the loss is not divided => not divided by the accumulation steps(.|\n)*1.linear.weight
-    _backward_roots: buffer.loss / self.micro_batches -> buffer.loss * 1.0
+    _backward_roots: self._losses.scaled(sequence, buffer.loss, True) ->
+      self._losses.scaled(sequence, buffer.loss, False)
 ledger: pipe, stage 1, 4 ranks
   a tied gradient stays on its stage =>
       not summed over the parts of the model that share it: each has its own; 1 parameter\(s\):

@@ -18,6 +18,20 @@ runtime/gradients/test_canonical.py
 v1/reproducibility/test_bits.py
   what Muon leaves to AdamW is fused on the host
     MuonWithAuxAdam._step_adamw: not (shows_cut and self.squares is not IN_ORDER) -> True
+v1/reproducibility/test_pipelines.py
+  a tied weight has the gradient of its first part alone
+    CanonicalLeaves._join: grad.add_(later) -> pass
+  chunks of several micro-batches are one leaf
+    CanonicalLeaves.is_whole: self._taken(micro_batch).items() -> {}.items()
+  stages that share a weight keep their own gradient
+    CanonicalLeaves.share: owned is not None and not is_first -> False
+  a stage draws random numbers from where the last one stood
+    PipelineEngine._exec_forward_pass: partial(self._seed_forward, micro_batch) -> None
+  a leaf is sent before all of it has come
+    Bucketed._sends_whole: self.hooks.readiness.may_be_late -> False
+  losses are added as ranks have them
+    BatchOutputs.mean_loss: losses[:, self._data.rank] = torch.stack(self._losses) -> losses[0, 0] =
+      torch.stack(self._losses).sum()
 v1/fp16/test_dynamic_scaling.py -k divided_first
   fp16 is summed before it is divided
     _split: travels_in == torch.float16 -> False

@@ -138,8 +138,8 @@ def factor_one_off() -> Any:
 def seeds_of_another_rank() -> Any:
     original = DeepSpeedEngine._seed_forward
 
-    def seed_forward(self: DeepSpeedEngine) -> None:
-        original(self)
+    def seed_forward(self: DeepSpeedEngine, micro_step: int) -> None:
+        original(self, micro_step)
         if Planted.is_now():
             torch.manual_seed(7)
 

@@ -62,12 +62,13 @@ class GroupsRun(PipeRun):
         return [decayed, rest] if counts[stage] == 2 else [first, others, *last[counts[stage]]]
 
     def train(self, step: int) -> torch.Tensor:
-        """One step; norm and mean loss are all that ranks tell each other in few numbers."""
+        """One step; norm and losses are all that ranks tell each other in few numbers."""
         with noted(small_reductions) as shapes:
             loss = super().train(step)
         count = max(SPLITS[self.pipe_case.parts])
-        if shapes != [(count,), ()]:
-            self.fail(step, f"reductions of {shapes} elements, not of {[(count,), ()]}")
+        wanted = [(count,), (self.case.accumulation, self.pipe_case.replicas)]
+        if shapes != wanted:
+            self.fail(step, f"reductions of {shapes} elements, not of {wanted}")
         norms, norm = self.engine.get_group_grad_norms(), float(self.engine.get_global_grad_norm())
         squares = sum(norm * norm for norm in norms)
         if len(norms) != count or not abs(squares - norm * norm) <= 1e-5 * norm * norm:
