@@ -44,7 +44,7 @@ def trials(
 CAMPAIGNS = (
     trials(
         "kill-checkpoints",
-        "runs killed while they save, and whether the next one lost more than that save (minutes)",
+        "runs killed while they save or swap, and whether the next lost more than a step (minutes)",
         "unit.v1.checkpoint.kills",
         rounds=200,
         case=ONE,

@@ -176,6 +176,10 @@ v1/offload/test_nvme_offload.py -k all_ranks
       None:\n    raise own
   a checkpoint is loaded into pages that are not there
     StateFiles.mend: os.posix_fallocate(mapping.file.fileno(), 0, len(mapping)) -> pass
+v1/checkpoint/test_crashes.py -k swap-zero2
+  a killed run leaves its files of state
+    StateFiles.zeros: tempfile.TemporaryFile(dir=self._folder, buffering=0) ->
+      tempfile.NamedTemporaryFile(dir=self._folder, buffering=0)
 v1/offload/test_nvme_offload.py -k errors_of
   what could not be written is nobody's
     Windows.__exit__: if errors and error is None: raise errors[0] -> pass

@@ -1,9 +1,11 @@
-"""Runs that are killed while they save, over and over, and what the next run finds.
+"""Runs that are killed while they save, or while they update state in files, over and over, and
+what the next run finds.
 
 A round loads the newest checkpoint, compares itself with a run that was never broken, trains on,
-saves after every step, until one process is killed: after so many file operations of a save (an
-audit hook counts them, so that every place between two has its turn), or so long after it began (so
-that the inside of a write has). The others live a little longer, and may do what survivors do.
+saves after every step, until one process is killed: after so many file operations of a save or an
+update (an audit hook counts them, so that every place between two has its turn), or so long after
+it began (so that the inside of a write has). The others live a little longer, and may do what
+survivors do.
 
 Called in a process that has no process group and no threads: every rank is forked from it.
 """
@@ -30,8 +32,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 import deepspeed
+from deepspeed.ops import state_files
+from unit.models import seeded
 from unit.rank_server import become_template
 
 from . import runs
@@ -56,12 +61,14 @@ class Case(NamedTuple):
     Attributes:
         stages: Pipeline stages; 0 trains `runs.Net`.
         one_tag: Every save replaces the one before, under the same tag.
+        swaps: State lies in files, and ranks are killed in a step.
     """
 
     name: str
     keys: dict[str, Any]
     stages: int = 0
     one_tag: bool = False
+    swaps: bool = False
 
     @property
     def is_async(self) -> bool:
@@ -79,11 +86,31 @@ CASES = (
     Case("zero2-async-one-tag", {**runs.zero(2), "checkpoint": ASYNC}, one_tag=True),
     Case("pipeline-async", {**runs.BF16, **runs.zero(1), "checkpoint": ASYNC}, stages=2),
     Case("pipeline-keep1", {**runs.zero(1), "checkpoint": {"keep_last": 1}}, stages=2),
+    Case("swap-zero1-bf16", {**runs.BF16, **runs.zero(1)}, swaps=True),
+    Case("swap-zero2-fp16", {"fp16": {"enabled": True}, **runs.zero(2)}, swaps=True),
+    Case("swap-zero3-bf16", {**runs.BF16, **runs.zero(3)}, swaps=True),
 )
+# Where the files of state are opened: they have no names.
+DESCRIPTORS = "/proc/self/fd/"
+# Of the folder of checkpoints.
+SWAP = ".swap"
+
+
+class Wide(runs.Net):
+    """State of several windows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Sequential(nn.Linear(runs.WIDTH, 800), nn.Linear(800, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.wide(x)
 
 
 class Kill(NamedTuple):
-    """Who is killed when: in its `save`-th save, at file operation `operation` or `delay_s`."""
+    """Who is killed when: in its `save`-th save, or the step before it, at file operation
+    `operation` or after `delay_s`.
+    """
 
     rank: int
     save: int
@@ -140,9 +167,14 @@ def _plain(value: Any) -> bytes:
     )
 
 
-def _start(case: Case) -> Any:
+def _start(case: Case, folder: str) -> Any:
     if case.stages:
         return pipeline.make(case.stages, **case.keys)
+    if case.swaps:
+        state_files.WINDOW_NUMEL = 1024
+        offload = {"device": "nvme", "nvme_path": folder + SWAP}
+        zero = {**case.keys["zero_optimization"], "offload_optimizer": offload}
+        return runs.start(model=seeded(Wide), **{**case.keys, "zero_optimization": zero})
     return runs.start(**case.keys)
 
 
@@ -179,7 +211,7 @@ def _rank(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_SIZE=str(WORLD))
     os.environ.update(WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    engine = _start(case)
+    engine = _start(case, folder)
     unbroken = not steps
     if unbroken:
         for _ in range(LAST_STEP):
@@ -194,13 +226,16 @@ def _rank(
         tell("problem", rank, f"what was loaded is not {step}")
     arm = None
     if kill is not None and kill.rank == rank and kill.operation is not None:
-        arm = _die_after(kill.operation, folder)
+        arm = _die_after(kill.operation, DESCRIPTORS if case.swaps else folder)
     for save in range(min(ROUND_STEPS, LAST_STEP - engine.global_steps)):
+        tell("step", rank, engine.global_steps + 1)
+        if case.swaps and arm is not None and kill is not None and save == kill.save:
+            arm()
         _step(engine, case)
         if digest(engine, case) != steps[engine.global_steps - 1]:
             tell("problem", rank, f"step {engine.global_steps} is not that of the unbroken run")
         tell("begin", rank, engine.global_steps)
-        if arm is not None and kill is not None and save == kill.save:
+        if not case.swaps and arm is not None and kill is not None and save == kill.save:
             arm()
         engine.save_checkpoint(folder, tag="same" if case.one_tag else None)
         tell("return", rank, engine.global_steps)
@@ -229,7 +264,8 @@ class Campaign:
         while self.kills < kills and len(self.problems) < TOO_MANY:
             # The second save replaces a published one, and with `keep_last` removes one.
             rank, save = self.random.randrange(WORLD), self.random.randrange(3)
-            operation = self.random.randint(1, 40) if self.random.random() < 0.5 else None
+            most = 70 if self.case.swaps else 40
+            operation = self.random.randint(1, most) if self.random.random() < 0.5 else None
             self._round(Kill(rank, save, operation, self.random.uniform(0.0, 0.03)))
         self._round(None)
 
@@ -247,6 +283,7 @@ class Campaign:
         with _Ranks(self.case, str(self.folder), kill, self.unbroken, self.logs) as ranks:
             killed = ranks.follow(progress, kill)
         self.kills += killed
+        left = os.listdir(f"{self.folder}{SWAP}") if self.case.swaps else []
         where = f"{self.case.name}, after kill {self.kills} ({kill})"
         loaded, begun = progress.last("loaded"), progress.last("begin")
         if "loaded" not in progress.told and kill is None:
@@ -256,6 +293,7 @@ class Campaign:
             self.problems.append(f"{where}: step {loaded} was loaded; {saved}")
         # What survivors raise about their lost peer is as it should be.
         found = progress.lines("problem") + ([] if killed else progress.lines("raised"))
+        found += [f"files of state are left: {left}"] if left else []
         self.problems += [f"{where}: {problem}" for problem in found]
         self.begun = max(self.begun, begun)
         # What returned is on disk; of an asynchronous save that is so of the one before.
@@ -272,6 +310,7 @@ class _Ranks:
         self, case: Case, folder: str, kill: Kill | None, unbroken: dict[int, list[str]], logs: Path
     ) -> None:
         self.pids: dict[int, int] = {}
+        self.swaps = case.swaps
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self.inbox, outbox = os.pipe()
@@ -321,7 +360,8 @@ class _Ranks:
         first = time.monotonic()
         for message in self.messages(ROUND_LIMIT_S, is_dead):
             progress.take(message)
-            if kill is not None and message[:2] == ("begin", kill.rank) and kill.operation is None:
+            place = "step" if self.swaps else "begin"
+            if kill is not None and message[:2] == (place, kill.rank) and kill.operation is None:
                 begun = message[2] - progress.last("loaded")
                 if begun == kill.save + 1:
                     time.sleep(kill.delay_s)
@@ -369,7 +409,7 @@ def _become(rank: int, run: Callable[[Tell], None], outbox: int, logs: Path) -> 
 def main() -> None:
     """Many kills, dealt to the cases; exits with 1 if any lost something."""
     parser = argparse.ArgumentParser(
-        description="Kill training runs while they save and see what the next run finds."
+        description="Kill runs while they save or update files, and see what the next one finds."
     )
     parser.add_argument("--rounds", type=int, default=200, help="how many, over all cases")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the instants")
