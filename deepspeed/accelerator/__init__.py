@@ -10,6 +10,7 @@
     sim_accelerator, sim             a device without hardware whose streams order work as CUDA's
                                      do
     stream_trace, cuda_trace         what happens on streams, told to a listener
+    file_trace                       reads and writes of files, told to it too
     operators                        which memory an operator reads and writes
     host_waits, call_stacks          when the host waits for the device, and where in the code
 

@@ -380,6 +380,10 @@ class DeepSpeedAccelerator(abc.ABC):
         """A copy in ordinary host memory."""
         return tensor.detach().to("cpu", copy=True)
 
+    def as_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself, of memory that the program has from the system: the host's."""
+        return tensor
+
     # -- native operators --------------------------------------------------------------------------
 
     def op_builder_dir(self) -> str:

@@ -189,6 +189,9 @@ class Sim_Accelerator(CPU_Accelerator):
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.simulator.allocator.host.copy(tensor)
 
+    def as_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.simulator.allocator.host.own(tensor)
+
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         host = self.simulator.allocator.host
         return host.owns(tensor) and not host.owns(tensor, unlocked=True)

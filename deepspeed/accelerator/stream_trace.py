@@ -23,6 +23,12 @@ class Access(NamedTuple):
     address: int
 
 
+class HostLane:
+    """Stands for what goes on beside host and device where a stream is expected: no wait for the
+    whole device is one for it.
+    """
+
+
 class StreamTracer(Protocol):
     """Listener, told in the order in which the host issues. Streams and events are any hashable
     objects whose `repr` a reader can tell apart.

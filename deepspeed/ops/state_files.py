@@ -17,8 +17,11 @@ from typing import IO, Any
 
 import torch
 
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.file_trace import MappedFile
 from deepspeed.ops.aio.handle import AsyncIOHandle
 from deepspeed.ops.aio.locked import new_cpu_locked_tensor
+from deepspeed.utils import memory_names
 from deepspeed.utils.exceptions import disk_error
 
 # Elements in memory at a time, of each tensor: whole blocks of every disk, in every dtype.
@@ -61,6 +64,7 @@ class StateFiles:
         self._folder = folder
         self._make_handle = make_handle
         self._slots: list[_Slot] = []
+        memory_names.register(self)
         self._mappings: weakref.WeakValueDictionary[int, _Mapping] = weakref.WeakValueDictionary()
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -81,7 +85,7 @@ class StateFiles:
             raise disk_error(error, os.path.join(self._folder, "state"), size) from error
         mapping = _Mapping(file.fileno(), size)
         mapping.file = file
-        whole = torch.frombuffer(mapping, dtype=dtype)
+        whole = get_accelerator().as_host_memory(torch.frombuffer(mapping, dtype=dtype))
         self._mappings[whole.data_ptr()] = mapping
         return whole[:numel]
 
@@ -101,8 +105,17 @@ class StateFiles:
         """Update tensors of this folder, of equal size; used as a context."""
         while len(self._slots) < NUM_WINDOWS:
             self._slots.append(_Slot(self._make_handle()))
-        files = [self._mappings[tensor.data_ptr()].file.fileno() for tensor in tensors]
+        files = [MappedFile.of(self._descriptor(tensor), tensor) for tensor in tensors]
         return Windows(self._slots, tensors, files)
+
+    def _descriptor(self, tensor: torch.Tensor) -> int:
+        return self._mappings[tensor.data_ptr()].file.fileno()
+
+    def named_memory(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name the windows, for reports."""
+        for number, slot in enumerate(self._slots):
+            for index, memory in enumerate(slot.memory):
+                yield f"window {number} of state {index}", memory
 
 
 class Windows:

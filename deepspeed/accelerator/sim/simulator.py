@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from deepspeed.accelerator import file_trace
 from deepspeed.accelerator.sim.backward import BackwardStreams, StreamOf
 from deepspeed.accelerator.sim.dispatch import Operators
 from deepspeed.accelerator.sim.host_reads import Patches, patch_host_reads
@@ -91,7 +92,8 @@ class Simulator:
             raise RuntimeError("trace_streams: another tracer is active; leave its context first")
         self.scheduler.tracer = tracer
         try:
-            yield
+            with file_trace.tracing(file_trace.FileTrace(tracer, self.allocator.accesses)):
+                yield
         finally:
             self.scheduler.tracer = None
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from deepspeed.accelerator import file_trace
 from deepspeed.ops.aio.engines import DONE, Alignment, Engine, How, Outcome, Transfer, choose_engine
 from deepspeed.ops.aio.locked import (
     free_cpu_locked_tensor,
@@ -73,6 +74,7 @@ class _Operation(NamedTuple):
     memory: torch.Tensor
     parts: list[Future[Outcome]]
     finish: Callable[[], object]
+    waited: Callable[[], None] | None  # tells who listens
 
     def wait(self) -> None:
         """Wait for all parts; raise what the first byte failed of."""
@@ -80,6 +82,8 @@ class _Operation(NamedTuple):
             outcomes = [part.result() for part in self.parts]
         finally:
             self.file.close()
+            if self.waited is not None:
+                self.waited()
         failed = min((outcome for outcome in outcomes if outcome != DONE), default=DONE)
         if failed != DONE:
             raise self._error(failed)
@@ -294,8 +298,12 @@ class AsyncIOHandle:
                 moved if moved == DONE else Outcome(begin - offset + moved.failed_at, moved.errno)
             )
 
+        waited = None
+        if file_trace.active is not None:
+            trace = file_trace.active
+            waited = trace.begun(memory, filename, file.plain, offset, is_write).host_waited
         parts = [self._pool().submit(move, *part) for part in cut]
-        return _Operation(file, is_write, offset, memory, parts, finish)
+        return _Operation(file, is_write, offset, memory, parts, finish, waited)
 
     def _pool(self) -> ThreadPoolExecutor:
         with self._lock:

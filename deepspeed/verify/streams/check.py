@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator import file_trace, get_accelerator
 from deepspeed.utils import memory_names
 from deepspeed.verify.streams.checker import StreamChecker
 from deepspeed.verify.streams.collectives import telling
@@ -21,7 +21,7 @@ _process_checker: StreamChecker | None = None
 @contextmanager
 def _traced() -> Iterator[StreamChecker]:
     """Make a checker that hears of everything the accelerator does."""
-    checker = StreamChecker(memory_names.describe)
+    checker = StreamChecker(lambda at: file_trace.name_of(at) or memory_names.describe(at))
     with get_accelerator().trace_streams(checker) as tracing, telling(tracing):
         yield checker
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Concatenate, NamedTuple, ParamSpec
 
 from deepspeed.accelerator.call_stacks import Stack, capture
-from deepspeed.accelerator.stream_trace import Access
+from deepspeed.accelerator.stream_trace import Access, HostLane
 from deepspeed.verify.streams.accesses import AccessMap, IsOrdered, Launch, Use
 from deepspeed.verify.streams.findings import ALLOCATION, Finding, Kind, StreamRaceError, report
 
@@ -231,8 +231,9 @@ class StreamChecker:
 
     @_told
     def device_synchronized(self) -> None:
-        for clock in self._clocks.values():
-            self._host_waited(clock)
+        for stream, clock in self._clocks.items():
+            if not isinstance(stream, HostLane):
+                self._host_waited(clock)
         self._sweep()
 
     # What a tracer hears about memory

@@ -105,6 +105,73 @@ streams: stage 0, overlapped
     Replicated._send: streams.wait_for(self._producers[bucket]) -> pass
   stage 0 does not wait for its buckets => never waits for <(reduction|nccl) stream
     Replicated._finish: self._streams.join() -> pass
+streams: state in files, 1 rank
+  a window is updated before it is read =>
+      the host never waits for <file lane.*which wrote.*window(.|\n)*_begin(.|\n)*_rule
+    Windows._enter: self._slots[number % NUM_WINDOWS].handle.wait() -> pass
+  a window is read before the one that it takes the place of is written =>
+      never waits for <file lane.*which read.*window(.|\n)*_leave(.|\n)*_begin
+    Windows._begin: slot.handle.wait() -> pass
+  state is looked at before its last windows are written =>
+      never waits for <file lane.*which wrote.*shard(.|\n)*_leave(.|\n)*safe_get_full
+    Windows.__exit__: slot.handle.wait() -> pass
+  only the first window is waited for at the end =>
+      never waits for <file lane.*which wrote.*shard(.|\n)*_leave(.|\n)*safe_get_full
+    Windows.__exit__: self._slots -> self._slots[:1]
+  all windows have the first one's memory => never waits for <file lane.*window 0 of state
+    Windows._places: self._slots[number % NUM_WINDOWS] -> self._slots[0]
+  the last window is written when nobody waits any more =>
+      never waits for <file lane.*which wrote.*shard(.|\n)*_leave(.|\n)*safe_get_full
+    Windows.__exit__: if error is None: self._leave() -> pass
+    Windows.__exit__: if errors and error is None: raise errors[0] -> ...; self._leave()
+  a window is read by another one's handle =>
+      the host never waits for <file lane.*which wrote.*window(.|\n)*_begin
+    Windows._begin: slot.handle.async_pread(memory, file, offset) -> self._slots[number - 1 - number
+      // NUM_WINDOWS * NUM_WINDOWS].handle.async_pread(memory, file, offset)
+  every window is the first of its file =>
+      <file lane \d+> never waits for <file lane \d+>, which (read|wrote) bytes 0
+    Windows._places: number * WINDOW_NUMEL * tensor.dtype.itemsize -> 0
+  a window begins where the one before does =>
+      <file lane \d+> never waits for <file lane \d+>, which wrote bytes
+    Windows._places: number * WINDOW_NUMEL * tensor.dtype.itemsize -> max(0, number - 1) *
+      WINDOW_NUMEL * tensor.dtype.itemsize
+  the next window is updated in place of this => the host never waits for <file lane.*window
+    Windows.of: self._slots[number % NUM_WINDOWS] -> self._slots[(number + 1) % NUM_WINDOWS]
+  tensors of a window share its memory =>
+      <file lane \d+> never waits for <file lane \d+>, which wrote.*window
+    _Slot.bytes_of: self.memory[index] -> self.memory[0]
+  there is memory for one window alone => the host never waits for <file lane.*window 0
+    StateFiles.windows: self._slots.append(_Slot(self._make_handle())) ->
+      self._slots.append(self._slots[0] if self._slots else _Slot(self._make_handle()))
+  all state is written to the file of masters =>
+      <file lane \d+> never waits for <file lane \d+>, which wrote.*shard
+    StateFiles.windows: MappedFile.of(self._descriptor(tensor), tensor) ->
+      MappedFile.of(self._descriptor(tensors[0]), tensors[0])
+streams: fp32 state in files, 1 rank
+  masters are sent while they are written =>
+      the host never waits for <file lane.*which wrote.*shard(.|\n)*_leave
+    Windows._leave: places if self.writes_first else places[1:] -> places
+  what is read ahead is cleared => the host never waits for <file lane.*which read.*shard
+    _deliver_by_windows: update.param.view(-1)[first:last].copy_(param) -> ...;
+      update.param.view(-1)[last:].zero_()
+streams: files by handles, 1 rank
+  a handle waits for the first of several =>
+      never waits for <file lane.*(.|\n)*write of .*/other on(.|\n)*by_handles
+    AsyncIOHandle.wait: _wait_for(pending) -> _wait_for(pending[:1])
+  a handle waits for nothing => never waits for <file lane.*(.|\n)*async_p(.|\n)*by_handles
+    AsyncIOHandle.wait: _wait_for(pending) -> len(pending)
+  a handle does not note what it has begun =>
+      never waits for <file lane.*(.|\n)*async_p(.|\n)*by_handles
+    AsyncIOHandle._begin: self._pending.append(operation) -> pass
+  a handle forgets what it has begun when it begins more =>
+      never waits for <file lane.*(.|\n)*async_p(.|\n)*by_handles
+    AsyncIOHandle._pool: self._threads is None or self._process != os.getpid() -> True
+  a synchronous write returns at once =>
+      never waits for <file lane.*which read(.|\n)*sync_pwrite(.|\n)*by_handles
+    AsyncIOHandle._begin: _wait_for([operation]) -> 1
+  a file is closed before its last bytes are written =>
+      <file lane.*which wrote bytes .* of file .*/two(.|\n)*close(.|\n)*sync_pread
+    FastFileWriter.close: self._handle.wait() -> pass
 ledger: stage 2
   an absent gradient leaves what was in the bucket => never|sometimes
     Bucketed._fill: torch._foreach_zero_(absent) -> pass

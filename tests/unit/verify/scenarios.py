@@ -21,7 +21,7 @@ from unit import models
 from unit.static_gradients import StaticGradients
 from unit.v1.contract import reference
 from unit.v1.contract.model import ROWS, make_model, micro_batch, parameter_groups
-from unit.verify import gather_scenarios, pipe_scenarios, zero3_scenarios
+from unit.verify import file_scenarios, gather_scenarios, pipe_scenarios, zero3_scenarios
 from unit.verify.command_faults import on_ranks
 from unit.verify.guards import raised, simulated, watched
 
@@ -236,6 +236,7 @@ SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "oracle: BF16_Optimizer": partial(oracle, _BF16, "bf16"),
     "oracle: fp16": partial(oracle, config_of("fp16", stage=1), "fp16"),
     NAN_OVER_SEEDS: partial(nan_norms, 7, 8),
+    **file_scenarios.SCENARIOS,
     **gather_scenarios.SCENARIOS,
     **pipe_scenarios.SCENARIOS,
     **zero3_scenarios.SCENARIOS,
