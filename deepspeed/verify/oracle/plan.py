@@ -329,7 +329,8 @@ def exact_runs(config: dict[str, Any], shape: Shape, steps: int) -> list[Run]:
     bits = {**(config.get("reproducibility") or {}), "world_size_invariant": True}
     config = {**config, "reproducibility": bits}
     whole = Shape(1, shape.micro_batches, shape.rows)
-    plain = {key: value for key, value in config.items() if key != "elasticity"}
+    given = ("elasticity", "pipeline")  # of ranks and stages
+    plain = {key: value for key, value in config.items() if key not in given}
     plain = with_shape({**plain, "zero_optimization": {"stage": 0}}, whole)
     run = Run("exact", RunKind.EXACT, config, shape, steps)
     alone = Run("exact, one process", RunKind.ALONE, plain, whole, steps, beside=run.name)

@@ -100,8 +100,12 @@ class SystemRun:
         self.run = run
         self.workload = workload
         self.batches = batches
+        # The canonical sum has random numbers by micro-batch.
+        seeds = (run.config.get("reproducibility") or {}).get("seed_forwards", True)
         self.model, names = workload.own_part(
-            bool(run.config.get("use_data_before_expert_parallelism"))
+            bool(run.config.get("use_data_before_expert_parallelism")),
+            is_whole=run.kind is RunKind.ALONE,
+            draws=run.kind.is_digested and seeds,
         )
         # By their names in the whole model.
         self.params = {names[name]: param for name, param in trainable(self.model).items()}
@@ -203,12 +207,15 @@ class SystemRun:
                 groups,
             )
             record.losses.append(loss)
-            record.micro_losses.append(losses)
+            # A pipeline tells one mean, alike on all ranks.
+            is_told = not isinstance(self.engine, PipelineEngine) or dist.get_rank() == 0
+            record.micro_losses.append(losses if is_told else [])
             record.norms.append(found.norm)
             record.checksums.append(self._checksums())
             if self.run.kind.is_digested:
                 record.digests.append(self.engine.state_digest(per_parameter=True))
-                bits = {n: _bits_of(grad) for n, grad in self._reader.found.items()}
+                # A zero has no sign: putting pieces together is a sum with zeros.
+                bits = {n: _bits_of(grad + 0.0) for n, grad in self._reader.found.items()}
                 record.gradients.append(bits)
             if wants_tensors:
                 record.faults += self._faults(step, values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -456,7 +457,7 @@ def _digest_lines(outcome: Outcome) -> list[dict[str, dict[str, Any]]]:
     for step, state in enumerate(first["digests"][1:]):
         each = (result["micro_losses"][step] for result in outcome.ranks)
         # In the order in which micro-batches are dealt.
-        losses = [loss for losses in zip(*each, strict=True) for loss in losses]
+        losses = [loss for losses in zip_longest(*each) for loss in losses if loss is not None]
         by_number = {f"micro-batch {number}": loss for number, loss in enumerate(losses)}
         norms = sorted({repr(result["norms"][step]) for result in outcome.ranks})
         found.append({_GRADIENT: first["gradients"][step], _STATE: state})

@@ -78,6 +78,8 @@ class Workload:
     # What was changed or cannot be compared, for the report.
     notes: list[str] = field(default_factory=list)
     parts: Parts = field(default_factory=Parts)
+    # What was random, by module and attribute, and is turned off.
+    random: dict[tuple[str, str], float] = field(default_factory=dict)
     # Loads this rank's part of a model that has several.
     part: Callable[[], Workload] | None = None
 
@@ -89,13 +91,22 @@ class Workload:
         cast_module(module, dtype, buffers)
         return module
 
-    def own_part(self, data_first: bool) -> tuple[nn.Module, dict[str, str]]:
-        """What this rank trains, with initial weights, and its names in the whole model."""
-        if self.part is None or self.parts == Parts():
-            module = self.copy_module()
-            return module, {name: name for name in module.state_dict()}
-        module = self.part().module.train()
-        return module, take_weights(module, self.module, data_first)
+    def own_part(
+        self, data_first: bool, is_whole: bool, draws: bool
+    ) -> tuple[nn.Module, dict[str, str]]:
+        """What this rank trains, with initial weights, and its names in the whole model; `is_whole`
+        all of it, and if it `draws`, with dropout.
+        """
+        if is_whole or self.part is None or self.parts == Parts():
+            module, random = self.copy_module(), self.random
+            names = {name: name for name in module.state_dict()}
+        else:
+            part = self.part()
+            module, random = part.module.train(), part.random
+            names = take_weights(module, self.module, data_first)
+        for (place, key), value in random.items() if draws else ():
+            setattr(module.get_submodule(place), key, value)
+        return module, names
 
     def batch_norms(self) -> list[str]:
         """Name modules whose output for a sample depends on the rest of its micro-batch."""
@@ -201,7 +212,8 @@ def load_workload(
     if wrong:
         raise UsageError(f"--model {model}: {wrong}")
     part = partial(load_workload, model, data, seed, rows, whole=False)
-    return Workload(module, batches, loss, without_randomness(module), parts, part)
+    random = without_randomness(module)
+    return Workload(module, batches, loss, _told(random), parts, random, part)
 
 
 def _function(argument: str, spec: str) -> Callable[..., Any]:
@@ -270,16 +282,25 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def without_randomness(module: nn.Module) -> list[str]:
-    """Turn dropout off in place: a run that draws other masks cannot equal the whole batch."""
-    changed = []
+def without_randomness(module: nn.Module) -> dict[tuple[str, str], float]:
+    """Turn dropout off in place: a run that draws other masks cannot equal the whole batch. Returns
+    what it was, by module and attribute.
+    """
+    found = {}
     for name, part in module.named_modules():
+        before = dict(vars(part))
+        keys = turn_off(part, before)
         if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
             part.p = 0.0
-            changed.append(name or type(part).__name__)
-        changed += [f"{name}.{key}" for key in turn_off(part, vars(part))]
-    many = f"{len(changed)} places ({', '.join(changed[:3])}{', ...' * (len(changed) > 3)})"
-    return [f"dropout is set to 0 for the check in {many}"] if changed else []
+            keys.append("p")
+        found.update({(name, key): before[key] for key in keys})
+    return found
+
+
+def _told(random: Iterable[tuple[str, str]]) -> list[str]:
+    places = [name if key == "p" else f"{name}.{key}" for name, key in random]
+    many = f"{len(places)} places ({', '.join(places[:3])}{', ...' * (len(places) > 3)})"
+    return [f"dropout is set to 0 for the check in {many}"] if places else []
 
 
 # Batches
