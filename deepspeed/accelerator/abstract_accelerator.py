@@ -381,7 +381,7 @@ class DeepSpeedAccelerator(abc.ABC):
         return tensor.detach().to("cpu", copy=True)
 
     def as_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself, of memory that the program has from the system: the host's."""
+        """The tensor itself, whose memory is a mapping of a file: the host's."""
         return tensor
 
     # -- native operators --------------------------------------------------------------------------

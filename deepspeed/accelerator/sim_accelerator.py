@@ -190,7 +190,7 @@ class Sim_Accelerator(CPU_Accelerator):
         return self.simulator.allocator.host.copy(tensor)
 
     def as_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.simulator.allocator.host.own(tensor)
+        return self.simulator.allocator.host.own(tensor, is_mapped=True)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         host = self.simulator.allocator.host

@@ -1,6 +1,6 @@
-"""State of optimizers on the host that lies in files: a tensor of it is a mapping, which anybody
-may read and write; an update goes through windows of it, past the page cache, while others are
-read and written.
+"""State on the host that lies in files: a tensor of it is a mapping, which anybody may read and
+write. Updates of optimizers go through windows of it, past the page cache, while others are read
+and written; shards of parameters are read and written so by `runtime.zero.gathering.shard_files`.
 
 Files have no name: what a process had goes with it, however it ends.
 """
@@ -13,7 +13,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 
@@ -28,13 +28,68 @@ from deepspeed.utils.exceptions import disk_error
 WINDOW_NUMEL = 1 << 21
 # One window is read, one updated, one written.
 NUM_WINDOWS = 3
-_BLOCK = 4096
+BLOCK = 4096
+# Bytes of a file that small tensors share: a process may open a thousand files, and a model has
+# more parameters. What nobody has taken of it takes no room.
+SHARED_BYTES = 1 << 30
 
 
 class _Mapping(mmap.mmap):
-    """A file's bytes as memory; the file is open as long as that is used."""
+    """A file's bytes as memory; the file, one of `files`, is open as long as that is used.
+    `num_taken`: so many of the first bytes have room on the disk; `num_kept`: are read and written
+    as memory alone.
+    """
 
     file: IO[bytes]
+    files: StateFiles
+    num_taken: int
+    num_kept = 0
+
+
+# By the address of the memory, which all views of it have in their storage.
+_mappings: weakref.WeakValueDictionary[int, _Mapping] = weakref.WeakValueDictionary()
+
+
+class FilePlace(NamedTuple):
+    """Where a tensor lies: the first byte in its file.
+
+    Attributes:
+        is_kept: It is read and written as memory; the kernel has it there as long as it has room.
+        files: Whose file it is.
+    """
+
+    start: int
+    is_kept: bool
+    files: StateFiles
+
+
+def place_in_file(tensor: torch.Tensor) -> FilePlace | None:
+    """Say where a contiguous tensor lies, a view of one too; None: in no file."""
+    mapping = _mappings.get(tensor.untyped_storage().data_ptr()) if _mappings else None
+    if mapping is None:
+        return None
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    kept = start + tensor.nbytes <= mapping.num_kept
+    return FilePlace(start, kept, mapping.files)
+
+
+def file_of(tensor: torch.Tensor) -> MappedFile:
+    """Return the open file that a tensor lies in."""
+    storage = tensor.untyped_storage()
+    whole = tensor.view(-1).view(torch.uint8).as_strided((storage.nbytes(),), (1,), 0)
+    return MappedFile.of(_mappings[storage.data_ptr()].file.fileno(), whole)
+
+
+def keep_in_memory(tensor: torch.Tensor, numel: int) -> int:
+    """Read and write up to `numel` of a tensor's first elements, and what lies before them, by way
+    of the page cache. Returns how many of `numel` are left.
+    """
+    taken, place = min(numel, tensor.numel()), place_in_file(tensor)
+    if place is not None and taken:
+        mapping = _mappings[tensor.untyped_storage().data_ptr()]
+        end = place.start + taken * tensor.element_size()
+        mapping.num_kept = max(mapping.num_kept, end)
+    return numel - taken
 
 
 class _Slot:
@@ -62,54 +117,77 @@ class StateFiles:
 
     def __init__(self, folder: str, make_handle: Callable[[], AsyncIOHandle]) -> None:
         self._folder = folder
-        self._make_handle = make_handle
+        self.make_handle = make_handle
         self._slots: list[_Slot] = []
+        self._shared: tuple[torch.Tensor, int] | None = None  # the newest such file, what is taken
         memory_names.register(self)
-        self._mappings: weakref.WeakValueDictionary[int, _Mapping] = weakref.WeakValueDictionary()
 
-    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor `[numel]` that lies in a file of its own, with room for all of it.
+    @classmethod
+    def configured(cls, folder: object, aio: Any) -> StateFiles:
+        """Make it of the keys of the `aio` block."""
+        how = aio.block_size, aio.queue_depth, aio.single_submit, aio.overlap_events
+        return cls(str(folder), lambda: AsyncIOHandle(*how, aio.intra_op_parallelism))
+
+    def zeros(self, numel: int, dtype: torch.dtype, shares: bool = False) -> torch.Tensor:
+        """Return a tensor `[numel]` that lies in a file, with room for all of it: one of its own,
+        or one that it `shares`, which goes when nobody has any part of it.
 
         Raises:
             OSError: there is none; it has the folder.
         """
         if not numel:
             return torch.zeros(0, dtype=dtype)
-        size = -(-numel * dtype.itemsize // _BLOCK) * _BLOCK
+        size = -(-numel * dtype.itemsize // BLOCK) * BLOCK
+        if not shares or size > SHARED_BYTES:
+            return self._file(size, size).view(dtype)[:numel]
+        if self._shared is None or self._shared[1] + size > SHARED_BYTES:
+            self._shared = self._file(SHARED_BYTES, size), 0
+        whole, start = self._shared
+        mapping = _mappings[whole.data_ptr()]
+        self._take_room(mapping.file.fileno(), start, size)
+        mapping.num_taken = start + size
+        self._shared = whole, start + size
+        return whole[start : start + size].view(dtype)[:numel]
+
+    def _file(self, size: int, taken: int) -> torch.Tensor:
+        """Map a new file of `size` bytes, of which room for the first `taken` is taken."""
         os.makedirs(self._folder, exist_ok=True)
         file: IO[bytes] = tempfile.TemporaryFile(dir=self._folder, buffering=0)
+        self._take_room(file.fileno(), 0, taken, size)
+        mapping = _Mapping(file.fileno(), size)
+        mapping.file, mapping.files, mapping.num_taken = file, self, taken
+        whole = get_accelerator().as_host_memory(torch.frombuffer(mapping, dtype=torch.uint8))
+        _mappings[whole.data_ptr()] = mapping
+        return whole
+
+    def _take_room(self, file: int, start: int, size: int, whole: int = 0) -> None:
         try:
+            if whole > size:
+                os.truncate(file, whole)
             # A page of a mapping for which the disk has no room would end the process.
-            os.posix_fallocate(file.fileno(), 0, size)
+            os.posix_fallocate(file, start, size)
         except OSError as error:
             raise disk_error(error, os.path.join(self._folder, "state"), size) from error
-        mapping = _Mapping(file.fileno(), size)
-        mapping.file = file
-        whole = get_accelerator().as_host_memory(torch.frombuffer(mapping, dtype=dtype))
-        self._mappings[whole.data_ptr()] = mapping
-        return whole[:numel]
 
     def mend(self) -> None:
         """Give files that were cut their size again, where the disk has room: whoever loads state
         would be ended by a page that is not there.
         """
-        for mapping in list(self._mappings.values()):
-            with suppress(OSError):
-                os.posix_fallocate(mapping.file.fileno(), 0, len(mapping))
+        for mapping in list(_mappings.values()):
+            if mapping.files is self:
+                with suppress(OSError):
+                    os.posix_fallocate(mapping.file.fileno(), 0, mapping.num_taken)
+                    os.truncate(mapping.file.fileno(), len(mapping))
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Say whether it is such a tensor, whole."""
-        return tensor.data_ptr() in self._mappings
+        return tensor.data_ptr() in _mappings
 
     def windows(self, tensors: Sequence[torch.Tensor]) -> Windows:
         """Update tensors of this folder, of equal size; used as a context."""
         while len(self._slots) < NUM_WINDOWS:
-            self._slots.append(_Slot(self._make_handle()))
-        files = [MappedFile.of(self._descriptor(tensor), tensor) for tensor in tensors]
-        return Windows(self._slots, tensors, files)
-
-    def _descriptor(self, tensor: torch.Tensor) -> int:
-        return self._mappings[tensor.data_ptr()].file.fileno()
+            self._slots.append(_Slot(self.make_handle()))
+        return Windows(self._slots, tensors, [file_of(tensor) for tensor in tensors])
 
     def named_memory(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name the windows, for reports."""
@@ -178,7 +256,7 @@ class Windows:
         slot = self._slots[number % NUM_WINDOWS]
         for index, (tensor, file) in enumerate(zip(self._tensors, self._files, strict=True)):
             offset = number * WINDOW_NUMEL * tensor.dtype.itemsize
-            left = -(-(tensor.nbytes - offset) // _BLOCK) * _BLOCK
+            left = -(-(tensor.nbytes - offset) // BLOCK) * BLOCK
             size = min(WINDOW_NUMEL * tensor.dtype.itemsize, left)
             yield slot.bytes_of(index)[:size], file, offset
 

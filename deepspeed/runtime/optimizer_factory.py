@@ -408,12 +408,9 @@ def _state_files(config: DeepSpeedConfig) -> StateFiles | None:
     if offload is None or not _lies_in_files(config):
         return None
     # startup: few runs keep state in files
-    from deepspeed.ops.aio.handle import AsyncIOHandle
     from deepspeed.ops.state_files import StateFiles
 
-    aio = config.tree.aio
-    how = aio.block_size, aio.queue_depth, aio.single_submit, aio.overlap_events
-    return StateFiles(str(offload.nvme_path), lambda: AsyncIOHandle(*how, aio.intra_op_parallelism))
+    return StateFiles.configured(offload.nvme_path, config.tree.aio)
 
 
 def _steps(context: WrapContext, is_sharded: bool) -> StepSettings:

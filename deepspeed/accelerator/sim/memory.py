@@ -179,9 +179,17 @@ class HostMemory:
         self._kept[nbytes] -= self._kept[nbytes] > 0
         return self.own(pinned, is_locked=True, block=nbytes)
 
-    def own(self, tensor: torch.Tensor, is_locked: bool = False, block: int = 0) -> torch.Tensor:
+    def own(
+        self,
+        tensor: torch.Tensor,
+        is_locked: bool = False,
+        block: int = 0,
+        is_mapped: bool = False,
+    ) -> torch.Tensor:
+        """Take it for the host's; what `is_mapped` is a file's, and takes no memory that counts."""
         storage = tensor.untyped_storage()
-        known = StorageWeakRef(storage), block or storage.nbytes(), is_locked, block > 0
+        nbytes = 0 if is_mapped else block or storage.nbytes()
+        known = StorageWeakRef(storage), nbytes, is_locked, block > 0
         self._owned[storage._cdata] = _Owned(*known)
         return tensor
 

@@ -23,7 +23,7 @@ from deepspeed.runtime.config_models.base import (
     block,
     option,
 )
-from deepspeed.runtime.config_models.zero import NVME_STATE
+from deepspeed.runtime.config_models.zero import NVME
 
 
 class TensorBoardConfig(DeepSpeedConfigModel):
@@ -190,11 +190,11 @@ class DeepSpeedActivationCheckpointingConfig(DeepSpeedConfigModel):
 class AioConfig(DeepSpeedConfigModel):
     """File I/O of state in files; `ds_nvme_tune` measures what suits a folder."""
 
-    block_size: Size = option(1048576, "Bytes of one request.", ge=1, needs=NVME_STATE)
-    queue_depth: Count = option(8, "Requests in flight.", needs=NVME_STATE)
-    intra_op_parallelism: Count = option(1, "Threads per transfer.", needs=NVME_STATE)
-    single_submit: Bool = option(False, "Submit requests one by one.", needs=NVME_STATE)
-    overlap_events: Bool = option(True, "Submit and complete at once.", needs=NVME_STATE)
+    block_size: Size = option(1048576, "Bytes of one request.", ge=1, needs=NVME)
+    queue_depth: Count = option(8, "Requests in flight.", needs=NVME)
+    intra_op_parallelism: Count = option(1, "Threads per transfer.", needs=NVME)
+    single_submit: Bool = option(False, "Submit requests one by one.", needs=NVME)
+    overlap_events: Bool = option(True, "Submit and complete at once.", needs=NVME)
     use_gds: Bool = option(False, "GPUDirect Storage.", needs="GPUDirect Storage")
 
 

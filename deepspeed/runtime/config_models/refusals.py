@@ -13,7 +13,13 @@ from pydantic import BaseModel
 from deepspeed.runtime.config_models.base import needs, nested_model
 from deepspeed.runtime.config_models.enums import OffloadDeviceEnum, ZeroStageEnum
 from deepspeed.runtime.config_models.training import TrainingConfig
-from deepspeed.runtime.config_models.zero import NVME_STATE, OTHER_STAGES, STAGE_3
+from deepspeed.runtime.config_models.zero import (
+    NVME,
+    NVME_PARAMS,
+    NVME_STATE,
+    OTHER_STAGES,
+    STAGE_3,
+)
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 
 
@@ -77,7 +83,6 @@ def _enabled_somewhere(value: object) -> bool:
     )
 
 
-_NVME = f'parameters in files {LATER_MANY}; use "cpu"'
 _ROUNDED = f"rounded weights, which are not those of one process, {LATER}; use false"
 _PRECISIONS = 'is not supported; use "fp16", "bf16" or "torch_autocast"'
 
@@ -207,7 +212,6 @@ REFUSALS: tuple[Refusal, ...] = (
 
 AT_STAGE_3 = _under(
     "zero_optimization",
-    Refusal("offload_param.device", _NVME, _is_nvme, Scope.VALUE),
     Refusal(
         "mics_hierarchical_params_gather",
         "a gather of mics_shard_size ranks is one collective, whose way over nodes is the "
@@ -272,10 +276,11 @@ def as_given(path: str, given: Mapping[str, Any]) -> str:
 
 def _refusals_of(tree: TrainingConfig, given: Mapping[str, Any]) -> Iterator[str]:
     has_stage_3 = tree.zero_optimization.stage == ZeroStageEnum.weights
-    offload = tree.zero_optimization.offload_optimizer
-    if offload and _is_nvme(offload.device) and offload.nvme_path is None:
-        path = as_given("zero_optimization.offload_optimizer.device", given)
-        yield f"{path}: 'nvme' needs nvme_path, a folder on the disk: add it"
+    for name in ("offload_optimizer", "offload_param"):
+        offload = getattr(tree.zero_optimization, name)
+        if offload and _is_nvme(offload.device) and offload.nvme_path is None:
+            path = as_given(f"zero_optimization.{name}.device", given)
+            yield f"{path}: 'nvme' needs nvme_path, a folder on the disk: add it"
     for refusal in (*REFUSALS, *(AT_STAGE_3 if has_stage_3 else BELOW_STAGE_3)):
         value = value_at(tree, refusal.path)
         if value is not None and refusal.when(value):
@@ -288,8 +293,11 @@ def inert_keys_of(tree: TrainingConfig, given: Mapping[str, Any]) -> Iterator[st
     """Yield ``key=value (has no effect without ...)`` for each key of ``given`` changed in vain."""
     has_stage_3 = tree.zero_optimization.stage == ZeroStageEnum.weights
     there = {STAGE_3 if has_stage_3 else OTHER_STAGES}
+    params = tree.zero_optimization.offload_param
     if tree.zero_optimization.stage and _is_nvme(tree.zero_optimization.offload_optimizer_device):
-        there.add(NVME_STATE)
+        there |= {NVME_STATE, NVME}
+    if has_stage_3 and params and _is_nvme(params.device):
+        there |= {NVME_PARAMS, NVME}
     changed = {path: dict(_changed(value_at(tree, path))) for path in _INERT_BLOCKS}
     for inert in INERT:
         block_path, _, name = inert.path.rpartition(".")

@@ -28,8 +28,10 @@ from deepspeed.runtime.config_models.enums import OffloadDeviceEnum, ZeroStageEn
 # What a configuration, or this release, may lack (`option(needs=...)`).
 STAGE_3 = "ZeRO stage 3"
 OTHER_STAGES = "ZeRO stage 1 or 2"
-NVME_OFFLOAD = "NVMe offload"
+NVME_LOADING = "state that is loaded while it is trained"
 NVME_STATE = 'offload_optimizer.device "nvme"'
+NVME_PARAMS = 'offload_param.device "nvme"'
+NVME = 'a device "nvme"'
 SUB_GROUPS = "updates in parts"
 TRACE = "an order of modules that matters"
 
@@ -72,10 +74,12 @@ class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
     """Parameters off the device (ZeRO-3)."""
 
     device: Device = option(OffloadDeviceEnum.none, 'Where parameters are: "none", "cpu", "nvme".')
-    nvme_path: Path | None = option(None, "Folder on the NVMe device.", needs=NVME_OFFLOAD)
-    buffer_count: Natural = option(5, "Buffers for NVMe transfers.", needs=NVME_OFFLOAD)
-    buffer_size: Size = option(int(1e8), "Elements of one NVMe buffer.", needs=NVME_OFFLOAD)
-    max_in_cpu: Size = option(int(1e9), "Elements kept in CPU memory.", needs=NVME_OFFLOAD)
+    nvme_path: Path | None = option(None, "Folder on the NVMe device.", needs=NVME_PARAMS)
+    buffer_count: Natural = option(5, "Buffers for shards that are read.", needs=NVME_PARAMS)
+    buffer_size: Size = option(int(1e8), "Most elements of a buffer.", ge=1, needs=NVME_PARAMS)
+    max_in_cpu: Size = option(
+        int(1e9), "Elements of a rank's shards that the page cache keeps.", needs=NVME_PARAMS
+    )
     pin_memory: Bool = option(True, "Use page-locked CPU memory.")
 
 
@@ -226,7 +230,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         needs="gathered weights that backward keeps",
     )
     pipeline_loading_checkpoint: Bool = option(
-        False, "Overlap loading a checkpoint with initialization.", needs=NVME_OFFLOAD
+        False, "Overlap loading a checkpoint with initialization.", needs=NVME_LOADING
     )
     override_module_apply: Bool = option(True, "Gather in Module.apply (stage 3).", needs=STAGE_3)
     log_trace_cache_warnings: Bool = option(False, "Warn when modules come otherwise.", needs=TRACE)

@@ -37,7 +37,7 @@ def shard(
     from deepspeed.runtime.zero.model_sharding import shard_model
 
     block, dtypes = config.tree.zero_optimization, (model_dtype(config), buffer_dtype(config))
-    return shard_model(model, block, ranks, *dtypes, device)
+    return shard_model(model, block, config.tree.aio, ranks, *dtypes, device)
 
 
 def make_optimizer(

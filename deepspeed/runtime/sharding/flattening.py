@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.state_files import place_in_file
 
 # Elements that are made masters at a time where model and masters lie on different devices: torch
 # would convert them on the model's, which has no room for all.
@@ -61,13 +62,17 @@ def _to_host(param: nn.Parameter) -> torch.Tensor:
 
 
 @torch.no_grad()
-def joined(shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Put 1-D tensors behind one another in new memory of the kind that the first is in."""
-    accelerator = get_accelerator()
+def joined(shards: Sequence[torch.Tensor], in_file: bool = True) -> torch.Tensor:
+    """Put 1-D tensors behind one another in new memory of the kind that the first is in; that may
+    be a file's.
+    """
+    accelerator, place = get_accelerator(), place_in_file(shards[0]) if in_file else None
+    numel, dtype = sum(shard.numel() for shard in shards), shards[0].dtype
+    if place is not None:
+        return torch.cat(list(shards), out=place.files.zeros(numel, dtype, shares=True))
     if not accelerator.is_pinned(shards[0]):
         return torch.cat(list(shards))
-    numel = sum(shard.numel() for shard in shards)
-    return torch.cat(list(shards), out=accelerator.host_empty(numel, shards[0].dtype, pin=True))
+    return torch.cat(list(shards), out=accelerator.host_empty(numel, dtype, pin=True))
 
 
 def brought(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

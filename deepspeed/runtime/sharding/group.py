@@ -12,6 +12,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.state_files import place_in_file
 from deepspeed.runtime.sharding.flattening import (
     flatten,
     joined,
@@ -113,7 +114,8 @@ class ShardedGroup:
         else:
             self.flat = flatten(self.params, table.offsets, table.padded_numel)
         # Cuts on the host are read by copies under way, masters are written by whoever likes.
-        is_apart = offload or (self._is_cut and lies_on_host(self.flat))
+        on_host = lies_on_host(self.flat) or place_in_file(self.flat) is not None
+        is_apart = offload or (self._is_cut and on_host)
         self.aliased = not is_apart and self.flat.dtype == master_dtype and self.is_one_piece
         self.master = self._make_master(master_dtype, memory)
         self.masters = [nn.Parameter(self.master, requires_grad=True)]

@@ -24,6 +24,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import DATA_BEFORE_EXPERTS
 from deepspeed.comm.initialization import ensure_distributed
 from deepspeed.comm.parallel_map import OptimizerInstances, split_into_instances
+from deepspeed.ops.aio.handle import AsyncIOHandle
+from deepspeed.ops.state_files import StateFiles
 from deepspeed.runtime.config_models.sizes import instances_at_stage_3
 from deepspeed.runtime.config_models.source import load_config
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
@@ -234,9 +236,9 @@ class Init:
     Args:
         module: A module that stands already, and is cut at once.
         data_parallel_group: Ranks that hold the parameters; None: all, or those of `mpu`.
-        remote_device: "cpu" keeps shards on the host; "none": on the accelerator; None: where the
-            configuration's `offload_param` says. The engine's configuration decides where they
-            stay.
+        remote_device: "cpu" keeps shards on the host, "nvme" in files of the folder that the
+            configuration's `offload_param.nvme_path` names; "none": on the accelerator; None: where
+            `offload_param` says. The engine's configuration decides where they stay.
         pin_memory: Shards on the host are page-locked; the configuration's `pin_memory` counts too.
         config_dict_or_path, config: Configuration, of which only the stage, the precision,
             `offload_param`, `use_data_before_expert_parallelism`, and `mics_shard_size` or
@@ -286,9 +288,10 @@ class Init:
                 raise DeepSpeedConfigError(
                     f"zero.Init({name}={value!r}) is not supported; leave it out"
                 )
-        if remote_device not in (None, "none", "cpu"):
+        if remote_device not in (None, "none", "cpu", "nvme"):
             raise DeepSpeedConfigError(
-                f'zero.Init(remote_device={remote_device!r}) is not supported; use "cpu" or None'
+                f"zero.Init(remote_device={remote_device!r}) is not supported; use "
+                '"cpu", "nvme" or None'
             )
         ensure_distributed(None)
         group = sequence_data_parallel_group or data_parallel_group
@@ -435,9 +438,16 @@ def _shard_memory(
     block = _zero_block(config).get("offload_param")
     offload = block if isinstance(block, Mapping) else {}
     device = remote_device or offload.get("device")
-    return ShardMemory(
-        device == "cpu", pin_memory or _is_on(offload.get("pin_memory", bool(block)))
-    )
+    folder, files = offload.get("nvme_path"), None
+    if device == "nvme":
+        if folder is None:
+            raise DeepSpeedConfigError(
+                'zero.Init: parameters on "nvme" need zero_optimization.offload_param.nvme_path, a '
+                "folder on the disk: add it to config_dict_or_path"
+            )
+        files = StateFiles(str(folder), AsyncIOHandle)
+    is_pinned = pin_memory or _is_on(offload.get("pin_memory", bool(block)))
+    return ShardMemory(device in ("cpu", "nvme"), is_pinned, files)
 
 
 def _is_on(value: object) -> bool:

@@ -12,11 +12,14 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.comm.parallel_map import OptimizerInstances, split_into_instances
+from deepspeed.ops.state_files import StateFiles
+from deepspeed.runtime.config_models.features import AioConfig
 from deepspeed.runtime.config_models.zero import DeepSpeedZeroConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.sharding.flattening import in_pieces
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
 from deepspeed.runtime.zero.gathering.gathered_parameters import hold_whole
+from deepspeed.runtime.zero.gathering.shard_files import ReadSettings
 from deepspeed.runtime.zero.gathering.units import GatherSettings, fine_grained
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -45,6 +48,7 @@ CUT_NUMEL = 1 << 24
 def shard_model(
     model: nn.Module,
     zero: DeepSpeedZeroConfig,
+    aio: AioConfig,
     ranks: ModelRanks,
     dtype: torch.dtype,
     buffers: torch.dtype | None,
@@ -75,7 +79,7 @@ def shard_model(
     apart, everyone = "ranks have different models", ranks.everyone
     agree_on_parameters(named, ranks.replicas, "deepspeed.initialize", apart, told_too=everyone)
     _take_from_other_engines(model)
-    memory = _shard_memory(zero)
+    memory = _shard_memory(zero, aio)
     leaves = zero.leaf_module
     set_z3_leaf_modules(model, leaves.classes, raise_if_not_found=False)
     set_z3_leaf_modules_by_name(model, leaves.names, raise_if_not_found=False)
@@ -104,7 +108,8 @@ def shard_model(
                 kind = buffers if buffer.is_floating_point() else None
                 module._buffers[name] = buffer.to(device=device, dtype=kind)
     names = {param: name for name, param in model.named_parameters()}
-    return DeepSpeedZeRoOffload(model, instances, settings_of(zero, ranks.replicas), names, cut)
+    settings = settings_of(zero, ranks.replicas, memory)
+    return DeepSpeedZeRoOffload(model, instances, settings, names, cut)
 
 
 @contextmanager
@@ -127,7 +132,9 @@ def cut_anew(params: Sequence[nn.Parameter], sharers: OptimizerInstances) -> Ite
     cut_parameters(cut, sharers)
 
 
-def settings_of(zero: DeepSpeedZeroConfig, group: dist.Group) -> GatherSettings:
+def settings_of(
+    zero: DeepSpeedZeroConfig, group: dist.Group, memory: ShardMemory
+) -> GatherSettings:
     """Read when parameters are whole, and who keeps copies. Collective the first time."""
     world, size = dist.get_world_size(group=group), zero.zero_hpz_partition_size
     # Where a node is all of them, all have all shards already.
@@ -140,7 +147,8 @@ def settings_of(zero: DeepSpeedZeroConfig, group: dist.Group) -> GatherSettings:
         max_reuse=zero.max_reuse_distance,
         by_broadcast=not zero.allgather_partitions,
         overlap=bool(zero.overlap_comm),
-        loads=_shard_memory(zero).on_host,
+        loads=memory.on_host,
+        reads=_read_settings(zero, memory),
         fusion=min(
             zero.unit_fusion_size,
             zero.prefetch_bucket_size,
@@ -164,11 +172,21 @@ def _mark_fine_grained(model: nn.Module, threshold: int) -> None:
         )
 
 
-def _shard_memory(zero: DeepSpeedZeroConfig) -> ShardMemory:
+def _shard_memory(zero: DeepSpeedZeroConfig, aio: AioConfig) -> ShardMemory:
     offload = zero.offload_param
     if offload is None or offload.device == OffloadDeviceEnum.none:
         return ON_DEVICE
-    return ShardMemory(on_host=True, pinned=offload.pin_memory)
+    in_files = offload.device == OffloadDeviceEnum.nvme
+    files = StateFiles.configured(offload.nvme_path, aio) if in_files else None
+    return ShardMemory(True, offload.pin_memory, files)
+
+
+def _read_settings(zero: DeepSpeedZeroConfig, memory: ShardMemory) -> ReadSettings | None:
+    offload = zero.offload_param
+    if offload is None or memory.files is None:
+        return None
+    buffers = offload.buffer_count, offload.buffer_size
+    return ReadSettings(memory.files.make_handle, *buffers, memory.pinned, offload.max_in_cpu)
 
 
 def _refuse_stages(ranks: ModelRanks) -> None:

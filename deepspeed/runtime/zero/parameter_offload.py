@@ -144,12 +144,19 @@ class DeepSpeedZeRoOffload:
             self.units, limits.prefetch, limits.max_live, limits.max_reuse
         )
         self.resources.keep_for(self.units)
+        self.fit_reads()
         self._uses = {plan.module: self._units_of(plan) for plan in plans}
         self._plans = {plan.module: plan for plan in plans}
         for plan in self._beside_small(plans):
             plan.is_beside_small = True
         self.resources.mark_updated()
         self.gather_persistent()
+
+    def fit_reads(self) -> None:
+        """Let memory for what is read of files fit the units, which have their shards."""
+        if self.resources.reads is not None:
+            units = (*self.units, *self.persistent_units)
+            self.resources.reads.keep_for(unit.shard for unit in units)
 
     @property
     def param_coordinator(self) -> PartitionedParameterCoordinator:
@@ -413,6 +420,7 @@ class DeepSpeedZeRoOffload:
         self.resources.num_updates += 1
         self.resources.mark_updated()
         self.gather_persistent()
+        self.param_coordinator.read_first()
 
     def gather_persistent(self) -> None:
         self._is_emptied = False

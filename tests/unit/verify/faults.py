@@ -141,12 +141,11 @@ streams: state in files, 1 rank
       <file lane \d+> never waits for <file lane \d+>, which wrote.*window
     _Slot.bytes_of: self.memory[index] -> self.memory[0]
   there is memory for one window alone => the host never waits for <file lane.*window 0
-    StateFiles.windows: self._slots.append(_Slot(self._make_handle())) ->
-      self._slots.append(self._slots[0] if self._slots else _Slot(self._make_handle()))
+    StateFiles.windows: self._slots.append(_Slot(self.make_handle())) ->
+      self._slots.append(self._slots[0] if self._slots else _Slot(self.make_handle()))
   all state is written to the file of masters =>
       <file lane \d+> never waits for <file lane \d+>, which wrote.*shard
-    StateFiles.windows: MappedFile.of(self._descriptor(tensor), tensor) ->
-      MappedFile.of(self._descriptor(tensors[0]), tensors[0])
+    StateFiles.windows: file_of(tensor) -> file_of(tensors[0])
 streams: fp32 state in files, 1 rank
   masters are sent while they are written =>
       the host never waits for <file lane.*which wrote.*shard(.|\n)*_leave

@@ -21,7 +21,7 @@ all ranks, so all ranks issue the same gathers in the same order.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain, islice
 
 import torch
 
@@ -142,6 +142,7 @@ class PartitionedParameterCoordinator:
         added = 0 if unit in self._ahead or unit.is_whole else unit.numel
         if added:
             self._make_room(added)
+            self._read_ahead(chain((unit.index,), self._order.later()))
         with torch._C._DisableFuncTorch():  # what vmap or jvp run makes plain tensors here too
             unit.fetch()  # if it fails, nothing of it is counted
             self._ahead.pop(unit, None)
@@ -163,7 +164,21 @@ class PartitionedParameterCoordinator:
 
     def _prefetch(self) -> None:
         for index in self._order.ahead(self._prefetch_numel):
+            self._read_ahead(self._order.later())
             if not self._start(self.units[index]):
+                break
+        self._read_ahead(self._order.later())
+
+    def read_first(self) -> None:
+        """Begin to read what the next pass likely needs first, if shards lie in files."""
+        self._read_ahead(self._order.anew())
+
+    def _read_ahead(self, uses: Iterator[int]) -> None:
+        reads = self.units[0].resources.reads if self.units else None
+        if reads is None:
+            return
+        for unit in (self.units[index] for index in uses):
+            if not (unit.is_whole or unit.is_on_its_way or reads.begin(unit.shard)):
                 return
 
     def foresee(self, units: Iterator[GatherUnit]) -> None:
@@ -277,6 +292,15 @@ class UseOrder:
             yield last[named]
             if self._named == named:  # else something has gone meanwhile that comes before
                 self._named += 1
+
+    def later(self) -> Iterator[int]:
+        """Name all uses behind those that `ahead` has named, as far as is known."""
+        if self._is_expected:
+            yield from islice(self._last[self._kind], max(self._named, len(self._uses)), None)
+
+    def anew(self) -> Iterator[int]:
+        """Name the uses of the pass that is over, as if the next were one like it."""
+        yield from self._uses
 
     def name_again(self, unit: int) -> None:
         """Let `ahead` name the next use of `unit`, which was whole and is so no longer."""

@@ -3,7 +3,8 @@
 Their shards lie behind one another in one buffer. A gather has two halves, so that the first can be
 issued ahead of time:
 
-    start    load stream     own shard, from host memory -> own row   (offload_param only)
+    start    load stream     own shard, from host memory -> own row   (offload_param only; where
+                             shards lie in files, of what `shard_files` has read)
              gather stream   shards of all ranks -> rows `[N, s]`     (one all-gather)
     finish   current stream  rows -> whole parameters                 (one grouped copy)
 
@@ -48,6 +49,7 @@ from deepspeed.runtime.sharding.cut_rows import WholeViews
 from deepspeed.runtime.sharding.flattening import joined, lies_on_host
 from deepspeed.runtime.sharding.fragments import ParameterCutTable
 from deepspeed.runtime.zero.gathering.memory_pool import GatherResources, PoolBuffer, poison
+from deepspeed.runtime.zero.gathering.shard_files import is_moved
 from deepspeed.runtime.zero.parameters.zero_parameter import (
     ShardRecord,
     ZeroParamStatus,
@@ -120,7 +122,7 @@ class GatherUnit:
             [record.numel for record in self.records], dist.get_world_size(group=self.group)
         )
         near = None if persists else resources.settings.secondary_group
-        self.shard = joined([record.shard for record in self.records])
+        self.shard = joined([record.shard for record in self.records], takes_shards)
         rows_numel = self.table.rows_numel(self.shard.element_size())
         self._secondary = None if near is None else SecondaryShards(near, rows_numel)
         # What is not is copied before the host goes on.
@@ -181,7 +183,8 @@ class GatherUnit:
         starts = (shard.storage_offset() + start for start in self.table.cut_starts[:-1])
         # Kernels would find the rest badly aligned.
         is_aligned = all(start * shard.element_size() % 16 == 0 for start in starts)
-        return is_own and is_aligned and shard.device == self.device and not lies_on_host(shard)
+        is_here = shard.device == self.device and not lies_on_host(shard)
+        return is_own and is_aligned and is_here and not is_moved(shard)
 
     @property
     def buffer(self) -> PoolBuffer:
@@ -243,7 +246,7 @@ class GatherUnit:
                 self._whole_numel, self.shard.dtype, self.device, (self, "rows")
             )
             filled = _filled(rows, self.table)
-            filled[own].copy_(shard, non_blocking=self._is_locked)
+            shared.fill(filled[own], shard, self._is_locked)
         try:
             with shared.gather.issue():
                 pending, done = self._issue(filled, group)

@@ -21,6 +21,7 @@ import torch
 
 from deepspeed.accelerator import Event, Stream, get_accelerator
 from deepspeed.runtime.streams import SideStream
+from deepspeed.runtime.zero.gathering.shard_files import ShardReads, is_moved
 from deepspeed.runtime.zero.gathering.units import GatherSettings
 
 
@@ -159,6 +160,7 @@ class GatherResources:
 
     Attributes:
         load: The stream that shards are loaded on; the gather stream if they need not be.
+        reads: Brings shards from files; None: they are in memory.
         pool: Memory of what all-gathers fill and of whole parameters.
         shards_updated: Event after which shards may be read; None: they may be.
         num_updates: How often the optimizer has updated the shards.
@@ -179,6 +181,7 @@ class GatherResources:
             else self.gather
         )
         self._last_load: Any = None  # event behind it
+        self.reads = ShardReads(settings.reads) if settings.reads is not None else None
         self.last_gather: Any = None
         self.shard_readers: set[Stream] = set()
         self.pool = MemoryPool(self.gather.has_streams)
@@ -222,6 +225,7 @@ class GatherResources:
         """Wait until nothing loads shards from the host any more, which is about to write to them.
         Where they are on the device, what writes to them is on the current stream.
         """
+        self.end_reads()
         if self.load is self.gather:
             self.before_update()
         elif self._last_load is not None:
@@ -230,11 +234,25 @@ class GatherResources:
 
     def before_update(self) -> None:
         """Let what is issued on the current stream from now on write to shards."""
+        self.end_reads()
         if self.last_gather is not None:  # which comes behind its load
             get_accelerator().current_stream().wait_event(self.last_gather)
         for stream in self.shard_readers - {get_accelerator().current_stream()}:
             get_accelerator().current_stream().wait_stream(stream)
         self.shard_readers.clear()
+
+    def fill(self, row: torch.Tensor, shard: torch.Tensor, is_locked: bool) -> None:
+        """Copy a shard to this rank's row, from wherever it is."""
+        if self.reads is None or not is_moved(shard):
+            row.copy_(shard, non_blocking=is_locked)
+            return
+        for start, end, part in self.reads.parts(shard):
+            row[start:end].copy_(part, non_blocking=self.reads.settings.pinned)
+
+    def end_reads(self) -> None:
+        """Let nothing read files of shards any more, nor have what was read."""
+        if self.reads is not None:
+            self.reads.drop()
 
     def let_go(self) -> None:
         """Let go of all memory, behind what uses what nobody has any more."""
@@ -242,6 +260,7 @@ class GatherResources:
         self.pool.clear()
 
     def destroy(self) -> None:
+        self.end_reads()
         self.load.destroy()
         self.gather.destroy()
         self.pool.clear()

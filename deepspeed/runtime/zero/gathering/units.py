@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from deepspeed import comm as dist
+from deepspeed.runtime.zero.gathering.shard_files import ReadSettings
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class GatherSettings:
         by_broadcast: Gather by one broadcast per rank.
         overlap: Gather beside the model's work.
         loads: Shards are on the host (`offload_param`).
+        reads: How they come there, if they lie in files.
         fusion: Small units are gathered together up to so many.
         secondary_group: Ranks that keep copies of gathered shards among them (hpZ); None: nobody.
     """
@@ -54,6 +56,7 @@ class GatherSettings:
     by_broadcast: bool = False
     overlap: bool = True
     loads: bool = False
+    reads: ReadSettings | None = None
     fusion: int = 800_000
     secondary_group: dist.Group = None
 

@@ -8,28 +8,36 @@ from typing import Any, NamedTuple, SupportsIndex
 import torch
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.state_files import StateFiles, place_in_file
 from deepspeed.utils.logging import warn_once
 
 
 class ShardMemory(NamedTuple):
-    """Where shards live between uses: on the device, or the host (`offload_param`), page-locked."""
+    """Where shards live between uses: on the device, or the host (`offload_param`), page-locked, or
+    in files.
+    """
 
     on_host: bool = False
     pinned: bool = False
+    files: StateFiles | None = None
 
     @torch.no_grad()
     def place(self, shard: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Bring a 1-D shard here; `device` is that of whole parameters."""
         accelerator = get_accelerator()
+        is_in_file = place_in_file(shard) is not None
+        if self.files is not None:
+            made = shard if is_in_file else self.files.zeros(shard.numel(), shard.dtype, True)
+            return made if is_in_file else made.copy_(shard)
         if accelerator.is_synchronized_device():
-            return shard.to(device)
+            return shard.to(device, copy=is_in_file)
         if not self.on_host:
             if accelerator.on_accelerator(shard):
                 return shard.to(device)
             moved = torch.empty(shard.shape, dtype=shard.dtype, device=device)
             return moved.copy_(shard)
         is_loose = self.pinned and not accelerator.is_pinned(shard)
-        if not is_loose and not accelerator.on_accelerator(shard):
+        if not is_loose and not is_in_file and not accelerator.on_accelerator(shard):
             return shard
         return accelerator.host_empty(shard.numel(), shard.dtype, self.pinned).copy_(shard)
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.state_files import place_in_file
 from deepspeed.runtime.gradients.reduction import GradientContext
 from deepspeed.runtime.optimizers.group_layout import GroupLayout
 from deepspeed.runtime.optimizers.master_weights import Publishing
@@ -25,8 +26,10 @@ from deepspeed.runtime.optimizers.step_outcome import GradientScaling
 from deepspeed.runtime.sharding.flattening import lies_on_host
 from deepspeed.runtime.sharding.fragments import ParameterCutTable
 from deepspeed.runtime.sharding.group import ShardedGroup
-from deepspeed.runtime.sharding.publisher import Gather, Publisher
+from deepspeed.runtime.sharding.publisher import NUM_STAGED, Gather, Publisher
+from deepspeed.runtime.streams import StagingBuffers
 from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
+from deepspeed.runtime.zero.gathering.shard_files import ReadSettings, ShardWrites, is_moved
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.parameters.zero_parameter import ZeroParamStatus, record_of
 from deepspeed.runtime.zero.stage_1_and_2 import ZeroMasters
@@ -58,8 +61,13 @@ class CutLayout(GroupLayout):
 class ShardWriter(Publisher):
     """Rounds updated masters into this rank's shard of a group, and gathers nothing."""
 
-    def __init__(self, group: ShardedGroup) -> None:
+    def __init__(self, group: ShardedGroup, reads: ReadSettings | None) -> None:
         super().__init__(group, group.table.padded_numel, by_broadcast=True)
+        self._writes: ShardWrites | None = None
+        if reads is not None and place_in_file(group.flat) is not None:
+            # A piece is memory until it is written.
+            self._writes, self._on_host = ShardWrites(reads.make_handle), False
+            self._staging = StagingBuffers(NUM_STAGED, pin=reads.pinned)
 
     def _plan(self, bucket_size: int) -> Iterator[Gather]:
         sections = self._group.table.sections
@@ -73,13 +81,30 @@ class ShardWriter(Publisher):
     def _send(self, source: torch.Tensor, start: int) -> None:
         """Send to shards on the host too, from masters there or on the device."""
         own = self._group.own(start, start + source.numel())
-        if not lies_on_host(own):
+        if self._writes is not None and is_moved(own):
+            self._write(own, source, self._writes)
+        elif not lies_on_host(own):
             super()._send(source, start)
         elif lies_on_host(source):
             own.copy_(source)
         else:
             # Rounded first: fewer bytes cross.
             self._copy(own, source.to(own.dtype), asynchronous=get_accelerator().is_pinned(own))
+
+    def _write(self, own: torch.Tensor, source: torch.Tensor, writes: ShardWrites) -> None:
+        if self._staged is not None:
+            self._sent = writes.begin(source, own)
+            return
+        piece = self._staging.take(own.numel(), own.dtype)
+        # Rounded first, as above.
+        piece[: own.numel()].copy_(source.to(own.dtype))
+        self._sent = writes.begin(piece[: own.numel()], own)
+        self._staging.give_back(piece, self._sent)
+
+    def finish(self) -> None:
+        super().finish()
+        if self._writes is not None:
+            self._writes.finish()
 
     def _gather(self, gather: Gather) -> None:
         """Who needs the parameters gathers them."""
@@ -100,7 +125,7 @@ class ShardPublishing(Publishing):
         self._parameter_offload = parameter_offload
 
     def _publisher(self, group: ShardedGroup) -> Publisher:
-        return ShardWriter(group)
+        return ShardWriter(group, self._parameter_offload.resources.settings.reads)
 
     def publish(self, delivered: bool = False) -> None:
         self._parameter_offload.before_update()
@@ -139,6 +164,7 @@ class CutMasters(ZeroMasters):
         self.publishing = ShardPublishing(self.groups, self.settings, count, parameter_offload)
         for unit in (*parameter_offload.units, *parameter_offload.persistent_units):
             self.publishing.copied += self._place_shard(unit)
+        parameter_offload.fit_reads()
 
     def _place_shard(self, unit: GatherUnit) -> Copies:
         """Let a unit's shard be a view of a group's; otherwise return the pieces (to, from) by

@@ -175,11 +175,23 @@ v1/offload/test_nvme_offload.py -k all_ranks
     MasterWeights._raise_disk_error: raise_disk_error(own, self.norm_group) -> if own is not
       None:\n    raise own
   a checkpoint is loaded into pages that are not there
-    StateFiles.mend: os.posix_fallocate(mapping.file.fileno(), 0, len(mapping)) -> pass
+    StateFiles.mend: mapping.files is self -> False
 v1/checkpoint/test_crashes.py -k swap-zero2
   a killed run leaves its files of state
-    StateFiles.zeros: tempfile.TemporaryFile(dir=self._folder, buffering=0) ->
+    StateFiles._file: tempfile.TemporaryFile(dir=self._folder, buffering=0) ->
       tempfile.NamedTemporaryFile(dir=self._folder, buffering=0)
+v1/offload/test_nvme_params.py -k wherever
+  shards are gathered before they are in their files
+    ShardWriter.finish: self._writes.finish() -> pass
+v1/offload/test_nvme_params.py -k silent
+  a part is read into memory that a copy still reads
+    ShardReads.parts: get_accelerator().is_synchronized_device() -> True
+v1/offload/test_nvme_params.py -k clients
+  what was read before a script's edit is gathered
+    GatherResources.end_reads: self.reads.drop() -> pass
+v1/offload/test_nvme_params.py -k reads_ahead
+  shards are read when they are wanted
+    PartitionedParameterCoordinator._read_ahead: reads is None -> True
 v1/offload/test_nvme_offload.py -k errors_of
   what could not be written is nobody's
     Windows.__exit__: if errors and error is None: raise errors[0] -> pass

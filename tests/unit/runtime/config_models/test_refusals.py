@@ -60,7 +60,6 @@ REFUSED_EXAMPLES = [
     ("sparse_attention", {"mode": "fixed"}),
 ]
 REFUSED_AT_STAGE_3 = {
-    "offload_param": {"device": "nvme"},
     "mics_hierarchical_params_gather": True,
     "elastic_checkpoint": True,
     "stage3_use_all_reduce_for_fetch_params": True,
@@ -231,7 +230,7 @@ def test_what_only_stage_3_has_has_no_effect_below(warnings):
     assert len(warnings) == 2 and f"offload_param.device='cpu' {none}" in warnings[1]
     config(zero_optimization={"stage": 3, "offload_param": {"device": "cpu", "max_in_cpu": 5}})
     assert len(warnings) == 3
-    assert "offload_param.max_in_cpu=5 (has no effect without NVMe offload)" in warnings[2]
+    assert "max_in_cpu=5 (has no effect without offload_param.device" in warnings[2]
     config(zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}})
     assert len(warnings) == 3
 

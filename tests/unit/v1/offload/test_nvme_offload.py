@@ -110,9 +110,8 @@ class TestSameBits(DistributedTest):
 
 def cut(engine: Any) -> AbstractContextManager[None]:
     """Somebody cuts a file of masters."""
-    files, masters = engine.optimizer.optimizer.state_files, engine.optimizer.masters
-    address = masters.groups[0].master.data_ptr()
-    os.truncate(files._mappings[address].file.fileno(), 4096)
+    address = engine.optimizer.masters.groups[0].master.data_ptr()
+    os.truncate(state_files._mappings[address].file.fileno(), 4096)
     return nullcontext()
 
 
@@ -260,7 +259,7 @@ def test_errors_of_the_disk(tmp_path: Path) -> None:
     optimizer.step()
     # A file that somebody cuts, and one that cannot be written.
     state = optimizer.state[param]["exp_avg"]
-    os.truncate(files._mappings[state.data_ptr()].file.fileno(), 4096)
+    os.truncate(state_files._mappings[state.data_ptr()].file.fileno(), 4096)
     with pytest.raises(OSError, match=f"the file ends at byte 4,096.*{tmp_path}"):
         optimizer.step()
     optimizer, param = windows_of(files, 3 * WINDOW)

@@ -256,12 +256,6 @@ class TestPlaces(DistributedTest):
         with simulate():
             assert distance(resumed(PARAMS, BOTH, "streams"), wanted) < 1e-5
 
-    def test_nvme_is_refused_by_name(self) -> None:
-        # Kills: a device that is accepted and not used.
-        config = config_of(3, offload_param={"device": "nvme", "nvme_path": "/tmp"})
-        with pytest.raises(deepspeed.DeepSpeedConfigError, match=r"offload_param.device: 'nvme'"):
-            engine_of(make_net(), config)
-
 
 # Of 0.01 there is nothing to offload: one of the parts is empty.
 RATIOS = (1.0, 0.6, 0.3, 0.01, 0.0)

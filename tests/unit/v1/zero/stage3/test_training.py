@@ -190,7 +190,6 @@ class TestOnTwoRanks(DistributedTest):
         for key, value in (
             ("mics_hierarchical_params_gather", True),
             ("stage3_use_all_reduce_for_fetch_params", True),
-            ("offload_param", {"device": "nvme"}),
             ("zero_quantized_weights", True),
         ):
             with pytest.raises(DeepSpeedConfigError, match=key.removeprefix("stage3_")):
