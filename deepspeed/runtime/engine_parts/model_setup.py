@@ -192,7 +192,9 @@ def broadcast_tensors(
     for family in families.values():
         for piece in in_pieces(family, BROADCAST_NUMEL):
             flat = torch.cat([tensor.reshape(-1).to(device) for tensor in piece])
-            dist.broadcast(flat, src=source, group=group)
+            # gloo of torch 2.6 sends no complex numbers.
+            sent = torch.view_as_real(flat) if flat.is_complex() else flat
+            dist.broadcast(sent, src=source, group=group)
             parts = flat.split([tensor.numel() for tensor in piece])
             for tensor, value in zip(piece, parts, strict=True):
                 tensor.copy_(value.view(tensor.shape))
