@@ -31,6 +31,13 @@ def is_compiling() -> bool:
     return is_compile_supported() and torch.compiler.is_compiling()
 
 
+def traces_subclasses() -> bool:
+    """Whether torch traces what reads parameters of a subclass, such as stage 3's."""
+    from torch._dynamo import config  # startup: takes long, and who compiles has it anyway
+
+    return hasattr(config, "nontraceable_tensor_subclasses")
+
+
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """List the blocks that a model is built of: the outermost modules of which a list or a sequence
     has several of one type, and which consist of modules themselves.

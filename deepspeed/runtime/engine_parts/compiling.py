@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.auto_ep import named_spread_experts
-from deepspeed.runtime.compiler import CompiledForward, compile_in_place
+from deepspeed.runtime.compiler import CompiledForward, compile_in_place, traces_subclasses
 from deepspeed.runtime.engine_parts.engine_state import EngineState
+from deepspeed.utils.logging import logger
 
 
 class EngineCompiling:
@@ -49,6 +52,12 @@ class EngineCompiling:
             raise NotImplementedError(
                 "compile() at ZeRO stage 3 with expert_parallel.enabled: true is not supported: "
                 "use zero_optimization.stage 2, or leave compile() out"
+            )
+        if offload is not None and not traces_subclasses():
+            logger.warning(
+                "compile() at ZeRO stage 3: torch %s breaks a graph wherever it reads a parameter, "
+                "so that next to nothing is compiled; torch 2.9 does not",
+                torch.__version__,
             )
         sequence = self._engine._sequence
         backend = backend or get_accelerator().get_compile_backend()

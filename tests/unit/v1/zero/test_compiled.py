@@ -4,9 +4,12 @@ takes long.
 
 from typing import Any
 
+import pytest
 import torch
 
 from deepspeed.accelerator.sim_accelerator import simulate
+from deepspeed.runtime.compiler import traces_subclasses
+from deepspeed.runtime.engine_parts import compiling
 from unit.common import DistributedTest
 from unit.models import seeded
 from unit.rank_server import COMPILER
@@ -22,6 +25,8 @@ class TestCompiled(DistributedTest):
     def test_same_gradients_at_stage_3(self) -> None:
         # Kills: gathers that are traced into a graph, memory of parameters that a compiled
         # backward reads after it was given to another unit, a forward that stays compiled.
+        if not traces_subclasses():
+            pytest.skip("this torch breaks graphs at parameters of stage 3")
         bounded = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
         for zero, recompute in ((bounded, None), (bounded, False), ({}, None)):
             models = [stage3.make_net(recompute=recompute) for _ in range(2)]
@@ -40,19 +45,41 @@ class TestCompiled(DistributedTest):
             assert all(map(torch.equal, *(model.parameters() for model in models))), zero
             stage3.check_as_one_process(models[1])
 
-    def test_on_each_rank_by_its_branches(self) -> None:
-        # Kills: a graph with a gather in it, which another rank's graph does not have.
+    def test_on_each_rank_by_its_branches(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Kills: a graph with a gather in it, which another rank's graph does not have; an older
+        # torch that compiles next to nothing and does not tell.
         wanted = uneven.reference(seeded(uneven.Branches))
         with uneven.compared():
             model = seeded(uneven.Branches)
             config = stage3.config_of(3, uneven.ACCUMULATION, **uneven.UNPREFETCHED)
             engine = stage3.engine_of(model, config)
+            said: list[str] = []
+            monkeypatch.setattr(compiling.logger, "warning", lambda text, *args: said.append(text))
+            monkeypatch.setattr(compiling, "traces_subclasses", lambda: False)
             engine.compile(backend="eager")
+            assert len(said) == 1 and "breaks a graph" in said[0]
             uneven.train(engine)
             engine.destroy()
         assert stage3.distance(stage3.values_of(model), wanted) < 1e-5
 
     def test_overlapping_and_eager(self) -> None:
+        # Kills: compile() that is accepted and does nothing, or hooks that a compiled forward
+        # loses. Comes first, as torch 2.6 never compiles what it has seen on the simulated device.
+        compiled_parts: list[int] = []
+
+        def backend(graph: Any, example: Any) -> Any:
+            compiled_parts.append(len(example))
+            return graph.forward
+
+        torch._dynamo.reset()
+        engine = overlap.make_engine(2)
+        assert not engine.is_compiled
+        engine.compile(backend=backend)
+        assert engine.is_compiled
+        overlap.train(engine)
+        assert compiled_parts
+        overlap.compare(engine)
+        engine.destroy()
         # Kills: a compiled backward that gives its gradients at its end only, when no bucket can
         # leave any more, or gives them to nobody.
         none: dict[str, Any] = {}
@@ -74,19 +101,3 @@ class TestCompiled(DistributedTest):
                     overlap.train(engine)
                     overlap.compare(engine, 5e-3 if block else 1e-6)
                     engine.destroy()
-        # Kills: compile() that is accepted and does nothing, or hooks that a compiled forward
-        # loses.
-        compiled_parts: list[int] = []
-
-        def backend(graph: Any, example: Any) -> Any:
-            compiled_parts.append(len(example))
-            return graph.forward
-
-        torch._dynamo.reset()
-        engine = overlap.make_engine(2)
-        assert not engine.is_compiled
-        engine.compile(backend=backend)
-        assert engine.is_compiled
-        overlap.train(engine)
-        assert compiled_parts
-        overlap.compare(engine)
