@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.estimates.stage3 import ModelShape, plan_sharded_par
 from deepspeed.runtime.zero.estimates.stages_1_and_2 import plan_model_states
 from deepspeed.runtime.zero.gathering.units import GatherSettings
 from deepspeed.verify import check_streams
-from unit.common import DistributedTest
+from unit.common import TORCH, DistributedTest
 from unit.models import config_of, linears, sgd
 from unit.one_process import mean_square, placed
 from unit.simple_model import Wide
@@ -106,7 +106,10 @@ def check_sharded(case: Case, ranks: int) -> None:
     # In a bf16 model stage 1 would otherwise sum micro-batches in fp32.
     accumulate_in = case.precision if case.stage == 1 else None
     peak = peak_of(case.precision, "AdamW", accumulate_in, stage=case.stage, **zero)
-    assert peak.device == pytest.approx(plan.device if ranks == 1 else plan.step, rel=TOLERANCE)
+    planned = plan.device if ranks == 1 else plan.step
+    # torch 2.6 holds a gradient that it has added while hooks run.
+    added = 0 if TORCH >= (2, 9) else LAYER * (4 if case.precision == "fp32" else 2)
+    assert (1 - TOLERANCE) * planned <= peak.device <= (1 + TOLERANCE) * planned + added
     if case.offload:
         # On their way there slices of four buckets, and back two pieces of the shard.
         staged = (4 * min(case.bucket, sum(NUMELS)) + 2 * sum(NUMELS)) // ranks
