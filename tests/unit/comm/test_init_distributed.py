@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -249,7 +250,7 @@ ENDS = {
     "terminate called": "print('terminate called without an active exception')",
     # Kills: stacks that nobody takes, or that of a rank that is given up only.
     "File": "import faulthandler, time; from signal import *; faulthandler.register(SIGUSR1); "
-    "pthread_sigmask(SIG_UNBLOCK, {SIGUSR1}); time.sleep(600)",
+    "print('registered', flush=True); pthread_sigmask(SIG_UNBLOCK, {SIGUSR1}); time.sleep(600)",
 }
 
 
@@ -264,5 +265,8 @@ def test_what_is_not_well_is_told(tmp_path: Path, told: str) -> None:
         how = {"file_actions": both, "setsigmask": [signal.SIGUSR1]}
         pids.append(os.posix_spawn(sys.executable, words, os.environ, **how))
         os.close(output)
-    said = verdict(pids, tmp_path, limit_s=0.3 if told == "File" else 60.0)
+    hangs = told == "File"
+    while hangs and "registered" not in (tmp_path / "rank0.out").read_text():
+        time.sleep(0.02)
+    said = verdict(pids, tmp_path, limit_s=0.3 if hangs else 60.0)
     assert told in said and bool(said) is bool(told)

@@ -515,6 +515,10 @@ class TestUneven(DistributedTest):
             for at, text in found:
                 assert at - started >= 0.2
                 assert "test_uneven.py" in text
-                assert f"rank {late} has not waited so long" in text
+                # On a busy machine it has, for something before.
+                whose = [
+                    line for line in text.splitlines() if re.match(rf"ranks? .*\b{late}\b", line)
+                ]
+                assert whose and not any(f"so long for {what}" in line for line in whose), text
         lone_waits.watch.report_s = lone_waits.DEFAULT_REPORT_S
         logger.removeHandler(handler)
