@@ -56,7 +56,7 @@ class ResumableDistributedSampler(Sampler[int]):
         self.seed = seed
         self.drop_last = drop_last
         self.together = together
-        self._dealt = together * (micro_batches or num_replicas)  # an epoch is a multiple of it
+        self._in_epoch = together * micro_batches if micro_batches else 1  # it is a multiple of it
         self.epoch = 0
         self.consumed_samples = 0
 
@@ -72,19 +72,29 @@ class ResumableDistributedSampler(Sampler[int]):
             order: list[int] = torch.randperm(self.num_samples, generator=generator).tolist()
         else:
             order = list(range(self.num_samples))
-        left = order[self.consumed_samples :]
-        surplus = len(left) % self._dealt
-        if surplus and self.drop_last:
-            left = left[: len(left) - surplus]
-        elif surplus:
-            left.extend(itertools.islice(itertools.cycle(order), self._dealt - surplus))
+        size = self._cut(self.num_samples, self._in_epoch)
+        whole = itertools.islice(itertools.cycle(order), size)
+        more = itertools.chain(
+            itertools.islice(whole, self.consumed_samples, None), itertools.cycle(order)
+        )
+        left = list(itertools.islice(more, self._num_left))
         starts = range(self.rank * self.together, len(left), self.num_replicas * self.together)
         return iter([index for start in starts for index in left[start : start + self.together]])
 
     def __len__(self) -> int:
-        left = max(0, self.num_samples - self.consumed_samples)
-        dealt = left // self._dealt if self.drop_last else -(-left // self._dealt)
-        return dealt * self._dealt // self.num_replicas
+        return self._num_left // self.num_replicas
+
+    @property
+    def _num_left(self) -> int:
+        """Samples that are left for all ranks, as many for each. In the middle of a step they are
+        those of an epoch that was not stopped.
+        """
+        whole = self._cut(self.num_samples, self._in_epoch)
+        left = max(0, whole - self.consumed_samples)
+        return self._cut(left, self.together * self.num_replicas)
+
+    def _cut(self, count: int, parts: int) -> int:
+        return (count if self.drop_last else count + parts - 1) // parts * parts
 
 
 class _SkippingSampler(Sampler[Any]):
