@@ -10,11 +10,13 @@ in the result (see docs/reproducibility.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from deepspeed.runtime.gradients.sink import Sums, accumulate
+from deepspeed.utils.exceptions import MisuseError
 
 
 class _Counter:
@@ -26,9 +28,17 @@ class _Counter:
         self._places: list[torch.Tensor | None] = []
         self._is_summed = False
 
+    @property
+    def numel(self) -> int:
+        return self._target.numel()
+
     def push(self, leaf: torch.Tensor) -> None:
         """Add the next leaf, which is not kept."""
-        assert not self._is_summed, "a leaf after the sum was read"
+        if self._is_summed:
+            raise MisuseError(
+                "reproducibility.world_size_invariant: true with a backward after gradients of the "
+                "same step were read: read them between the boundary's backward and engine.step()"
+            )
         carry = None
         for place, own in enumerate(self._places):
             if own is None:
@@ -59,6 +69,19 @@ class _Counter:
         if total is not None:
             torch.div(total, divisor, out=self._target)
         self._places, self._free = [], []
+
+    def state(self) -> dict[str, Any]:
+        """How far it is: the tensors."""
+        return {"places": self._places, "is_summed": self._is_summed}
+
+    def load_state(self, saved: Mapping[str, Any]) -> None:
+        """Go on where another one was. A mean is in the target already."""
+        self._is_summed = saved["is_summed"]
+        for own in saved["places"]:
+            if own is not None:
+                memory = self._free.pop() if self._free else torch.empty_like(self._target)
+                own = memory.copy_(own)
+            self._places.append(own)
 
 
 class CanonicalSums(Sums):
@@ -91,3 +114,22 @@ class CanonicalSums(Sums):
 
     def clear(self) -> None:
         self._counters = {}
+
+    def state(self, grads: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
+        found = []
+        for key, counter in self._counters.items():
+            offsets = ((key - grad.data_ptr()) // grad.element_size() for grad in grads)
+            number, start = next(
+                (number, start)
+                for number, (start, grad) in enumerate(zip(offsets, grads, strict=True))
+                if 0 <= start < grad.numel()
+            )
+            place = {"grad": number, "start": start, "numel": counter.numel}
+            found.append({**place, **counter.state()})
+        return found
+
+    def load_state(self, grads: Sequence[torch.Tensor], saved: Sequence[Mapping[str, Any]]) -> None:
+        for one in saved:
+            target = grads[one["grad"]][one["start"] : one["start"] + one["numel"]]
+            self._counters[target.data_ptr()] = _Counter(target)
+            self._counters[target.data_ptr()].load_state(one)

@@ -7,7 +7,7 @@ earlier step left behind and no pass over memory is spent on zeroing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +75,13 @@ class Sums:
     def clear(self) -> None:
         """Forget what is not written."""
 
+    def state(self, grads: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
+        """What is not written, of targets in `grads`: the tensors."""
+        return []
+
+    def load_state(self, grads: Sequence[torch.Tensor], saved: Sequence[Mapping[str, Any]]) -> None:
+        """Go on where the `state` of an equal run was."""
+
 
 class _Target(NamedTuple):
     """Where pieces are added, and how."""
@@ -90,7 +97,7 @@ class DeviceSink:
 
     def __init__(self, sums: Sums) -> None:
         self.written: set[int] = set()
-        self._sums = sums
+        self.sums = sums
 
     @property
     def is_empty(self) -> bool:
@@ -127,18 +134,22 @@ class DeviceSink:
         for segment in to.segments:
             target = to.grad[segment.shard_start : segment.shard_start + segment.numel]
             parts = [piece[start : start + segment.numel] for piece in pieces]
-            self._sums.add(target, parts, to.factor, to.first)
+            self.sums.add(target, parts, to.factor, to.first)
             start += segment.numel
         return None
+
+    def settle(self) -> None:
+        """Return when all pieces were added."""
 
     @torch.no_grad()
     def finish(self) -> None:
         """Return when `group.grad` is complete."""
-        self._sums.finish()
+        self.settle()
+        self.sums.finish()
 
     def clear(self) -> None:
         self.written.clear()
-        self._sums.clear()
+        self.sums.clear()
 
 
 class _Staged(NamedTuple):
@@ -204,11 +215,10 @@ class HostSink(DeviceSink):
             self._buffers.give_back(buffer)
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def settle(self) -> None:
         while self._in_flight:
             self._land()
         self._copies.join()
-        super().finish()
 
     def clear(self) -> None:
         while self._in_flight:

@@ -53,7 +53,6 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.movable_states import MovableStates
 from deepspeed.runtime.zero.sharded_state import ScaledShardFiles
 from deepspeed.runtime.zero.zero_optimizer import BucketLayout, ZeROOptimizer, instances_of
-from deepspeed.utils.exceptions import MisuseError
 
 # Buckets on their way at once: one is reduced while the next is filled.
 MAX_IN_FLIGHT = 2
@@ -477,18 +476,17 @@ class Bucketed(GradientReduction):
         return f"{super().layout()} {[plan.params for plan in self.plans]}"
 
     def window_state(self) -> dict[str, Any]:
-        if self.settings.canonical and not self.sink.is_empty:
-            raise MisuseError(
-                "reproducibility.world_size_invariant: true with a checkpoint between the "
-                "micro-batches of a step, whose sums are a tree that is not complete: save after "
-                "engine.step() at the boundary"
-            )
-        self.finish_gradients()
-        return {**super().window_state(), "written": sorted(self.sink.written)}
+        self._finish_in_flight(0)
+        self.side_stream.join()
+        self.sink.settle()
+        trees = self.sink.sums.state([group.grad for group in self.groups])
+        return {**super().window_state(), "written": sorted(self.sink.written), "trees": trees}
 
     def load_window_state(self, saved: Mapping[str, Any]) -> None:
         super().load_window_state(saved)
         self.sink.written.update(saved["written"])
+        with torch.no_grad():
+            self.sink.sums.load_state([group.grad for group in self.groups], saved.get("trees", ()))
 
     def let_buffers_go(self) -> None:
         self.buffers.free = []

@@ -21,6 +21,7 @@ from .runs import ACCUMULATE, BF16, CPU, FP16, backward, differences, refused, s
 from .test_resume import IMMEDIATE
 
 HALF = {"device": "cpu", "ratio": 0.5}
+TREE = {"reproducibility": {"world_size_invariant": True}}
 CASES: dict[str, dict[str, Any]] = {
     "stage0-fp32": {},
     "stage0-bf16": BF16,
@@ -38,6 +39,9 @@ CASES: dict[str, dict[str, Any]] = {
     "stage3-fp32": zero(3),
     "stage3-bf16": {**BF16, **zero(3, stage3_param_persistence_threshold=0)},
     "stage3-fp16-offload": {**FP16, **zero(3, **CPU)},
+    "stage0-bf16-tree": {**BF16, **TREE},
+    "stage2-fp32-tree": {**TREE, **zero(2, overlap_comm=True)},
+    "stage3-bf16-offload-tree": {**BF16, **TREE, **zero(3, **CPU)},
     "stage3-bf16-offload-half": {**BF16, **zero(3, offload_optimizer=HALF)},
 }
 WINDOW = 3
@@ -236,6 +240,7 @@ class TestWindow(DistributedTest):
         others = {
             "gradient_accumulation_steps was 3, now 2": {"gradient_accumulation_steps": 2},
             "zero_optimization.stage was 2, now 1": zero(1, overlap_comm=True),
+            "reproducibility.world_size_invariant was False, now True": TREE,
             "optimizer was DeepSpeedZeroOptimizer, now ReplicatedOptimizer": zero(0),
             r"the layout of their gradients \(buckets, groups\)": small,
         }
