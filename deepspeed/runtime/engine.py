@@ -438,13 +438,14 @@ class DeepSpeedEngine(EngineFace, nn.Module):
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Run several backwards and one reduction: as `no_sync()`, and reduces at the end of the
-        block. Refused with `managed_gradient_accumulation: false`.
+        block. Refused with `managed_gradient_accumulation: false`; with the canonical sum, nothing.
         """
         self._refuse_unmanaged("coalesce_grad_reduction")
-        with self.tracker.no_sync():
+        with self.no_sync():
             yield
-        self.allreduce_gradients()
-        self._exit_backward(self._require_optimizer("coalesce_grad_reduction"))
+        if not self._config.tree.reproducibility.world_size_invariant:
+            self.allreduce_gradients()
+            self._exit_backward(self._require_optimizer("coalesce_grad_reduction"))
 
     # Step
 

@@ -164,7 +164,7 @@ class BatchOutputs:
             losses[:, self._data.rank] = torch.stack(self._losses)
         dist.all_reduce(losses)
         copies = dist.get_world_size() // (self._pipe.size * self._data.size)
-        return (losses.double().mean() / copies).float()
+        return losses.flatten().mean() / copies
 
     def mean_additional_losses(self, micro_batches: int) -> dict[str, torch.Tensor] | None:
         return {name: value / micro_batches for name, value in self._additional.items()} or None

@@ -58,25 +58,21 @@ class StepObserver:
 
 
 class MeanLoss:
-    """Adds up losses on their device: reading one would wait for its forward."""
+    """Keeps losses on their device: reading one would wait for its forward."""
 
     def __init__(self) -> None:
-        self._sum: torch.Tensor | None = None
-        self._count = 0
+        self._losses: list[torch.Tensor] = []
 
     def add(self, loss: torch.Tensor) -> None:
         """The loss of one micro-batch, one element."""
-        value = loss.detach().float().sum()
-        self._sum = value if self._sum is None else self._sum + value
-        self._count += 1
+        self._losses.append(loss.detach().float().sum())  # a copy: the script owns the loss
 
     def take(self) -> torch.Tensor | None:
-        """The mean since the last call, 0-d, fp32; None of nothing."""
-        if self._sum is None:
-            return None
-        mean = self._sum / self._count
-        self._sum, self._count = None, 0
-        return mean
+        """The mean since the last call, 0-d, fp32, by the sum that a pipeline's is of; None of
+        nothing.
+        """
+        losses, self._losses = self._losses, []
+        return torch.stack(losses).mean() if losses else None
 
 
 class MemoryBreakdown(StepObserver):

@@ -197,7 +197,7 @@ def train(engine: Any, first: int = 0, steps: int = 2) -> list[float]:
             engine.backward(loss)
             engine.step()
             found.append(loss.detach())
-        losses.append(float(torch.stack(found).double().mean().float()))
+        losses.append(float(torch.stack(found).mean()))
     return losses
 
 

@@ -12,8 +12,8 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from unit.common import DistributedFixture, DistributedTest
 from unit.models import seeded
 from unit.v1.contract.matrix import all_pairs, pairs_of
-from unit.v1.reproducibility.cases import FACTORS, Case, pair_cases
-from unit.v1.reproducibility.runs import Net, config_of, digest_of, engine_of
+from unit.v1.reproducibility.cases import FACTORS, MICRO_BATCHES, Case, pair_cases
+from unit.v1.reproducibility.runs import Net, batch_of, config_of, digest_of, engine_of
 
 
 class on_one_rank(DistributedFixture):  # noqa: N801  # the name of the fixture
@@ -62,6 +62,17 @@ class TestTwo(DistributedTest):
         with pytest.raises(DeepSpeedConfigError, match=r"AdamW\(fused=True\) on the host"):
             config = config_of(Case(2), zero_optimization={"stage": 2})
             deepspeed.initialize(model=model, optimizer=fused, config=config)
+        # Blocks that would sum a rank's micro-batches first do nothing.
+        found = [digest_of(Case(2), steps=1)]
+        for block in ("no_sync", "coalesce_grad_reduction"):
+            engine = engine_of(Case(2))
+            with getattr(engine, block)():
+                for number in range(dist.get_rank(), MICRO_BATCHES, 2):
+                    engine.backward(engine(batch_of(0, number)))
+            engine.set_gradient_accumulation_boundary(True)
+            engine.step()
+            found.append(engine.state_digest())
+        assert len(set(found)) == 1
         # Last: who shares sequences is known from then on.
         with pytest.raises(DeepSpeedConfigError, match=r"world_size_invariant.*sequence_parallel_"):
             engine_of(Case(2), sequence_parallel_size=2)
