@@ -169,7 +169,7 @@ host, stage 2
       equal on all ranks FAIL after step 0 ranks 0 and 1 hold another 0\.weight
     HostOptimizer._deliver: delivery.updated(start, end) -> pass
   the host's norm is that of what has arrived => the host never waits|gradient norm|gradient of
-    HostSink.finish: while self._in_flight: ... -> pass
+    HostSink.settle: while self._in_flight: ... -> pass
 host and device
   the part on the device is not scaled => value after the step of 0\.weight wrong
     DevicePart.step: scaling.step(self.optimizer, grads) -> self.optimizer.step()

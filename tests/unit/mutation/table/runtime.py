@@ -138,7 +138,7 @@ verify/test_ds_verify.py -k started_apart
     run_plan: run.beside not in in_vain -> True
 verify/test_ds_verify_exact.py
   losses are read rank by rank
-    _digest_lines: zip(*each, strict=True) -> each
+    _digest_lines: zip_longest(*each) -> each
 verify/test_budgets.py -k blocks_its_queue
   a device whose blocked queues block no other stream
     _Device.__init__: budget.queues -> 99
