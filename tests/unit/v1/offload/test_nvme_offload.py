@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import deepspeed
+from deepspeed.comm.watch import observation
 from deepspeed.ops import state_files
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.aio.engines import How, NativeEngine, Outcome, Transfer
@@ -76,6 +77,24 @@ def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """The names of the operations between ranks within it."""
+
+    class Counting:
+        def run(self, call: observation.CollectiveCall, proceed: Callable[[], object]) -> object:
+            names.append(call.name)
+            return proceed()
+
+    names: list[str] = []
+    counting = Counting()
+    observation.add_observer(counting)
+    try:
+        yield names
+    finally:
+        observation.remove_observer(counting)
+
+
 class TestSameBits(DistributedTest):
     world_size = 2
 
@@ -84,7 +103,7 @@ class TestSameBits(DistributedTest):
         # Kills: a window that is updated before it is read or goes on before it is written, a piece
         # that takes another's elements, what is edited or loaded and not in the file.
         cpu, nvme = {"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmp_path / "swap")}
-        trained, resumed = [], []
+        trained, resumed, counts = [], [], []
         for offload in (cpu, nvme):
             engine = start(stage, precision, offload)
             assert engine.optimizer.cpu_offload
@@ -92,11 +111,14 @@ class TestSameBits(DistributedTest):
             param = next(engine.module.parameters())
             safe_set_full_fp32_param(param, torch.full((WIDTH, WIDTH), 0.125))
             safe_set_full_optimizer_state(param, torch.full((WIDTH, WIDTH), 0.5), "exp_avg_sq")
-            step(engine, 2, 1)
+            with counted() as names:
+                step(engine, 2, 1)
+            counts.append(len(names))
             trained.append(state_of(engine))
             engine.save_checkpoint(str(tmp_path / offload["device"]))
             engine.destroy()
-        assert same(*trained)
+        # One number says whether all disks have done their part.
+        assert same(*trained) and counts[1] == counts[0] + 1
         for source, offload in (("cpu", nvme), ("nvme", cpu)):
             engine = start(stage, precision, offload)
             engine.load_checkpoint(str(tmp_path / source))
