@@ -17,9 +17,12 @@ import sys
 from pathlib import Path
 
 WORKER = """
-import sys, time, torch
+import ctypes, sys, time, torch
 from deepspeed.ops.op_builder import AsyncIOBuilder
 path, verb, size, block, depth, engine = sys.argv[1:]
+engine, _, pages = engine.partition(", ")
+if pages:
+    ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE
 own = {"engine": engine} if engine != "libaio" else {}
 io = AsyncIOBuilder().load().aio_handle(int(block), int(depth), False, True, 1, **own)
 buffer = io.new_cpu_locked_tensor(int(size), torch.empty(0, dtype=torch.uint8)).fill_(1)
@@ -27,7 +30,8 @@ begin = time.perf_counter()
 (io.sync_pread if verb == "read" else io.sync_pwrite)(buffer, path, 0)
 print("MB/s", int(size) / (time.perf_counter() - begin) / 1e6, flush=True)
 """
-PAIRS = {"io_uring": "io_uring", "threads": "psync", "libaio": "libaio"}
+SMALL = "io_uring, small pages"
+PAIRS = {"io_uring": "io_uring", SMALL: "io_uring", "threads": "psync", "libaio": "libaio"}
 """Engine here (libaio: upstream's) -> fio's. Threads are as many jobs as the queue is deep."""
 
 
@@ -66,7 +70,7 @@ def main() -> None:
     print("| block | engine | write MB/s | x fio | read MB/s | x fio |")
     print("|---|---|---:|---:|---:|---:|")
     for block in options.blocks:
-        pythons = {"io_uring": sys.executable, "threads": sys.executable}
+        pythons = dict.fromkeys(("io_uring", SMALL, "threads"), sys.executable)
         if options.upstream_python:
             pythons["libaio"] = os.path.abspath(options.upstream_python)
         speeds: dict[tuple[str, str], list[tuple[float, float]]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import torch
 
@@ -19,6 +20,10 @@ def new_cpu_locked_tensor(num_elem: int, example_tensor: torch.Tensor) -> torch.
         # Nothing but the kernel reads it, which locks what is on its way itself.
         size, flags = num_elem * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         memory = mmap.mmap(-1, max(1, size), flags=flags)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # A request of a few large pages is handed to the disk as one, at up to twice the speed.
+            with suppress(OSError):  # a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
         tensor = torch.frombuffer(memory, dtype=torch.uint8)[:size].view(dtype)
     else:
         tensor = get_accelerator().host_empty(num_elem, dtype, pin=True)

@@ -158,6 +158,9 @@ ops/aio/test_handle.py -k come_once
 ops/aio/test_handle.py -k completed
   the rest of a short read is not read
     Transfer.move: done += count -> done = len(memory)
+ops/aio/test_handle.py -k large_pages
+  requests of many small pages reach the disk in parts
+    new_cpu_locked_tensor: memory.madvise(mmap.MADV_HUGEPAGE) -> pass
 ops/aio/test_handle.py -k forked
   a forked process waits for threads of its parent
     AsyncIOHandle._pool: self._threads is None or self._process != os.getpid() ->
