@@ -12,6 +12,8 @@ from deepspeed.ops.native import native_op
 # Elements of which torch takes one norm on the host. It sums the squares of all that it is given in
 # a few fp32 numbers there, which lose 0.5 % of the norm of 2**26 elements.
 HOST_PIECE = 1 << 14
+# Elements of which it takes such norms at once: it makes fp32 of all half-precision ones first.
+HOST_NORMED = 1 << 20
 
 
 class Squares:
@@ -36,7 +38,8 @@ def _norms(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     whole = tensor.numel() // HOST_PIECE * HOST_PIECE
     if whole and not runs_ahead(tensor) and tensor.is_contiguous():
         flat = tensor.view(-1)
-        yield _norm(flat[:whole].view(-1, HOST_PIECE), dim=1)
+        for part in flat[:whole].split(HOST_NORMED):
+            yield _norm(part.view(-1, HOST_PIECE), dim=1)
         tensor = flat[whole:]
     if tensor.numel():
         yield _norm(tensor).view(1)

@@ -7,6 +7,7 @@ import torch
 from unit.models import drawn
 
 from deepspeed.accelerator.sim_accelerator import simulate
+from deepspeed.ops import squares
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker, BackwardState
 from deepspeed.runtime.gradients.norm import (
     CLIP_EPSILON,
@@ -86,6 +87,16 @@ def test_the_norm_of_a_long_slice_is_right_on_the_host():
     grad = torch.randn((1 << 22) + 5, generator=torch.Generator().manual_seed(0))
     right = sum(piece.double().square().sum() for piece in grad.split(1 << 14))
     assert local_squared_norm([grad], CPU).item() == pytest.approx(right.item(), rel=1e-6)
+
+
+def test_the_norm_of_a_long_slice_makes_no_fp32_copy_of_it(monkeypatch):
+    # Kills: twice the memory of all gradients while their norm is taken, or another sum of pieces.
+    grad = torch.randn((1 << 18) + 5, generator=torch.Generator().manual_seed(0)).bfloat16()
+    wanted, norm, seen = local_squared_norm([grad], CPU), squares._norm, []
+    monkeypatch.setattr(squares, "HOST_NORMED", 1 << 16)
+    monkeypatch.setattr(squares, "_norm", lambda t, *a, **k: seen.append(t) or norm(t, *a, **k))
+    assert torch.equal(local_squared_norm([grad], CPU), wanted)
+    assert [part.numel() for part in seen] == 4 * [1 << 16] + [5]
 
 
 def test_tensors_add_up_and_empty_ones_add_nothing():
