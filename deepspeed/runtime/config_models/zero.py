@@ -74,7 +74,7 @@ class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
     """Parameters off the device (ZeRO-3)."""
 
     device: Device = option(OffloadDeviceEnum.none, 'Where parameters are: "none", "cpu", "nvme".')
-    nvme_path: Path | None = option(None, "Folder on the NVMe device.", needs=NVME_PARAMS)
+    nvme_path: Path | None = option(None, "Folder on the NVMe device.")
     buffer_count: Natural = option(5, "Buffers for shards that are read.", needs=NVME_PARAMS)
     buffer_size: Size = option(int(1e8), "Most elements of a buffer.", ge=1, needs=NVME_PARAMS)
     max_in_cpu: Size = option(
@@ -87,7 +87,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
     """Optimizer state and step off the device."""
 
     device: Device = option(OffloadDeviceEnum.none, 'Where state lives: "none", "cpu" or "nvme".')
-    nvme_path: Path | None = option(None, "Folder on the NVMe device.", needs=NVME_STATE)
+    nvme_path: Path | None = option(None, "Folder on the NVMe device.")
     buffer_count: Natural = option(4, "Gradient slices on their way to the host at once.")
     pin_memory: Bool = option(True, "Use page-locked CPU memory.")
     pipeline_read: Bool = option(False, "Accepted: reads overlap with it.", needs=NVME_STATE)

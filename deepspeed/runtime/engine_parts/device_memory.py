@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from typing import TYPE_CHECKING
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine_parts.engine_state import EngineState
 from deepspeed.runtime.zero.movable_states import Movable, MovableWeights
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+
+if TYPE_CHECKING:
+    from deepspeed.ops.state_files import StateFiles
 
 
 class EngineDeviceMemory:
@@ -27,15 +31,32 @@ class EngineDeviceMemory:
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move the optimizer's state (all, or the kinds in `include`) to the host until
+        """Move the optimizer's state (all, or the kinds in `include`) to the host, or to files
+        ("nvme", below the `nvme_path` of `offload_optimizer` or `offload_param`), until
         `reload_states`: see `runtime.zero.movable_states.Movable.offload_states`. An engine of
         stage 3 without an optimizer has weights alone.
         """
         movable = self.movable_states("offload_states")
+        if device == OffloadDeviceEnum.nvme and movable.files is None:
+            movable.files = self._files()
         movable.offload_states(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         self.movable_states("reload_states").reload_states(non_blocking)
+
+    def _files(self) -> StateFiles:
+        tree = self._engine._config.tree
+        blocks = tree.zero_optimization.offload_optimizer, tree.zero_optimization.offload_param
+        folder = next((block.nvme_path for block in blocks if block and block.nvme_path), None)
+        if folder is None:
+            raise ValueError(
+                "offload_states(device='nvme') needs "
+                "zero_optimization.offload_optimizer.nvme_path, a folder on the disk: add it"
+            )
+        # startup: few runs keep state in files
+        from deepspeed.ops.state_files import StateFiles
+
+        return StateFiles.configured(folder, tree.aio)
 
     def movable_states(self, what: str) -> Movable:
         """Return what may leave the device, or refuse the call `what`."""

@@ -21,6 +21,7 @@ from deepspeed.runtime.optimizers.master_weights import MasterWeights
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 
 if TYPE_CHECKING:
+    from deepspeed.ops.state_files import StateFiles
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 
 # What a forward or a backward cannot do without; a step needs everything.
@@ -78,14 +79,25 @@ class HostPieces:
         self._spare: list[tuple[torch.Tensor, Event | None]] = []
 
     @torch.no_grad()
-    def take(self, kind: OffloadStateTypeEnum, tensors: Iterable[torch.Tensor], pin: bool) -> None:
-        """Move the memory of `tensors` to the host, behind what is issued on the current stream."""
+    def take(
+        self,
+        kind: OffloadStateTypeEnum,
+        tensors: Iterable[torch.Tensor],
+        pin: bool,
+        files: StateFiles | None,
+    ) -> None:
+        """Move the memory of `tensors` to the host, or to files, behind what is issued on the
+        current stream.
+        """
         pieces = self.kinds.setdefault(kind, [])
         for together in _by_memory(tensors):
             spans = [_span(tensor) for tensor in together]
             start, end = min(first for first, _ in spans), max(last for _, last in spans)
             whole = together[0].detach().as_strided((end - start,), (1,), start)
-            host = self._to_host(whole, pin)
+            if files is None:
+                host = self._to_host(whole, pin)
+            else:
+                host = files.zeros(whole.numel(), whole.dtype, shares=True).copy_(whole)
             pieces.append(_Piece(together, host, whole.device))
             _lay(together, host, start)
 
@@ -159,6 +171,7 @@ class Movable(ABC):
 
     def __init__(self, offload: DeepSpeedZeRoOffload | None = None) -> None:
         self._away = HostPieces()
+        self.files: StateFiles | None = None  # for what leaves to "nvme"
         self._offload = offload  # gathers the weights of stage 3
 
     @property
@@ -187,7 +200,7 @@ class Movable(ABC):
         Args:
             include: Which kinds; None: all. What is away already stays so. Masters that are the
                 model's own parameters (fp32) go with `lp_params`.
-            device: "cpu".
+            device: "cpu", or "nvme": to `files`, which the engine has set.
             pin_memory: To page-locked memory, which is kept for the next time.
             non_blocking: Return when the copies are issued: what is on the host may be read after
                 the device has been synchronized, and its memory is given back to this process
@@ -197,13 +210,18 @@ class Movable(ABC):
             ValueError: Another device.
             RuntimeError: Parameters are whole in a running forward or by `GatheredParameters`.
         """
-        if device != OffloadDeviceEnum.cpu:
-            raise ValueError(f"offload_states(device={device!r}) is not supported; use 'cpu'")
+        to_files = device == OffloadDeviceEnum.nvme and self.files is not None
+        if device != OffloadDeviceEnum.cpu and not to_files:
+            raise ValueError(
+                f"offload_states(device={device!r}) is not supported; use 'cpu', or call the "
+                "engine's for 'nvme'"
+            )
         wanted = self.kinds if include is None else [kind for kind in self.kinds if kind in include]
         kinds = [kind for kind in wanted if kind not in self._away.kinds]
         self._leave(kinds)
         for kind in kinds:
-            self._away.take(kind, self.state_tensors(kind), pin_memory)
+            files = self.files if to_files else None
+            self._away.take(kind, self.state_tensors(kind), pin_memory, files)
         if not non_blocking:
             get_accelerator().synchronize()
             get_accelerator().empty_cache()

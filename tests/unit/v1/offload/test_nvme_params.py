@@ -170,6 +170,29 @@ class TestScripts(DistributedTest):
 class TestFolder(DistributedTest):
     world_size = 1
 
+    def test_states_leave_to_files_and_a_part_is_in_files(self, tmp_path: Path) -> None:
+        # Kills: state that goes to memory, or comes back as something else; a part on the device
+        # that is looked for in files, or one on the host that is not in them.
+        wanted = []
+        for kind in ("cpu", "nvme"):
+            part = {"device": kind, "ratio": 0.5, "nvme_path": str(tmp_path)}
+            with simulate() as device, check_streams():
+                engine, model = start("bf16", offload_optimizer=part, **MIXED)
+                train(engine, 1)
+                masters = [group.master for group in engine.optimizer.groups]
+                in_files = [place_in_file(master) is not None for master in masters]
+                assert in_files == [kind == "nvme", False]
+                locked, there = device.simulator.allocator.host.nbytes, device.memory_allocated()
+                engine.offload_states(device=kind)
+                assert device.memory_allocated() < 0.3 * there
+                grown = device.simulator.allocator.host.nbytes - locked
+                assert (grown > 0) == (kind == "cpu"), grown
+                engine.reload_states()
+                train(engine, 1, first=1)
+                engine.destroy()
+            wanted.append(values_of(model))
+        assert same(*wanted) and os.listdir(tmp_path) == []
+
     def test_what_is_refused(self, tmp_path: Path) -> None:
         told = "offload_param.device: 'nvme' needs nvme_path, a folder on the disk: add it"
         with pytest.raises(deepspeed.DeepSpeedConfigError, match=told):
