@@ -100,6 +100,16 @@ def square_root(x: torch.Tensor) -> torch.Tensor:
     return x.double().sqrt_().to(x.dtype)
 
 
+def load_moments(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Load tensors of state once more, in their own dtype."""
+    groups = zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+    for here, there in groups:
+        for param, index in zip(here["params"], there["params"], strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                if isinstance(value, torch.Tensor) and name != "step":
+                    optimizer.state[param][name] = value.detach().clone().to(param.device)
+
+
 class HostOptimizer(torch.optim.Optimizer):
     """An optimizer that updates every element from that element alone, on the host. Parameters are
     kept by identity: schedulers hold them. State is fp32, or else of the parameter's dtype;
@@ -308,9 +318,4 @@ class HostOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore state in its own dtype: torch would round fp32 moments to a bf16 parameter's."""
         super().load_state_dict(state_dict)
-        groups = zip(self.param_groups, state_dict["param_groups"], strict=True)
-        for here, there in groups:
-            for param, index in zip(here["params"], there["params"], strict=True):
-                for name, value in state_dict["state"].get(index, {}).items():
-                    if isinstance(value, torch.Tensor) and name != "step":
-                        self.state[param][name] = value.detach().clone()
+        load_moments(self, state_dict)

@@ -37,6 +37,7 @@ from deepspeed.runtime.optimizers.replicated_optimizer import ReplicatedOptimize
 from deepspeed.runtime.optimizers.settings import ShardSettings, StepSettings
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.group import expert_group_of
+from deepspeed.runtime.sharding.low_precision import LowPrecision
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
@@ -317,6 +318,7 @@ def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSe
         )
     # BF16_Optimizer shards masters at stage 0 too, not for whole-parameter optimizers.
     is_bf16_summed = model_dtype == torch.bfloat16 and accumulation == torch.float32
+    _check_low_precision(basic, context.config, elementwise)
     if shards_state or (is_bf16_summed and elementwise):
         return _sharded(basic, context, stage, accumulation)
     names, steps = context.param_names, _steps(context, is_sharded=False)
@@ -344,6 +346,64 @@ def _check_accumulation(
             f"{stage} is not supported; use fp32, or leave it out to accumulate in the model's "
             "dtype"
         )
+
+
+def _low_precision_key(config: DeepSpeedConfig) -> str | None:
+    """Which key asks for masters in the model's dtype."""
+    fp16, bf16 = config.tree.fp16, config.tree.bf16
+    if fp16.enabled and fp16.fp16_master_weights_and_grads:
+        return "fp16.fp16_master_weights_and_grads"
+    if bf16.enabled and bf16.bf16_master_weights_and_grads:
+        return "bf16.bf16_master_weights_and_grads"
+    return None
+
+
+def _low_precision(config: DeepSpeedConfig) -> LowPrecision | None:
+    if _low_precision_key(config) is None:
+        return None
+    bf16 = config.tree.bf16
+    narrow = bf16.enabled and bf16.bf16_optimizer_states
+    return LowPrecision(
+        torch.bfloat16 if narrow else torch.float32, bf16.enabled and bf16.stochastic_rounding
+    )
+
+
+def _check_low_precision(
+    basic: torch.optim.Optimizer, config: DeepSpeedConfig, elementwise: bool
+) -> None:
+    """Refuse what masters in a short type do not go with."""
+    tree, key = config.tree, _low_precision_key(config)
+    if key is None:
+        for name in ("bf16_optimizer_states", "stochastic_rounding"):
+            if tree.bf16.enabled and getattr(tree.bf16, name):
+                raise DeepSpeedConfigError(
+                    f"bf16.{name}: true without bf16.bf16_master_weights_and_grads, whose updates "
+                    "it is about: set both, or leave it out"
+                )
+        return
+    zero, offload = tree.zero_optimization, tree.zero_optimization.offload_optimizer
+    name = type(basic).__name__
+    problems = {
+        f"zero_optimization.stage: {int(zero.stage)}, which has no masters apart: use stage 1, 2 "
+        "or 3": zero.stage < 1,
+        f"{name}, which does not update every element by itself: use Adam, AdamW, Adagrad, Lion or "
+        "SGD": not elementwise,
+        "data_types.grad_accum_dtype: fp32, which is another type for gradients: leave it out": (
+            parse_dtype(tree.data_types.grad_accum_dtype) == torch.float32
+        ),
+        "reproducibility.world_size_invariant: true, whose sums are fp32: leave one of them out": (
+            tree.reproducibility.world_size_invariant
+        ),
+        "zero_optimization.offload_optimizer.ratio below 1.0, where device and host round apart: "
+        "use 1.0": _offloads(config) and offload is not None and offload.ratio < 1.0,
+        'zero_optimization.offload_optimizer.device: "nvme" and bf16.stochastic_rounding, which '
+        'files are not updated with: use "cpu"': (
+            _lies_in_files(config) and tree.bf16.enabled and tree.bf16.stochastic_rounding
+        ),
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            raise DeepSpeedConfigError(f"{key}: true with {problem}")
 
 
 def _check_canonical(
@@ -471,10 +531,13 @@ def _reduction(context: WrapContext) -> ReductionSettings:
 
 
 def _shards(context: WrapContext, accumulation: torch.dtype | None) -> ShardSettings:
-    zero = context.config.tree.zero_optimization
+    zero, low_precision = context.config.tree.zero_optimization, _low_precision(context.config)
+    short = None if low_precision is None else context.model_dtype
     return ShardSettings(
         instances=context.ranks.parallel_map.optimizer_instances(zero.num_optimizer_instances),
-        grad_dtype=accumulation or torch.float32,
+        master_dtype=short or torch.float32,
+        low_precision=low_precision,
+        grad_dtype=accumulation or short or torch.float32,
         offload=zero.offload_optimizer if _offloads(context.config) else None,
         files=_state_files(context.config),
         round_robin=zero.round_robin_gradients and context.parameter_offload is None,

@@ -48,7 +48,9 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
     hysteresis: Count = option(2, "Overflows needed before the dynamic scale is halved.")
     consecutive_hysteresis: Bool = option(False, "Refill the hysteresis on clean steps too.")
     min_loss_scale: Natural = option(1, "Least dynamic scale, at which overflow is an error.")
-    fp16_master_weights_and_grads: Bool = option(False, "Master weights and gradients in fp16.")
+    fp16_master_weights_and_grads: Bool = option(
+        False, "Master weights and gradients in fp16, moments in fp32 (stages 1 to 3)."
+    )
 
     @property
     def dynamic(self) -> bool:
@@ -76,8 +78,15 @@ class DeepSpeedBF16Config(DeepSpeedConfigModel):
     enabled: Bool = option(False, "Train in bf16.")
     immediate_grad_update: Bool = option(False, "Add each gradient to the fp32 sum as it is made.")
     check_grad_overflow: Bool = option(True, "Skip the step of all if a gradient is not finite.")
-    bf16_master_weights_and_grads: Bool = option(False, "Master weights and gradients in bf16.")
-    bf16_optimizer_states: Bool = option(False, "Keep optimizer state in bf16.")
+    bf16_master_weights_and_grads: Bool = option(
+        False, "Master weights and gradients in bf16 (stages 1 to 3)."
+    )
+    bf16_optimizer_states: Bool = option(
+        False, "Moments in bf16 too, with `bf16_master_weights_and_grads`."
+    )
+    stochastic_rounding: Bool = option(
+        False, "Round masters and moments in bf16 at random, not to the nearest value."
+    )
 
 
 class DataTypesConfig(DeepSpeedConfigModel):

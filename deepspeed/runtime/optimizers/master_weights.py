@@ -5,6 +5,7 @@ out flat and cut into shards; each rank keeps masters, moments and gradients of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from deepspeed.runtime.optimizers.step_outcome import GradientScaling
 from deepspeed.runtime.optimizers.step_sequence import StepSequence, forwarded
 from deepspeed.runtime.sharding.dealt_parameters import DealtParameters
 from deepspeed.runtime.sharding.group import ShardedGroup
+from deepspeed.runtime.sharding.low_precision import LowPrecisionStep
 from deepspeed.runtime.sharding.publisher import Publisher
 from deepspeed.utils.tensor_fragment import logical_shape
 
@@ -123,7 +125,7 @@ class Publishing:
 
 
 class MasterWeights:
-    """fp32 masters in flat groups, and the torch optimizer that updates them.
+    """Masters in flat groups, fp32 mostly, and the torch optimizer that updates them.
 
     Every group of `init_optimizer` keeps its dictionary (schedulers hold on to it); its `params`
     become the owned flat master shard, or one master per parameter if `per_param` is set
@@ -168,8 +170,15 @@ class MasterWeights:
             disk_error = error
         self._raise_disk_error(disk_error)
         self.publishing = Publishing(self.groups, self.settings)
+        how = self.settings.low_precision
+        self._low_precision: LowPrecisionStep | None = None
+        if how is not None:
+            named = [self.names(number) for number in range(len(self.groups))]
+            self._low_precision = LowPrecisionStep(init_optimizer, self.groups, named, how)
         if isinstance(init_optimizer, HostOptimizer):
             init_optimizer.state_files = self.settings.files
+            if how is not None:
+                init_optimizer.fp32_optimizer_states = how.state_dtype == torch.float32
         self.places = {
             param: Place(number, index)
             for number, group in enumerate(self.groups)
@@ -274,7 +283,9 @@ class MasterWeights:
     @torch.no_grad()
     def update(self, scaling: GradientScaling) -> None:
         self.publishing.await_parameters()
-        if isinstance(self.optimizer, HostOptimizer) and not self.per_param:
+        how = self.settings.low_precision
+        is_at_random = how is not None and how.at_random
+        if isinstance(self.optimizer, HostOptimizer) and not self.per_param and not is_at_random:
             publishers = self.publishing.publishers()
             masters = (group.masters[0] for group in self.groups)
             factor = float(scaling.factor)
@@ -289,6 +300,12 @@ class MasterWeights:
                     publisher.abandon()
             self.publishing.publish(delivered=True)
             self._raise_disk_error(disk_error)
+            return
+        if self._low_precision is not None:
+            tracker = self.context.tracker
+            number = tracker.micro_steps // tracker.steps
+            self._low_precision.step(number, partial(scaling.step, self.optimizer))
+            self.publishing.publish()
             return
         groups = self.groups[: len(self.optimizer.param_groups)]
         grads = [group.grad_for_step() for group in groups]

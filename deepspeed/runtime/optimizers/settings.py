@@ -22,6 +22,7 @@ from deepspeed.runtime.optimizers.step_outcome import Outcomes
 if TYPE_CHECKING:
     from deepspeed.ops.state_files import StateFiles
     from deepspeed.runtime.config_models.zero import DeepSpeedZeroOffloadOptimizerConfig
+    from deepspeed.runtime.sharding.low_precision import LowPrecision
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ class ShardSettings:
     # how the data-parallel ranks are split into replicas of the sharded state; None: one instance
     # of all of them
     instances: OptimizerInstances | None = None
-    master_dtype: torch.dtype = torch.float32  # dtype of masters and optimizer state
+    master_dtype: torch.dtype = torch.float32
+    low_precision: LowPrecision | None = None  # of state, if masters are not in fp32
     grad_dtype: torch.dtype = torch.float32  # dtype in which owned gradients are accumulated
     # offload settings of the optimizer state, if on
     offload: DeepSpeedZeroOffloadOptimizerConfig | None = None

@@ -3,6 +3,7 @@
 fragments                   the table of who owns what, and that of stage 3: pure integers
 group                       the tensors of a parameter group, laid out by either
 flattening, cut_rows        copies into the flat buffer, and between whole and cut
+low_precision               steps of masters in bf16 or fp16
 publisher                   how updated shards reach everybody
 dealt_parameters            whole parameters, for optimizers that need them
 model_ranks, model_slices   which ranks hold which parameters, and which slices

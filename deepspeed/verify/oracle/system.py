@@ -132,11 +132,12 @@ class SystemRun:
             self.engine.compile(backend=run.backend)
 
     def values(self) -> Sequence[torch.Tensor]:
-        """This rank's fp32 values of the parameters that it trains."""
+        """This rank's values of the parameters that it trains, in the dtype that masters have."""
         params = list(self.params.values())
         if not self._has_masters():
             return [param.detach() for param in params]
-        return safe_get_full_fp32_params(params)
+        kept_in = self.engine.optimizer.groups[0].master.dtype
+        return [value.to(kept_in) for value in safe_get_full_fp32_params(params)]
 
     def _has_masters(self) -> bool:
         return any(hasattr(param, "_hp_mapping") for param in self.params.values())
