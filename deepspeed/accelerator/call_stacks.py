@@ -8,6 +8,9 @@ import linecache
 import os
 import sys
 import sysconfig
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import CodeType, FrameType
 
 Stack = tuple[tuple[CodeType, int], ...]
@@ -53,11 +56,25 @@ def _is_shown(filename: str) -> bool:
     return not path.startswith(_foreign_directories())
 
 
+_callers: dict[int, FrameType] = {}
+"""Of threads that run for a frame of another one, which waits."""
+
+
+@contextmanager
+def called_from(thread: int) -> Iterator[None]:
+    """Within it, stacks of `thread` go on with the caller's."""
+    _callers[thread] = sys._getframe(1)
+    try:
+        yield
+    finally:
+        del _callers[thread]
+
+
 def capture(max_frames: int = MAX_FRAMES, frame: FrameType | None = None) -> Stack:
     """The innermost user and engine frames of the caller, or of `frame`; reads no source line."""
     frames: list[tuple[CodeType, int]] = []
     frame = frame or sys._getframe(1)
-    depth = 0
+    depth, caller = 0, _callers.get(threading.get_ident())
     # Several times per operator: a dictionary of file names costs a third of what calling a cached
     # function does.
     while frame is not None and depth < MAX_DEPTH:
@@ -70,6 +87,8 @@ def capture(max_frames: int = MAX_FRAMES, frame: FrameType | None = None) -> Sta
             if len(frames) == max_frames:
                 break
         frame = frame.f_back
+        if frame is None:
+            frame, caller = caller, None
         depth += 1
     return tuple(frames)
 

@@ -154,7 +154,8 @@ class Sim_Accelerator(CPU_Accelerator):
             self.simulator.scheduler.capturing = None
 
     def is_capturing(self) -> bool:
-        return self.simulator.scheduler.capturing == threading.get_ident()
+        scheduler = self.simulator.scheduler
+        return scheduler.capturing is not None and threading.get_ident() in scheduler.threads
 
     def name_stream(self, stream: Any, name: str) -> None:
         stream.name = name

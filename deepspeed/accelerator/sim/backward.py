@@ -6,6 +6,9 @@ node on the stream that was current when *it* was made, which is when its parame
 or earlier if somebody holds it. A node's stream waits for those of its producers; at the end the
 caller's stream waits for all streams that accumulated. Hooks run inside of their node.
 
+All of it runs in a thread of its own, as on a device: what a hook asks of its thread, or of locks
+that the caller's holds, is answered as there.
+
 Where several nodes hand gradients to one, the engine adds them up as they come, before that one
 runs. Here it does so on the stream of the later producer, which waits for the sum so far; whoever
 uses the sum waits for the last of them, and no summand's memory is handed out before it was read.
@@ -19,18 +22,26 @@ from __future__ import annotations
 
 import bisect
 import functools
+import os
 import random
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import overrides
 from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch as dispatch
 
+from deepspeed.accelerator.call_stacks import called_from
 from deepspeed.accelerator.sim.host_reads import Patches
 from deepspeed.accelerator.sim.queues import Event, Scheduler, Stream
 
 _MARK = "deepspeed.sim.stream"
+# torch 2.6 does not tell which hooks of saved tensors another thread would have to be given.
+KNOWS_SAVED_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 StreamOf = Callable[[torch.Tensor], Stream]
 
 
@@ -51,6 +62,51 @@ class _MarkAccumulation(TorchFunctionMode):
         return result
 
 
+@functools.cache
+def _backward_thread() -> tuple[ThreadPoolExecutor, int]:
+    """One for all simulated devices of a process, as events of one may be asked for later; its
+    identity.
+    """
+    pool = ThreadPoolExecutor(1, "backward of the simulated device")
+    return pool, pool.submit(threading.get_ident).result()
+
+
+os.register_at_fork(after_in_child=_backward_thread.cache_clear)
+
+
+def _as_in_the_caller(backward: Callable[[], Any]) -> Callable[[], Any]:
+    """`backward` for another thread, with what torch hands on from the caller's: modes, hooks of
+    saved tensors, autocast, whether gradients are on.
+    """
+    saved = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    dtype, is_on = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
+    contexts: list[AbstractContextManager[Any]] = [
+        *[_pushed(overrides, mode) for mode in overrides._get_current_function_mode_stack()],
+        *[_pushed(dispatch, mode) for mode in dispatch._get_current_dispatch_mode_stack()],
+        *([] if saved is None else [torch.autograd.graph.saved_tensors_hooks(*saved[:2])]),
+        torch.autocast("cpu", dtype, is_on),
+    ]
+    grads_on = torch.is_grad_enabled()
+
+    def run() -> Any:
+        with ExitStack() as stack, torch.set_grad_enabled(grads_on):
+            for context in contexts:
+                stack.enter_context(context)
+            return backward()
+
+    return run
+
+
+@contextmanager
+def _pushed(modes: Any, mode: object) -> Iterator[None]:
+    """Within it, a mode is on the stack of `modes`, the module."""
+    modes._push_mode(mode)
+    try:
+        yield
+    finally:
+        modes._pop_mode()
+
+
 class BackwardStreams:
     """Runs every backward on the streams that a device would choose. Accumulation nodes are spread
     over `num_side_streams`, placed by the seed, as a compiled backward may; 0 is autograd's own
@@ -66,6 +122,7 @@ class BackwardStreams:
         self._streams: list[Stream] = [scheduler.default]
         self._chosen: StreamOf | None = None
         self._running = False
+        scheduler.threads.add(_backward_thread()[1])
 
     def install(self, patches: Patches) -> None:
         self.switched(self._scheduler.current)
@@ -75,8 +132,13 @@ class BackwardStreams:
     def _entry(self, original: Any, captures: bool) -> Any:
         def entry(*args: Any, **kwargs: Any) -> Any:
             roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+            backward = functools.partial(original, *args, **kwargs)
+            pool, thread = _backward_thread()
             with self.of(roots, captures):
-                return original(*args, **kwargs)
+                if threading.get_ident() == thread or not KNOWS_SAVED_HOOKS:
+                    return backward()  # one inside of another, or torch 2.6
+                with called_from(thread):
+                    return pool.submit(_as_in_the_caller(backward)).result()
 
         return functools.wraps(original)(entry)
 

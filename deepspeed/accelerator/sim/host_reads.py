@@ -44,11 +44,14 @@ class Patches:
 
 
 def _reading(
-    name: str, read: Callable[[str, torch.Tensor], None], thread: int, original: Any
+    name: str, read: Callable[[str, torch.Tensor], None], threads: set[int], original: Any
 ) -> Any:
     @functools.wraps(original)
     def reader(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread or type(self) not in (torch.Tensor, torch.nn.Parameter):
+        if threading.get_ident() not in threads or type(self) not in (
+            torch.Tensor,
+            torch.nn.Parameter,
+        ):
             return original(self, *args, **kwargs)
         read(name, self)
         # What it calls works on memory that is complete now, and its result is the host's.
@@ -62,13 +65,13 @@ def patch_host_reads(
     patches: Patches,
     read: Callable[[str, torch.Tensor], None],
     record_stream: Callable[[torch.Tensor, Any], None],
+    threads: set[int],
 ) -> None:
     """Wrap every method that looks at memory: `read` is called before the host looks, with the
-    method's name; `record_stream` is what `Tensor.record_stream` does meanwhile.
+    method's name, in those `threads`; `record_stream` is what `Tensor.record_stream` does.
     """
-    thread = threading.get_ident()
     for owner, name in _READERS:
-        patches.replace(owner, name, functools.partial(_reading, name, read, thread))
+        patches.replace(owner, name, functools.partial(_reading, name, read, threads))
     patches.replace(
         torch.Tensor,
         "record_stream",

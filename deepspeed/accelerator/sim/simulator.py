@@ -47,7 +47,12 @@ class Simulator:
         self.is_active = True
         self.scheduler.activate()
         self.operators.__enter__()
-        patch_host_reads(self._patches, self._host_reads, self.allocator.record_stream)
+        patch_host_reads(
+            self._patches,
+            self._host_reads,
+            self.allocator.record_stream,
+            self.scheduler.threads,
+        )
         self.backward.install(self._patches)
 
     def close(self) -> None:

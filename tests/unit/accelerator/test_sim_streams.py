@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.sim.backward import KNOWS_SAVED_HOOKS
 from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
 from deepspeed.runtime.streams import SideStream
 from deepspeed.verify import check_streams
@@ -185,6 +187,29 @@ def test_hooks_find_the_stream_of_their_node(sim: Sim_Accelerator) -> None:
     assert sim.current_stream() is sim.default_stream()
     assert [weight.grad.tolist() for weight in weights] == [[1.0] * 4, [2.0] * 4]
     assert all(len(weight._backward_hooks) == 2 for weight in weights)
+
+
+@pytest.mark.skipif(not KNOWS_SAVED_HOOKS, reason="torch 2.6 does not tell hooks of saved tensors")
+def test_backward_is_in_a_thread_of_its_own(sim: Sim_Accelerator) -> None:
+    # Kills: hooks in the caller's thread, whose locks and thread-local values a device's do not
+    # find; modes, autocast and hooks that do not reach it; errors that stay there.
+    leaf, local, seen = torch.ones(3, requires_grad=True), threading.local(), list[Any]()
+    local.value = 1
+
+    def hook(grad: torch.Tensor) -> torch.Tensor:
+        seen.append((hasattr(local, "value"), threading.current_thread().name.split("_")[0]))
+        seen.append((torch.is_autocast_enabled("cpu"), sim.current_stream()))
+        assert len(seen) < 3, "a second backward"
+        return grad * 2
+
+    leaf.register_hook(hook)
+    with torch.autocast("cpu"):
+        (leaf * 3).sum().backward()
+        with pytest.raises(AssertionError, match="a second backward"):
+            (leaf * 3).sum().backward()
+    assert leaf.grad is not None and leaf.grad.tolist() == [6.0] * 3
+    assert seen[0] == (False, "backward of the simulated device")
+    assert seen[1] == (True, sim.default_stream())
 
 
 def test_nodes_run_where_forward_made_them(sim: Sim_Accelerator) -> None:

@@ -262,8 +262,8 @@ class TestThreads(DistributedTest):
         assert not soon_none(before)
 
     def test_simulated_device(self) -> None:
-        before = set(threading.enumerate())
         with simulate():
+            before = set(threading.enumerate())  # with that of its backward, which stays
             engine = engine_of(2)
             train(engine)
             engine.destroy()
