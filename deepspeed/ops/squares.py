@@ -38,7 +38,7 @@ def _norms(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     whole = tensor.numel() // HOST_PIECE * HOST_PIECE
     if whole and not runs_ahead(tensor) and tensor.is_contiguous():
         flat = tensor.view(-1)
-        for part in flat[:whole].split(HOST_NORMED):
+        for part in flat[:whole].split(whole if tensor.dtype == torch.float32 else HOST_NORMED):
             yield _norm(part.view(-1, HOST_PIECE), dim=1)
         tensor = flat[whole:]
     if tensor.numel():
