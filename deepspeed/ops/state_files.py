@@ -12,14 +12,14 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import IO, Any, NamedTuple
 
 import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.file_trace import MappedFile
-from deepspeed.ops.aio.handle import AsyncIOHandle
+from deepspeed.ops.aio.handle import AsyncIOHandle, multiple, wait_for_all
 from deepspeed.ops.aio.locked import new_cpu_locked_tensor
 from deepspeed.utils import memory_names
 from deepspeed.utils.exceptions import disk_error
@@ -137,7 +137,7 @@ class StateFiles:
         """
         if not numel:
             return torch.zeros(0, dtype=dtype)
-        size = -(-numel * dtype.itemsize // BLOCK) * BLOCK
+        size = multiple(numel * dtype.itemsize, BLOCK)
         if not shares or size > SHARED_BYTES:
             return self._file(size, size).view(dtype)[:numel]
         if self._shared is None or self._shared[1] + size > SHARED_BYTES:
@@ -256,7 +256,7 @@ class Windows:
         slot = self._slots[number % NUM_WINDOWS]
         for index, (tensor, file) in enumerate(zip(self._tensors, self._files, strict=True)):
             offset = number * WINDOW_NUMEL * tensor.dtype.itemsize
-            left = -(-(tensor.nbytes - offset) // BLOCK) * BLOCK
+            left = multiple(tensor.nbytes - offset, BLOCK)
             size = min(WINDOW_NUMEL * tensor.dtype.itemsize, left)
             yield slot.bytes_of(index)[:size], file, offset
 
@@ -268,11 +268,5 @@ class Windows:
             if error is None:
                 self._leave()
         finally:
-            errors = []
-            for slot in self._slots:
-                try:
-                    slot.handle.wait()
-                except OSError as failed:
-                    errors.append(failed)
-            if errors and error is None:
-                raise errors[0]
+            with nullcontext() if error is None else suppress(OSError):
+                wait_for_all(slot.handle for slot in self._slots)

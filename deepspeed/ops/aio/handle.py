@@ -7,9 +7,9 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -231,7 +231,8 @@ class AsyncIOHandle:
         """
         with self._lock:
             pending, self._pending = self._pending, []
-        return _wait_for(pending)
+        wait_for_all(pending)
+        return len(pending)
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
         """Return host memory that files are read into without a copy, of the tensor's dtype."""
@@ -264,7 +265,8 @@ class AsyncIOHandle:
             with self._lock:
                 self._pending.append(operation)
             return 0
-        return _wait_for([operation])
+        operation.wait()
+        return 1
 
     def _submit(
         self, buffer: torch.Tensor, filename: str | int, is_write: bool, validate: bool, offset: int
@@ -287,7 +289,7 @@ class AsyncIOHandle:
                 *(end - begin, begin, file.alignment),
             )
             blocks = self._how._replace(
-                block_size=min(_MAX_BLOCK, _multiple(self._how.block_size, file.alignment.file)),
+                block_size=min(_MAX_BLOCK, multiple(self._how.block_size, file.alignment.file)),
                 queue_depth=min(_MAX_DEPTH, self._how.queue_depth),
             )
             if plain:
@@ -351,20 +353,25 @@ def deepspeed_memcpy(dst: torch.Tensor, src: torch.Tensor) -> int:
     return 0
 
 
-def _multiple(size: int, of: int) -> int:
+def multiple(size: int, of: int) -> int:
+    """The least multiple of `of` that is not below `size`."""
     return -(-size // of) * of
 
 
-def _wait_for(operations: list[_Operation]) -> int:
+class _Waitable(Protocol):
+    def wait(self) -> object: ...
+
+
+def wait_for_all(several: Iterable[_Waitable]) -> None:
+    """Wait for all of them, and raise the first OSError only then."""
     errors = []
-    for operation in operations:
+    for one in several:
         try:
-            operation.wait()
+            one.wait()
         except OSError as error:
             errors.append(error)
     if errors:
         raise errors[0]
-    return len(operations)
 
 
 def _compare(memory: torch.Tensor, path: str, offset: int) -> None:

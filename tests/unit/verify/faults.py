@@ -114,7 +114,7 @@ streams: state in files, 1 rank
     Windows._begin: slot.handle.wait() -> pass
   state is looked at before its last windows are written =>
       never waits for <file lane.*which wrote.*shard(.|\n)*_leave(.|\n)*safe_get_full
-    Windows.__exit__: slot.handle.wait() -> pass
+    Windows.__exit__: wait_for_all(slot.handle for slot in self._slots) -> pass
   only the first window is waited for at the end =>
       never waits for <file lane.*which wrote.*shard(.|\n)*_leave(.|\n)*safe_get_full
     Windows.__exit__: self._slots -> self._slots[:1]
@@ -123,7 +123,7 @@ streams: state in files, 1 rank
   the last window is written when nobody waits any more =>
       never waits for <file lane.*which wrote.*shard(.|\n)*_leave(.|\n)*safe_get_full
     Windows.__exit__: if error is None: self._leave() -> pass
-    Windows.__exit__: if errors and error is None: raise errors[0] -> ...; self._leave()
+    Windows.__exit__: wait_for_all(slot.handle for slot in self._slots) -> ...; self._leave()
   a window is read by another one's handle =>
       the host never waits for <file lane.*which wrote.*window(.|\n)*_begin
     Windows._begin: slot.handle.async_pread(memory, file, offset) -> self._slots[number - 1 - number
@@ -156,9 +156,9 @@ streams: fp32 state in files, 1 rank
 streams: files by handles, 1 rank
   a handle waits for the first of several =>
       never waits for <file lane.*(.|\n)*write of .*/other on(.|\n)*by_handles
-    AsyncIOHandle.wait: _wait_for(pending) -> _wait_for(pending[:1])
+    AsyncIOHandle.wait: wait_for_all(pending) -> wait_for_all(pending[:1])
   a handle waits for nothing => never waits for <file lane.*(.|\n)*async_p(.|\n)*by_handles
-    AsyncIOHandle.wait: _wait_for(pending) -> len(pending)
+    AsyncIOHandle.wait: wait_for_all(pending) -> pass
   a handle does not note what it has begun =>
       never waits for <file lane.*(.|\n)*async_p(.|\n)*by_handles
     AsyncIOHandle._begin: self._pending.append(operation) -> pass
@@ -167,7 +167,7 @@ streams: files by handles, 1 rank
     AsyncIOHandle._pool: self._threads is None or self._process != os.getpid() -> True
   a synchronous write returns at once =>
       never waits for <file lane.*which read(.|\n)*sync_pwrite(.|\n)*by_handles
-    AsyncIOHandle._begin: _wait_for([operation]) -> 1
+    AsyncIOHandle._begin: operation.wait() -> pass
   a file is closed before its last bytes are written =>
       <file lane.*which wrote bytes .* of file .*/two(.|\n)*close(.|\n)*sync_pread
     FastFileWriter.close: self._handle.wait() -> pass

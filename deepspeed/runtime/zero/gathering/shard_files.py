@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from deepspeed.accelerator import Event, get_accelerator
-from deepspeed.ops.aio.handle import AsyncIOHandle
+from deepspeed.ops.aio.handle import AsyncIOHandle, multiple, wait_for_all
 from deepspeed.ops.state_files import BLOCK, file_of, keep_in_memory, place_in_file
 from deepspeed.utils import memory_names
 
@@ -71,7 +71,7 @@ class _Slot:
         place = place_in_file(part)
         assert place is not None, "asked before"
         lead = place.start % BLOCK
-        size = -(-(lead + part.nbytes) // BLOCK) * BLOCK
+        size = multiple(lead + part.nbytes, BLOCK)
         self._own = self.memory[lead : lead + part.nbytes].view(part.dtype)
         self._handle.async_pread(self.memory[:size], file_of(part), place.start - lead)
 
@@ -106,7 +106,7 @@ class ShardReads:
         for shard in shards:
             left = keep_in_memory(shard, left)
             part = min(shard.numel(), self.settings.buffer_numel) * shard.element_size()
-            most = max(most, -(-part // BLOCK) * BLOCK)
+            most = max(most, multiple(part, BLOCK))
         if most != self._part_bytes:
             self.drop()
             self._free.clear()
@@ -200,11 +200,4 @@ class ShardWrites:
         Raises:
             OSError: something cannot be written.
         """
-        errors = []
-        for handle in self._handles:
-            try:
-                handle.wait()
-            except OSError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        wait_for_all(self._handles)
