@@ -172,7 +172,9 @@ class MasterWeights:
         self.publishing = Publishing(self.groups, self.settings)
         how = self.settings.low_precision
         self._low_precision: LowPrecisionStep | None = None
-        if how is not None:
+        # Optimizers on the host round to the nearest in their own pass.
+        on_host = isinstance(init_optimizer, HostOptimizer)
+        if how is not None and (how.at_random or not on_host):
             named = [self.names(number) for number in range(len(self.groups))]
             self._low_precision = LowPrecisionStep(init_optimizer, self.groups, named, how)
         if isinstance(init_optimizer, HostOptimizer):
@@ -283,9 +285,13 @@ class MasterWeights:
     @torch.no_grad()
     def update(self, scaling: GradientScaling) -> None:
         self.publishing.await_parameters()
-        how = self.settings.low_precision
-        is_at_random = how is not None and how.at_random
-        if isinstance(self.optimizer, HostOptimizer) and not self.per_param and not is_at_random:
+        if self._low_precision is not None:
+            tracker = self.context.tracker
+            number = tracker.micro_steps // tracker.steps
+            self._low_precision.step(number, partial(scaling.step, self.optimizer))
+            self.publishing.publish()
+            return
+        if isinstance(self.optimizer, HostOptimizer) and not self.per_param:
             publishers = self.publishing.publishers()
             masters = (group.masters[0] for group in self.groups)
             factor = float(scaling.factor)
@@ -300,12 +306,6 @@ class MasterWeights:
                     publisher.abandon()
             self.publishing.publish(delivered=True)
             self._raise_disk_error(disk_error)
-            return
-        if self._low_precision is not None:
-            tracker = self.context.tracker
-            number = tracker.micro_steps // tracker.steps
-            self._low_precision.step(number, partial(scaling.step, self.optimizer))
-            self.publishing.publish()
             return
         groups = self.groups[: len(self.optimizer.param_groups)]
         grads = [group.grad_for_step() for group in groups]

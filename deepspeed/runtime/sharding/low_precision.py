@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -41,13 +42,15 @@ class ElementBits:
     def __init__(self, group: ShardedGroup, names: Sequence[str]) -> None:
         words = (hashlib.sha256(name.encode()).digest()[:8] for name in names)
         self._bases = [int.from_bytes(word, "big", signed=True) for word in words]
-        self._group = group
+        self._master = group.master
+        self._parts = group.table.of_shard(group.shard_rank)
+        self._starts = [part.shard_start for part in self._parts]
 
     def of(self, step: int, start: int, end: int) -> torch.Tensor:
         """64 bits for each of the elements `start` to `end` of the shard: int64."""
-        group = self._group
-        bits = torch.zeros_like(group.master[start:end], dtype=torch.int64)
-        for part in group.table.of_shard(group.shard_rank):
+        bits = torch.zeros_like(self._master[start:end], dtype=torch.int64)
+        begin = max(0, bisect_right(self._starts, start) - 1)
+        for part in self._parts[begin : bisect_left(self._starts, end)]:
             first, last = max(start, part.shard_start), min(end, part.shard_start + part.numel)
             if first < last:
                 base = self._bases[part.param] + part.param_start + first - part.shard_start
