@@ -5,7 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +16,7 @@ from deepspeed.comm import discovery, initialization, utils
 from deepspeed.comm.discovery import first_slurm_host
 from unit.comm.starts import verdict
 from unit.common import DistributedTest, get_master_port
-from unit.launcher.starting import ROOT
+from unit.launcher.starting import ROOT, until
 
 FOREIGN = ("OMPI_", "PMI_", "MPI_", "MV2_", "SLURM_", "AZUREML_", "SM_")
 OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -266,7 +265,7 @@ def test_what_is_not_well_is_told(tmp_path: Path, told: str) -> None:
         pids.append(os.posix_spawn(sys.executable, words, os.environ, **how))
         os.close(output)
     hangs = told == "File"
-    while hangs and "registered" not in (tmp_path / "rank0.out").read_text():
-        time.sleep(0.02)
+    if hangs:
+        until(lambda: "registered" in (tmp_path / "rank0.out").read_text())
     said = verdict(pids, tmp_path, limit_s=0.3 if hangs else 60.0)
     assert told in said and bool(said) is bool(told)

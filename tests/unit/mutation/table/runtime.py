@@ -203,4 +203,14 @@ v1/offload/test_nvme_params.py -k reads_ahead
 v1/offload/test_nvme_offload.py -k errors_of
   what could not be written is nobody's
     Windows.__exit__: nullcontext() if error is None else suppress(OSError) -> suppress(OSError)
+v1/bf16/test_low_precision.py -k test_bits
+  random bits are those of the first step
+    ElementBits.of: step * _GAMMA -> 0
+  values of an element share their random bits
+    LowPrecisionStep._round: place % _DRAWS -> 0
+  the first piece of a master leaves its state to the second
+    _Parts.step: self._old -> self._state
+v1/bf16/test_low_precision.py -k checkpoint
+  fp32 moments are loaded in the dtype of masters
+    LowPrecisionStep._load_moments: load_moments(optimizer, self._loaded) -> pass
 """)

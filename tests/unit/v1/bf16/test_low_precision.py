@@ -15,6 +15,7 @@ from torch import nn
 import deepspeed
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
+from deepspeed.runtime.gradients.norm import clip_factor
 from deepspeed.runtime.sharding import low_precision
 from deepspeed.runtime.sharding.low_precision import round_at_random
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -28,7 +29,7 @@ MASTERS = ("bf16_master_weights_and_grads",)
 NARROW = (*MASTERS, "bf16_optimizer_states")
 RANDOM = (*NARROW, "stochastic_rounding")
 MOMENTS = ("exp_avg", "exp_avg_sq")
-STEPS, RANKS, MICRO_BATCHES = 4, 2, 2
+STEPS, RANKS, MICRO_BATCHES, CLIP = 4, 2, 2, 1.0
 ADAM = {"lr": 0.01, "weight_decay": 0.1}
 State = dict[str, torch.Tensor]
 
@@ -63,24 +64,35 @@ def random_bits(name: str, numel: int, step: int) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def rounded(value: torch.Tensor, bits: np.ndarray | None, place: int) -> torch.Tensor:
+def rounded(
+    value: torch.Tensor, bits: np.ndarray | None, place: int, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
     if bits is None:
-        return value.to(torch.bfloat16)
+        return value.to(dtype)
     own = (bits >> np.uint64(16 * place)) & np.uint64(0xFFFF)
     words = value.numpy().reshape(-1).view(np.uint32) + own.astype(np.uint32)
     upper = torch.from_numpy((words & np.uint32(0xFFFF0000)).view(np.float32))
     return upper.view(value.shape).to(torch.bfloat16)
 
 
-def one_process(adam: Callable[..., torch.optim.Optimizer], how: Sequence[str]) -> State:
-    """Masters and moments after all steps, each rounded once in a step."""
-    params = {name: p.detach().bfloat16() for name, p in seeded(Products).named_parameters()}
+def one_process(
+    adam: Callable[..., torch.optim.Optimizer],
+    how: Sequence[str],
+    norms: Sequence[float] = (),
+    dtype: torch.dtype = torch.bfloat16,
+) -> State:
+    """Masters and moments after all steps, each rounded once in a step; gradients are clipped by
+    these `norms`.
+    """
+    params = {name: p.detach().to(dtype) for name, p in seeded(Products).named_parameters()}
     states: dict[str, dict[str, Any]] = {name: {} for name in params}
     for step in range(STEPS):
         batches = [batch(step, number) for number in range(RANKS * MICRO_BATCHES)]
         for name, stored in params.items():
             param = nn.Parameter(stored.float())
             param.grad = torch.stack([one[name] for one in batches]).float().mean(0)
+            if norms:
+                param.grad *= clip_factor(norms[step], CLIP)
             optimizer = adam([param], **ADAM)
             widened = {
                 key: value.float() if key in MOMENTS else value
@@ -91,7 +103,7 @@ def one_process(adam: Callable[..., torch.optim.Optimizer], how: Sequence[str]) 
             bits = None
             if "stochastic_rounding" in how:
                 bits = random_bits(name, param.numel(), step)
-            params[name] = rounded(param.detach(), bits, 0)
+            params[name] = rounded(param.detach(), bits, 0, dtype)
             states[name] = dict(optimizer.state[param])
             if "bf16_optimizer_states" in how:
                 for place, key in enumerate(MOMENTS, 1):
@@ -104,12 +116,13 @@ def one_process(adam: Callable[..., torch.optim.Optimizer], how: Sequence[str]) 
     return {**{name: param.float() for name, param in params.items()}, **moments}
 
 
-def start(stage: int, how: Sequence[str], **zero: Any) -> Any:
+def start(stage: int, how: Sequence[str], clip: float = 0.0, **zero: Any) -> Any:
     config = config_of(
         stage,
         1,
         MICRO_BATCHES,
         optimizer={"type": "Adam", "params": ADAM},
+        gradient_clipping=clip,
         bf16=dict.fromkeys(("enabled", *how), True),
         zero_optimization=zero,
     )
@@ -119,12 +132,15 @@ def start(stage: int, how: Sequence[str], **zero: Any) -> Any:
 
 # Several pieces, of which the last is short, and parameters across their ends.
 @mock.patch.object(low_precision, "HOST_NUMEL", 24)
-def train(engine: Any, first: int = 0, end: int = STEPS) -> None:
-    rank = engine.global_rank
+def train(engine: Any, first: int = 0, end: int = STEPS) -> list[float]:
+    """Train these steps; their gradients' norms."""
+    rank, norms = engine.global_rank, []
     for step in range(first, end):
         for number in range(MICRO_BATCHES):
             engine.backward(engine(**batch(step, RANKS * number + rank)))
             engine.step()
+        norms.append(engine.get_global_grad_norm())
+    return norms
 
 
 def state_of(engine: Any) -> State:
@@ -138,9 +154,14 @@ def state_of(engine: Any) -> State:
 
 def check_equal(found: State, wanted: State) -> None:
     for name, value in wanted.items():
-        # torch's fused Adam rounds fp32 otherwise where a vector is not full; bf16 hides it.
-        is_short = torch.equal(value, value.bfloat16().float())
+        # torch's fused Adam rounds fp32 otherwise where a vector is not full; 16 bits hide it.
+        shorter = (value.bfloat16(), value.half())
+        is_short = any(torch.equal(value, short.float()) for short in shorter)
         assert torch.allclose(found[name], value, rtol=0 if is_short else 2e-7, atol=0), name
+
+
+def offloaded(device: str, **keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"offload_optimizer": {"device": device, **keys}}}
 
 
 def bytes_of_state(engine: Any) -> int:
@@ -165,14 +186,16 @@ def bytes_of_state(engine: Any) -> int:
 class TestLowPrecision(DistributedTest):
     world_size = RANKS
 
-    @each_pair(stage=(1, 2, 3), how=(MASTERS, NARROW, RANDOM), offload=("none", "cpu"))
-    def test_bits(self, stage: int, how: tuple[str, ...], offload: str) -> None:
-        # Kills: two roundings, a moment in another type, a count of steps per piece, bits by the
-        # place in a shard, one draw for two values.
+    @each_pair(
+        stage=(1, 2, 3), how=(MASTERS, NARROW, RANDOM), offload=("none", "cpu"), clip=(0.0, CLIP)
+    )
+    def test_bits(self, stage: int, how: tuple[str, ...], offload: str, clip: float) -> None:
+        # Kills: two roundings, a gradient that is clipped in bf16, a moment in another type, a
+        # count of steps per piece, bits by the place in a shard, one draw for two values.
         adam = FusedAdam if offload == "none" else DeepSpeedCPUAdam
-        engine = start(stage, how, offload_optimizer={"device": offload})
-        train(engine)
-        check_equal(state_of(engine), one_process(adam, how))
+        engine = start(stage, how, clip, offload_optimizer={"device": offload})
+        norms = train(engine)
+        check_equal(state_of(engine), one_process(adam, how, norms if clip else ()))
         engine.destroy()
 
     def test_memory(self) -> None:
@@ -203,7 +226,7 @@ class TestLowPrecision(DistributedTest):
         resumed.destroy()
         check_equal(get_fp32_state_dict_from_zero_checkpoint(tmpdir, tag), weights)
 
-    def test_refusals(self) -> None:
+    def test_refusals(self, tmpdir: str) -> None:
         # Each is a fault that would train something else.
         rows: tuple[tuple[str, int, tuple[str, ...], dict[str, Any]], ...] = (
             ("without bf16.bf16_master", 2, ("bf16_optimizer_states",), {}),
@@ -212,6 +235,8 @@ class TestLowPrecision(DistributedTest):
             ("leave it out", 1, MASTERS, {"data_types": {"grad_accum_dtype": "fp32"}}),
             ("leave one", 1, MASTERS, {"reproducibility": {"world_size_invariant": True}}),
             ("Lamb", 1, MASTERS, {"optimizer": {"type": "Lamb", "params": {"lr": 0.1}}}),
+            ("ratio below 1.0", 3, MASTERS, offloaded("cpu", ratio=0.5)),
+            ("files are not", 1, RANDOM, offloaded("nvme", nvme_path=str(tmpdir))),
         )
         for words, stage, how, more in rows:
             given = {"optimizer": {"type": "Adam", "params": ADAM}, **more}
@@ -224,7 +249,7 @@ class TestFp16(DistributedTest):
     world_size = RANKS
 
     def test_a_step_that_is_skipped(self) -> None:
-        # Kills: moments or masters of a skipped step, a factor that is rounded to fp16 by itself.
+        # Kills: moments or masters of a skipped step, masters in another type.
         config = config_of(
             2,
             1,
@@ -233,18 +258,16 @@ class TestFp16(DistributedTest):
             fp16={"enabled": True, "loss_scale": 8, "fp16_master_weights_and_grads": True},
         )
         engine, *_ = deepspeed.initialize(model=seeded(Products), config=config)
-        assert engine.optimizer.groups[0].master.dtype == torch.float16
         train(engine, end=2)
         before = state_of(engine)
         engine.backward(engine(torch.full((37, 5), float("inf")), torch.zeros(13)))
         engine.step()
-        train(engine, first=2, end=2)
         engine.backward(engine(**batch(0, engine.global_rank)))
         engine.step()
         assert engine.skipped_steps == 1
         check_equal(state_of(engine), before)
-        train(engine, first=2, end=3)
-        assert not torch.equal(state_of(engine)["weight"], before["weight"])
+        train(engine, first=2)
+        check_equal(state_of(engine), one_process(FusedAdam, (), dtype=torch.float16))
         engine.destroy()
 
 
