@@ -51,6 +51,18 @@ def straight_and_resumed(script: str, out: Path, runs: Sequence[str]) -> dict[st
     return {"straight": straight, "resumed": launch(script, out, *runs, "--resume")}
 
 
+def on_each_number_of_ranks(
+    script: str, out: Path, runs: Sequence[str], equal: Sequence[str]
+) -> list[Any]:
+    """What runs tell on 1, 2 and 3 ranks, one on each; what they tell under `equal` is so."""
+    told = [
+        launch(script, out, run, processes=ranks)[run] for ranks, run in enumerate(runs, start=1)
+    ]
+    for key in equal:
+        assert all(one[key] == told[0][key] for one in told), key
+    return told
+
+
 def assert_alike(steps: int, one: Any, two: Any, three: Any) -> None:
     """Stages 1, 2 and 3 have trained alike. bf16 gradients are summed over micro-batches before the
     reduction at stage 1 and after it at stages 2 and 3. Those two sum the norm in another order.

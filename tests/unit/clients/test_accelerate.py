@@ -5,7 +5,12 @@ from typing import Any
 
 import pytest
 
-from .launching import assert_alike, launch, need, straight_and_resumed
+from .launching import (
+    assert_alike,
+    need,
+    on_each_number_of_ranks,
+    straight_and_resumed,
+)
 
 STEPS, SAVED_AT = 4, 2
 # The stage, and what the plugin is made from. `make campaign NAME=clients` has the others.
@@ -54,9 +59,6 @@ def test_all_stages_train_alike(runs: dict[str, Any]) -> None:
 def test_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
     # Kills: a loader that deals samples, a division by steps that are others on other ranks.
     need("accelerate", "transformers")
-    one, *others = (
-        launch("train_with_accelerate.py", tmp_path, word, processes=ranks)[word]
-        for word, ranks in (("2-bits", 1), ("3-bits", 2), ("1-bits", 3))
-    )
-    for key in ("loss", "grad_norm", "learning_rate", "digest"):
-        assert [other[key] for other in others] == [one[key]] * 2, key
+    equal = ("loss", "grad_norm", "learning_rate", "digest")
+    runs = ("2-bits", "3-bits", "1-bits")
+    on_each_number_of_ranks("train_with_accelerate.py", tmp_path, runs, equal)

@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from .launching import assert_alike, launch, need, straight_and_resumed
+from .launching import (
+    assert_alike,
+    need,
+    on_each_number_of_ranks,
+    straight_and_resumed,
+)
 
 STEPS, SAVED_AT = 4, 2
 # Whose optimizer and schedule, and the stage: the DeepSpeed configuration's, or the Trainer's own,
@@ -69,11 +74,8 @@ def test_the_files_lie_where_the_trainer_looks_for_them(runs: dict[str, Any], na
 def test_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
     # Kills: a loader that deals samples, a loss whose divisor is left in the gradients.
     need("transformers", "accelerate")
-    one, *others = (
-        launch("train_with_trainer.py", tmp_path, word, processes=ranks)[word]
-        for word, ranks in (("bits-2", 1), ("bits-3", 2), ("bits-1", 3))
-    )
-    for key in ("grad_norm", "learning_rate", "weights", "digest"):
-        assert [other[key] for other in others] == [one[key]] * 2, key
+    equal = ("grad_norm", "learning_rate", "weights", "digest")
+    runs = ("bits-2", "bits-3", "bits-1")
+    one, *others = on_each_number_of_ranks("train_with_trainer.py", tmp_path, runs, equal)
     for other in others:  # the Trainer's own mean over ranks
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
