@@ -142,7 +142,7 @@ def _layout(state: TrainingState, sequence: StepSequence) -> dict[str, Any]:
         **host_degrees(state.parallel_map),
         "gradient_accumulation_steps": state.tracker.divisor,
         "zero_optimization.stage": int(config.zero_optimization_stage),
-        "reproducibility.world_size_invariant": (config.tree.reproducibility.world_size_invariant),
+        "reproducibility.world_size_invariant": config.tree.reproducibility.world_size_invariant,
         "optimizer": type(sequence).__name__,
         "the trained parameters": _digest(trained),
         "the layout of their gradients (buckets, groups)": _digest(sequence.gradient_layout()),
