@@ -9,12 +9,13 @@ states and autocast, and save their inputs as `configure` says (`saved_inputs`).
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils import checkpoint as torchs
 
 from deepspeed._lazy import lazy_attributes
 from deepspeed.accelerator import get_accelerator
@@ -87,6 +88,8 @@ def configure(
         by_client=True,
     )
     settings.choose(chosen)
+    if chosen.cpu:
+        _move_inputs_of_torchs()
 
 
 def _chosen(argument: object, block: object, key: str, default: object) -> Any:
@@ -327,7 +330,7 @@ def recomputed(function: Callable[..., Any], /, *args: object, **kwargs: object)
     """
     leaves, arguments = pytree.tree_flatten((args, kwargs))
     flat = _Flat(function, arguments)
-    results = torch_checkpoint(
+    results = torchs.checkpoint(
         flat,
         *leaves,
         use_reentrant=False,
@@ -336,3 +339,35 @@ def recomputed(function: Callable[..., Any], /, *args: object, **kwargs: object)
         context_fn=lambda: (_boundary("forward"), _Recomputation()),
     )
     return flat.nested(results)
+
+
+# -- torch's ---------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _move_inputs_of_torchs() -> None:
+    """From now on the host has inputs of `torch.utils.checkpoint.checkpoint` too, which models such
+    as those of transformers call, where the settings say so.
+
+    They have it by name: what is replaced is what it calls. Parts of inputs over tensor-parallel
+    ranks are for those who ask for them, by our functions: such inputs must be equal on all ranks.
+    """
+    generator = torchs._checkpoint_without_reentrant_generator
+
+    def hooks() -> contextlib.AbstractContextManager[None]:
+        is_asked = settings.current().cpu
+        return saved_inputs.store(whole=True).hooks() if is_asked else contextlib.nullcontext()
+
+    class Reentrant(torchs.CheckpointFunction):
+        @classmethod
+        def apply(cls, *args: Any) -> Any:
+            with hooks():
+                return super().apply(*args)
+
+    def not_reentrant(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        # Our functions' inputs are where they should be.
+        with contextlib.nullcontext() if isinstance(function, _Flat) else hooks():
+            yield from generator(function, *args, **kwargs)
+
+    replacing = {"CheckpointFunction": Reentrant, generator.__name__: not_reentrant}
+    vars(torchs).update(replacing)

@@ -3,7 +3,7 @@ host memory, in long buffers.
 
 autograd asks through saved-tensor hooks: what `pack` returns lives exactly as long as autograd
 needs the input, also over several backwards of one graph, and whether or not recomputation is
-reentrant.
+reentrant. A tensor that several functions take is saved once.
 
 [Note: order of copies]
 A copy to the host runs on a side stream, behind the stream that made the tensor. `SideStream`
@@ -20,21 +20,25 @@ buffer remembers the event of its last use, on whatever stream that was; its nex
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import settings
 from deepspeed.runtime.activation_checkpointing.settings import Settings
-from deepspeed.runtime.streams import SideStream
+from deepspeed.runtime.streams import MAX_KEPT, SideStream
+
+# Smaller inputs stay on the device: to issue a copy takes longer than the copy.
+LEAST_BYTES = 1 << 16
 
 
 def is_activation_to_checkpoint(item: object) -> bool:
@@ -70,6 +74,12 @@ def whole_of(part: torch.Tensor, numel: int) -> torch.Tensor:
     whole = torch.empty(part.numel() * chosen.group_size, dtype=part.dtype, device=part.device)
     dist.all_gather_into_tensor(whole, part, group=chosen.group)
     return whole[:numel]
+
+
+def _identity(tensor: torch.Tensor) -> Hashable:
+    """Tell tensors apart, and states of one; the memory's name is not given anew while this is."""
+    place = StorageWeakRef(tensor.untyped_storage()), tensor.storage_offset()
+    return place, tensor.shape, tensor.stride(), tensor.dtype, tensor._version
 
 
 def _order_in_memory(tensor: torch.Tensor) -> list[int]:
@@ -146,10 +156,11 @@ class _Call:
         self.is_ahead = False  # nobody waits for the copies yet
 
 
-@dataclass(frozen=True, eq=False)
-class _Packed:
-    """An input that was moved: `content` is the whole or this rank's part, flat in the order of
+@dataclass(eq=False)
+class _Moved:
+    """A tensor that was moved: `content` is the whole or this rank's part, flat in the order of
     memory; `order` says which dimension stands where in `shape`, which is ordered as in memory.
+    `is_changed`: somebody wrote to the tensor while it was copied.
     """
 
     content: torch.Tensor
@@ -158,33 +169,54 @@ class _Packed:
     device: torch.device
     is_part: bool
     block: Block | None
+    is_changed: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class _Packed:
+    """An input of a call that was moved; other calls may have it too."""
+
+    moved: _Moved
     call: _Call
 
 
-class InputStore:
-    """Saves inputs as `settings` say."""
+def _changed(tensor: torch.Tensor, shape: Sequence[int]) -> RuntimeError:
+    return RuntimeError(
+        f"an input of a checkpointed function ({tensor.dtype}, {list(shape)}) was modified in "
+        "place before backward; clone it first"
+    )
 
-    def __init__(self, chosen: Settings) -> None:
+
+class InputStore:
+    """Saves inputs as `settings` say; `whole`: not in parts."""
+
+    def __init__(self, chosen: Settings, whole: bool = False) -> None:
         self.settings = chosen
-        accelerator = get_accelerator()
+        self._whole = whole
+        self.accelerator = accelerator = get_accelerator()
         # On a host that computes by itself, saved inputs are in host memory already.
         self._to_host = chosen.cpu and not (
             accelerator.is_synchronized_device() and accelerator.device_name() == "cpu"
         )
         self._buffers = (
             LongBuffers(chosen.num_checkpoints)
-            if chosen.contiguous and chosen.num_checkpoints
+            if chosen.contiguous and chosen.num_checkpoints and not whole
             else None
         )
         names = ("activation copy stream", "activation copy-back stream") if self._to_host else ()
         self._copies = [SideStream(overlap=True, name=name) for name in names]  # there, and back
         self._call = self._last = _Call(None)  # at hand, and the last that has inputs
+        self._moved: WeakValueDictionary[Hashable, _Moved] = WeakValueDictionary()
+        # What copies to the host read, with its version. The stream that made it doesn't wait yet:
+        # whoever writes there now may be faster.
+        self._read: deque[tuple[torch.Tensor, int, _Moved]] = deque()
 
     @property
     def _parts(self) -> bool:
         # Asked each time: the tensor-parallel group may become known after `configure`, with the
         # engine.
-        return self.settings.partition_activations and self.settings.group_size > 1
+        is_asked = self.settings.partition_activations and not self._whole
+        return is_asked and self.settings.group_size > 1
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -205,17 +237,33 @@ class InputStore:
             self._buffers = LongBuffers(self.settings.num_checkpoints)
 
     def pack(self, tensor: torch.Tensor) -> _AsIs | _Packed:
-        if not is_activation_to_checkpoint(tensor):
+        is_small = self._to_host and not self._parts and tensor.nbytes < LEAST_BYTES
+        if is_small or not is_activation_to_checkpoint(tensor):
             return _AsIs(tensor, tensor._version)
+        identity = _identity(tensor)
+        moved = self._moved.get(identity)
+        if moved is None:
+            moved = self._moved[identity] = self._move(tensor)
+        packed = _Packed(moved, self._call)
+        self._call.inputs.add(packed)
+        self._last = self._call
+        return packed
+
+    def _move(self, tensor: torch.Tensor) -> _Moved:
         order = _order_in_memory(tensor)
         shape = [tensor.shape[dim] for dim in order]
         flat = tensor.detach().permute(order).reshape(-1)
         content, block = self._kept_on_host(flat) if self._to_host else self._kept(flat)
-        call = self._call
-        packed = _Packed(content, shape, order, tensor.device, self._parts, block, call)
-        call.inputs.add(packed)
-        self._last = call
-        return packed
+        moved = _Moved(content, shape, order, tensor.device, self._parts, block)
+        if self._to_host and not self._parts:
+            self._read.append((flat, flat._version, moved))
+        return moved
+
+    def _look(self, left: int) -> None:
+        """See whether what copies read was changed meanwhile; `left` of the newest stay."""
+        while len(self._read) > left:
+            read, version, moved = self._read.popleft()
+            moved.is_changed |= read._version != version
 
     def _kept(self, flat: torch.Tensor) -> tuple[torch.Tensor, Block | None]:
         """Copy this rank's part, or all of it, on the device."""
@@ -233,6 +281,7 @@ class InputStore:
         return content, block
 
     def _kept_on_host(self, flat: torch.Tensor) -> tuple[torch.Tensor, Block | None]:
+        self._look(MAX_KEPT - 1)
         copies, _ = self._copies
         source = flat
         if self._parts:
@@ -260,21 +309,20 @@ class InputStore:
         """Restore an input unless it was changed. Collective over tensor ranks if partitioned."""
         if isinstance(packed, _AsIs):
             if packed.tensor._version != packed.version:
-                raise RuntimeError(
-                    f"an input of a checkpointed function ({packed.tensor.dtype}, "
-                    f"{list(packed.tensor.shape)}) was modified in place before backward (version "
-                    f"{packed.tensor._version}, saved at {packed.version}); clone it first"
-                )
+                raise _changed(packed.tensor, packed.tensor.shape)
             return packed.tensor
-        content = self._back(packed) if self._copies else packed.content
-        whole = whole_of(content, math.prod(packed.shape)) if packed.is_part else content
-        if packed.block is not None:
+        moved = packed.moved
+        content = self._back(packed) if self._copies else moved.content
+        inverse = sorted(range(len(moved.order)), key=moved.order.__getitem__)
+        if moved.is_changed:
+            raise _changed(content, [moved.shape[dim] for dim in inverse])
+        whole = whole_of(content, math.prod(moved.shape)) if moved.is_part else content
+        if moved.block is not None:
             # The block is given back when autograd drops it, before the recomputed graph is done
             # with the input.
-            whole = whole.clone() if whole is packed.content else whole
-            packed.block.used()
-        inverse = sorted(range(len(packed.order)), key=packed.order.__getitem__)
-        return whole.view(packed.shape).permute(inverse)
+            whole = whole.clone() if whole is moved.content else whole
+            moved.block.used()
+        return whole.view(moved.shape).permute(inverse)
 
     def _back(self, packed: _Packed) -> torch.Tensor:
         """The copy on the device; those of the call before are begun when the first is read."""
@@ -291,30 +339,33 @@ class InputStore:
 
     def _bring_back(self, call: _Call) -> None:
         copies_there, copies_back = self._copies
+        self._look(0)
         copies_there.join()
         call.stream, call.is_ahead = copies_back.current_stream(), True
         inputs = list(call.inputs)
+        kept = [one.moved.content for one in inputs]
         # Memory of the reading stream, which may drop it after it has waited.
         copies = [
-            torch.empty(one.content.shape, dtype=one.content.dtype, device=one.device)
-            for one in inputs
+            torch.empty(content.shape, dtype=content.dtype, device=one.moved.device)
+            for one, content in zip(inputs, kept, strict=True)
         ]
         copies_back.wait_for([call.stream])
         with copies_back.issue():
             for one, copy in zip(inputs, copies, strict=True):
-                call.copies[one] = copy.copy_(one.content, non_blocking=True)
-                if one.block is not None:
-                    one.block.used()
-        copies_back.keep_alive([*copies, *(one.content for one in inputs)], [call.stream])
+                call.copies[one] = copy.copy_(one.moved.content, non_blocking=True)
+                if one.moved.block is not None:
+                    one.moved.block.used()
+        copies_back.keep_alive([*copies, *kept], [call.stream])
 
 
-_store: InputStore | None = None
+_stores: dict[bool, InputStore] = {}
 
 
-def store() -> InputStore:
-    """Return the store of the settings in force."""
-    global _store
-    chosen = settings.current()
-    if _store is None or _store.settings is not chosen:
-        _store = InputStore(chosen)
-    return _store
+def store(whole: bool = False) -> InputStore:
+    """Return the store of the settings in force, or one that keeps inputs `whole` whatever they
+    say.
+    """
+    made, now = _stores.get(whole), (settings.current(), get_accelerator())
+    if made is None or made.settings is not now[0] or made.accelerator is not now[1]:
+        made = _stores[whole] = InputStore(now[0], whole)
+    return made

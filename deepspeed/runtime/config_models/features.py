@@ -177,12 +177,12 @@ class OpenFeatureConfig(DeepSpeedConfigModel):
 
 
 class DeepSpeedActivationCheckpointingConfig(DeepSpeedConfigModel):
-    """How ``deepspeed.checkpointing`` recomputes activations."""
+    """How ``deepspeed.checkpointing`` recomputes; the host also for ``torch.utils.checkpoint``."""
 
     partition_activations: Bool = option(False, "Split activations over model-parallel ranks.")
     number_checkpoints: Int | None = option(None, "Checkpoints, for the contiguous buffer.")
     contiguous_memory_optimization: Bool = option(False, "Save activations in one buffer.")
-    cpu_checkpointing: Bool = option(False, "Save activations in CPU memory.")
+    cpu_checkpointing: Bool = option(False, "Save inputs in CPU memory, torch's too.")
     profile: Bool = option(False, "Time each checkpoint.")
     synchronize_checkpoint_boundary: Bool = option(False, "Wait for the stream at each checkpoint.")
 

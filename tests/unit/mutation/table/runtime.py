@@ -46,8 +46,19 @@ runtime/activation_checkpointing/test_in_engine.py -k come_back
   saved inputs come back when they are read
     InputStore._back: self._bring_back(before) -> pass
   a dropped graph's copy back is freed while it runs
-    InputStore._bring_back: copies_back.keep_alive([*copies, *(one.content for one in inputs)],
-      [call.stream]) -> pass
+    InputStore._bring_back: copies_back.keep_alive([*copies, *kept], [call.stream]) -> pass
+runtime/activation_checkpointing/test_torchs.py -k block_moves
+  the host has inputs of our own functions alone
+    configure: _move_inputs_of_torchs() -> None
+  what several functions take is copied for each
+    InputStore.pack: self._moved.get(identity) -> None
+  an input is copied before it is made
+    InputStore._kept_on_host: copies.wait_for([producer]) -> pass
+runtime/activation_checkpointing/test_torchs.py -k while_it_is_copied
+  who writes to an input that is being copied is not told
+    InputStore._look: read._version != version -> False
+  an input that was changed is taken for what it was
+    _identity: tensor._version -> 0
 comm/test_lookout.py -k who_issues
   the thread that looks for lone waits asks the device
     _oldest_on_device: list(self._on_device)[:1] -> [one for one in self._on_device if not

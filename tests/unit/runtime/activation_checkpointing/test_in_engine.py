@@ -1,12 +1,15 @@
 """Checkpointed layers in an engine train as plain torch; saved inputs in parts and on the host."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from unit.common import DistributedTest
 from unit.models import config_of, drawn
 from unit.one_process import OneProcess, mean_square
@@ -24,9 +27,21 @@ KINDS = {
     "reentrant": checkpointing.checkpoint,
     "non_reentrant": checkpointing.non_reentrant_checkpoint,
 }
+TORCHS = {
+    f"torch's, {kind}": partial(torch_checkpoint, use_reentrant=kind == "reentrant")
+    for kind in KINDS
+}
 LR = 0.1
 # Summation order over ranks and micro-batches, in fp32.
 TOLERANCE = 2e-6
+
+
+@contextmanager
+def small_inputs_move() -> Iterator[None]:
+    """To the host, though that isn't worth a copy."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saved_inputs, "LEAST_BYTES", 0)
+        yield
 
 
 def direct(function: Callable[..., Any], *args: Any) -> Any:
@@ -110,7 +125,7 @@ class TestEngine(DistributedTest):
         self, kind: str, stage: int, form: str, cpu: bool
     ) -> None:
         # Kills: hooks of a nested backward that wait for the wrong stream; gradients sent early.
-        with simulate(backward_streams=2), check_streams():
+        with simulate(backward_streams=2), check_streams(), small_inputs_move():
             deepspeed.checkpointing.configure(None, checkpoint_in_cpu=cpu)
             train(KINDS[kind], stage, form, bucket=20)
 
@@ -137,7 +152,7 @@ def configure(**options: Any) -> None:
 
 
 class Recorded:
-    """What `InputStore.pack` has made."""
+    """What `InputStore.pack` has made, small inputs too."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.packed: list[Any] = []
@@ -148,10 +163,11 @@ class Recorded:
             return self.packed[-1]
 
         patch.setattr(saved_inputs.InputStore, "pack", pack)
+        patch.setattr(saved_inputs, "LEAST_BYTES", 0)
 
     def content(self) -> list[torch.Tensor]:
         """What is kept of each moved input."""
-        return [item.content for item in self.packed if isinstance(item, saved_inputs._Packed)]
+        return [item.moved.content for item in self.packed if hasattr(item, "moved")]
 
     def sizes(self) -> list[int]:
         """Elements that are kept of each moved input."""
@@ -231,7 +247,7 @@ class TestTwoRanks(DistributedTest):
         if contiguous and not partition:
             return  # refused
         plain = trained(direct)
-        with simulate(backward_streams=2) as device, check_streams():
+        with simulate(backward_streams=2) as device, check_streams(), small_inputs_move():
             configure(
                 partition_activations=partition,
                 contiguous_checkpointing=contiguous,
@@ -243,14 +259,13 @@ class TestTwoRanks(DistributedTest):
                 recorded = Recorded(patch)
                 for _ in range(2):  # the second round uses the blocks of the first
                     found = trained(KINDS[kind])
-                packed = [item for item in recorded.packed if hasattr(item, "content")]
-                assert all(device.is_pinned(item.content) for item in packed)
+                assert all(map(device.is_pinned, recorded.content()))
                 assert recorded.sizes() == [8 if partition else 15] * 6
             equal = [torch.equal(one, other) for one, other in zip(found, plain, strict=True)]
         assert all(equal)
 
 
-LAYERS, NUMEL = 10, 1 << 12
+LAYERS, NUMEL = 10, 1 << 14
 INPUT = 4 * NUMEL  # bytes
 
 
@@ -268,7 +283,8 @@ def sines(x: torch.Tensor, call: Any = direct) -> torch.Tensor:
 
 @pytest.mark.usefixtures("as_before")
 @pytest.mark.parametrize("on_host, least, most", [(True, 2, 5), (False, LAYERS, LAYERS + 2)])
-def test_two_copies_are_under_way(on_host: bool, least: int, most: int) -> None:
+@pytest.mark.parametrize("kind", ["reentrant", *TORCHS])
+def test_two_copies_are_under_way(on_host: bool, least: int, most: int, kind: str) -> None:
     # Kills: inputs held until the host happens to see that they were copied, which it never does
     # when it runs ahead; then this saves nothing. Without host copies all inputs are there, and the
     # test sees them.
@@ -278,7 +294,7 @@ def test_two_copies_are_under_way(on_host: bool, least: int, most: int) -> None:
         for _ in range(2):
             device.reset_peak_memory_stats()
             before = device.memory_allocated()
-            y = sines(x, checkpointing.checkpoint)
+            y = sines(x, {**KINDS, **TORCHS}[kind])
             # The newest input, its output, two being copied, one dropped as the next is issued.
             peak = (device.max_memory_allocated() - before) / INPUT
             assert least <= peak <= most, peak
@@ -292,7 +308,7 @@ def test_two_copies_are_under_way(on_host: bool, least: int, most: int) -> None:
 
 
 @pytest.mark.usefixtures("as_before")
-@pytest.mark.parametrize("call", KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize("call", [*KINDS.values(), *TORCHS.values()], ids=[*KINDS, *TORCHS])
 def test_copies_come_back_ahead_of_their_use(call: Any) -> None:
     # Kills: a copy on the stream of backward, or that begins when it is needed or after what it
     # should run beside; memory of a graph that is dropped while its copy is under way.
