@@ -24,6 +24,8 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Elements that the torch version updates at a time: its temporaries stay in the cache, and small.
 TORCH_CHUNK = 1 << 17
 _ABSENT = (0, 0)
+# First and last+1 element of each, ascending.
+Ranges = list[tuple[int, int]]
 
 
 class FlatUpdate(NamedTuple):
@@ -59,6 +61,13 @@ class Delivery(Protocol):
 
     def updated(self, start: int, end: int) -> None:
         """Take a piece that is updated and rounded."""
+
+
+class EarlyUpdate(Protocol):
+    """Updates that were made ahead of the step."""
+
+    def take(self, param: torch.Tensor, update: FlatUpdate) -> tuple[FlatUpdate, Ranges] | None:
+        """Return what is left to do of an update, and of which elements; None: all of it."""
 
 
 def update_native(op: ModuleType, update: FlatUpdate, instruction_set: str | None = None) -> None:
@@ -125,6 +134,7 @@ class HostOptimizer(torch.optim.Optimizer):
         self.state_files: StateFiles | None = None
         self._grad_factor = 1.0
         self._deliveries: Mapping[torch.Tensor, Delivery] = {}
+        self._early: EarlyUpdate | None = None
         super().__init__(model_params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -162,8 +172,21 @@ class HostOptimizer(torch.optim.Optimizer):
                 grad = param.grad if delivery is None else delivery.grad
                 if grad is not None:
                     grad = grad if grad.is_sparse else grad.contiguous()
-                    self._deliver(self._prepare(group, param, grad, self._grad_factor), delivery)
+                    update = self._prepare(group, param, grad, self._grad_factor)
+                    early = None if self._early is None else self._early.take(param, update)
+                    if early is None or delivery is None:
+                        self._deliver(update, delivery)
+                    else:
+                        self._deliver_rest(*early, delivery)
         return loss
+
+    def _deliver_rest(self, update: FlatUpdate, left: Ranges, delivery: Delivery) -> None:
+        """Update what is `left`, and deliver everything; who takes it rounds it."""
+        for start, end in delivery.pieces():
+            for first, last in ((max(start, first), min(end, last)) for first, last in left):
+                if first < last:
+                    self._run(update.piece(first, last, None))
+            delivery.updated(start, end)
 
     def _deliver(self, update: FlatUpdate, delivery: Delivery | None) -> None:
         if self._lies_in_file(update.param):
@@ -203,16 +226,49 @@ class HostOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def fused(
-        self, grad_factor: float, deliveries: Mapping[torch.Tensor, Delivery]
+        self,
+        grad_factor: float,
+        deliveries: Mapping[torch.Tensor, Delivery],
+        early: EarlyUpdate | None = None,
     ) -> Iterator[None]:
         """Let `step` multiply gradients by `grad_factor`, clip factor / loss scale, and deliver new
-        values of flat parameters while the rest is updated, in its one pass.
+        values of flat parameters while the rest is updated, in its one pass; not what was updated
+        `early`.
         """
-        self._grad_factor, self._deliveries = grad_factor, deliveries
+        self._grad_factor, self._deliveries, self._early = grad_factor, deliveries, early
         try:
             yield
         finally:
-            self._grad_factor, self._deliveries = 1.0, {}
+            self._grad_factor, self._deliveries, self._early = 1.0, {}, None
+
+    def foreseen(
+        self, param: torch.Tensor, grad: torch.Tensor, grad_factor: float
+    ) -> FlatUpdate | None:
+        """Return the update that `step` would make of `param` now; None if it would have to make or
+        convert state first.
+        """
+        group = next(one for one in self.param_groups if any(param is p for p in one["params"]))
+        state = self.state[param] if param in self.state else {}
+        states: list[torch.Tensor] = []
+        for slot in self._slots(group):
+            own = state.get(slot)
+            if own is None or own.dtype != self._state_dtype(param) or not own.is_contiguous():
+                return None
+            states.append(own)
+        scalars = self._scalars(group, int(state["step"]) + 1, grad_factor)
+        return FlatUpdate(param.detach(), grad, states, None, scalars)
+
+    def run_apart(self, update: FlatUpdate, made: FlatUpdate) -> None:
+        """Write to `made` what `update` would make of its own memory, which stays as it is."""
+        numel = update.param.numel()
+        # What is copied is still in the cache when it is updated.
+        size = TORCH_CHUNK * torch.get_num_threads()
+        for start in range(0, numel, size):
+            end = min(start + size, numel)
+            old, new = update.piece(start, end, None), made.piece(start, end, None)
+            for to, value in zip((new.param, *new.states), (old.param, *old.states), strict=True):
+                to.copy_(value)
+            self._run(new)
 
     @torch.no_grad()
     def step_flat(
@@ -268,8 +324,11 @@ class HostOptimizer(torch.optim.Optimizer):
         else:
             update_native(op, update)
 
+    def _state_dtype(self, param: torch.Tensor) -> torch.dtype:
+        return torch.float32 if self.fp32_optimizer_states else param.dtype
+
     def _state_tensor(self, state: dict[str, Any], slot: str, param: torch.Tensor) -> torch.Tensor:
-        dtype = torch.float32 if self.fp32_optimizer_states else param.dtype
+        dtype = self._state_dtype(param)
         tensor = state.get(slot)
         if tensor is None and not self._lies_in_file(param):
             tensor = torch.zeros_like(param, dtype=dtype)

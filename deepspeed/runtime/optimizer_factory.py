@@ -304,6 +304,7 @@ def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSe
         basic = on_shards(basic, tree, context.param_names, context.ranks)
         _check_partial_offload(basic, context.config)
         _check_files(basic, context.config)
+        _check_speculation(basic, context, accumulation)
     if stage not in (1, 2) and tree.zero_optimization.overlap_param_gather:
         raise DeepSpeedConfigError(
             f"zero_optimization.overlap_param_gather: true at stage {stage}, which gathers no "
@@ -461,6 +462,35 @@ def _check_files(basic: torch.optim.Optimizer, config: DeepSpeedConfig) -> None:
             'whose state is not updated piece by piece: use "cpu", or DeepSpeedCPUAdam, '
             "DeepSpeedCPUAdagrad or DeepSpeedCPULion, which Adam, AdamW, Adagrad and Lion become"
         )
+
+
+def _check_speculation(
+    basic: torch.optim.Optimizer, context: WrapContext, accumulation: torch.dtype | None
+) -> None:
+    tree = context.config.tree
+    offload = tree.zero_optimization.offload_optimizer
+    if offload is None or not (_offloads(context.config) and offload.speculative_update):
+        return
+    is_bf16_summed = context.model_dtype == torch.bfloat16 and accumulation == torch.float32
+    problems = {
+        f"{type(basic).__name__}, whose state is not updated piece by piece: use Adam, AdamW, "
+        "Adagrad or Lion": not isinstance(basic, HostOptimizer),
+        'zero_optimization.offload_optimizer.device: "nvme", whose state is in memory by windows '
+        'alone: use "cpu"': _lies_in_files(context.config),
+        "data_types.grad_accum_dtype: fp32 at stage 1, which has no gradient on the host before "
+        "the step: use stage 2, or leave it out": (
+            is_bf16_summed and tree.zero_optimization.stage < 2
+        ),
+        "bf16.stochastic_rounding: true, which updates all of a master at once: leave one of them "
+        "out": tree.bf16.enabled and tree.bf16.stochastic_rounding,
+        "reproducibility.world_size_invariant: true, which sums gradients in the step: leave one "
+        "of them out": tree.reproducibility.world_size_invariant,
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            raise DeepSpeedConfigError(
+                f"zero_optimization.offload_optimizer.speculative_update: true with {problem}"
+            )
 
 
 def _state_files(config: DeepSpeedConfig) -> StateFiles | None:

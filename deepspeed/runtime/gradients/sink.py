@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed.accelerator import get_accelerator, runs_ahead
+from deepspeed.ops.early_update import SpeculativeUpdate
 from deepspeed.runtime.gradients.buckets import Segment
+from deepspeed.runtime.gradients.norm import joined
 from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.runtime.streams import SideStream, StagingBuffers
 
@@ -86,18 +88,24 @@ class Sums:
 class _Target(NamedTuple):
     """Where pieces are added, and how."""
 
+    param: torch.Tensor  # whose gradient it is, to the optimizer
     grad: torch.Tensor
     segments: Sequence[Segment]
     factor: float
     first: bool
+    is_last: bool
 
 
 class DeviceSink:
-    """Adds reduced pieces to `group.grad` where it lies on the device of the pieces."""
+    """Adds reduced pieces to `group.grad` where it lies on the device of the pieces; tells `early`
+    what is final.
+    """
 
-    def __init__(self, sums: Sums) -> None:
+    def __init__(self, sums: Sums, early: SpeculativeUpdate | None = None) -> None:
         self.written: set[int] = set()
         self.sums = sums
+        self.early = early
+        self._final: set[int] = set()
 
     @property
     def is_empty(self) -> bool:
@@ -111,6 +119,7 @@ class DeviceSink:
         segments: tuple[Segment, ...],
         pieces: list[torch.Tensor],
         factor: float,
+        is_last: bool = False,
     ) -> Any:
         """Add factor * sum of `pieces` to the gradient of the shard.
 
@@ -120,6 +129,7 @@ class DeviceSink:
             segments: Where the piece's elements lie in the shard, in piece order.
             pieces: Tensors of as many elements as the segments hold together.
             factor: From the reduce rule.
+            is_last: Whether it should be the last before the step.
 
         Returns:
             None if the pieces have been read by what is issued on the current stream; otherwise an
@@ -127,15 +137,25 @@ class DeviceSink:
         """
         first = bucket not in self.written
         self.written.add(bucket)
-        return self._add(_Target(group.grad, segments, factor, first), pieces)
+        if self.early is not None and bucket in self._final:
+            self.early.forget()
+        if is_last:
+            self._final.add(bucket)
+        to = _Target(group.masters[0], group.grad, segments, factor, first, is_last)
+        return self._add(to, pieces)
 
     def _add(self, to: _Target, pieces: list[torch.Tensor]) -> Any:
+        if self.early is not None:
+            self.early.landing(to.param, to.grad)
         start = 0
         for segment in to.segments:
             target = to.grad[segment.shard_start : segment.shard_start + segment.numel]
             parts = [piece[start : start + segment.numel] for piece in pieces]
             self.sums.add(target, parts, to.factor, to.first)
             start += segment.numel
+        if self.early is not None:
+            ranges = [(one.shard_start, one.shard_start + one.numel) for one in to.segments]
+            self.early.landed(to.param, to.grad, joined(ranges) if to.is_last else [])
         return None
 
     def settle(self) -> None:
@@ -149,7 +169,10 @@ class DeviceSink:
 
     def clear(self) -> None:
         self.written.clear()
+        self._final.clear()
         self.sums.clear()
+        if self.early is not None:
+            self.early.clear()
 
 
 class _Staged(NamedTuple):
@@ -168,8 +191,10 @@ class HostSink(DeviceSink):
     `buffer_count` buffers are on their way.
     """
 
-    def __init__(self, sums: Sums, buffer_count: int) -> None:
-        super().__init__(sums)
+    def __init__(
+        self, sums: Sums, buffer_count: int, early: SpeculativeUpdate | None = None
+    ) -> None:
+        super().__init__(sums, early)
         self._buffer_count = max(1, buffer_count)
         self._buffers = StagingBuffers(self._buffer_count)
         self._copies = SideStream(overlap=True, name="gradient offload stream")

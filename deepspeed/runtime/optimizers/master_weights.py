@@ -14,6 +14,7 @@ from torch import nn
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.failures import raise_disk_error
+from deepspeed.ops.early_update import SpeculativeUpdate
 from deepspeed.ops.host_optimizer import HostOptimizer
 from deepspeed.ops.squares import IN_ORDER, ExactSquares
 from deepspeed.ops.whole_parameters import WholeParameterOptimizer
@@ -181,6 +182,11 @@ class MasterWeights:
             init_optimizer.state_files = self.settings.files
             if how is not None:
                 init_optimizer.fp32_optimizer_states = how.state_dtype == torch.float32
+        self.early: SpeculativeUpdate | None = None
+        offload = self.settings.offload
+        if isinstance(init_optimizer, HostOptimizer) and offload and offload.speculative_update:
+            own = self.groups[: len(init_optimizer.param_groups)]
+            self.early = SpeculativeUpdate(init_optimizer, [group.master for group in own])
         self.places = {
             param: Place(number, index)
             for number, group in enumerate(self.groups)
@@ -198,6 +204,8 @@ class MasterWeights:
     def link(self, sequence: StepSequence) -> None:
         for param, place in self.places.items():
             param._hp_mapping = ParamLink(sequence, *place)  # type: ignore[attr-defined]  # the link is dynamic
+        if self.early is not None:
+            self.early.predict = sequence.unclipped_factor
 
     def names(self, group_index: int) -> list[str]:
         return [
@@ -297,7 +305,9 @@ class MasterWeights:
             factor = float(scaling.factor)
             disk_error = None
             try:
-                with self.optimizer.fused(factor, dict(zip(masters, publishers, strict=True))):
+                with self.optimizer.fused(
+                    factor, dict(zip(masters, publishers, strict=True)), self.early
+                ):
                     self.optimizer.step()
             except OSError as error:
                 # Other ranks wait in the collectives below, and are told behind them.
@@ -438,6 +448,8 @@ class MasterWeights:
 
     def destroy(self) -> None:
         """Let go of buffers; parameters keep their values in storage of their own."""
+        if self.early is not None:
+            self.early.destroy()
         self.publishing.destroy()
         for param in self.places:
             if hasattr(param, "_hp_mapping"):

@@ -278,7 +278,7 @@ class StepSequence:
             self.reduction.exit_backward()
             self.reduction.finish_gradients()
         outcomes = self.outcomes
-        step_factor = self.context.reduce_rule.step_factor / self.reduction.step_divisor
+        step_factor = self._step_factor
         norm = (self.masters.scaled_global_norm() * step_factor).squeeze()
         outcome = outcomes.begin(norm, self.masters.group_squares, step_factor)
         scale = outcome.scale
@@ -298,6 +298,15 @@ class StepSequence:
         # update is queued: the host runs ahead by a whole step.
         outcomes.learn_outcome(but_last=not outcomes.dynamic_loss_scale)
         self.zero_grad()
+
+    @property
+    def _step_factor(self) -> float:
+        """By what the accumulated gradient is multiplied beside loss scale and clipping."""
+        return self.context.reduce_rule.step_factor / self.reduction.step_divisor
+
+    def unclipped_factor(self) -> float:
+        """Return what a step would multiply gradients by now if it does not clip, to the bit."""
+        return self._step_factor / self.loss_scale
 
     def _device_decides(self, norm: torch.Tensor) -> bool:
         """Whether the step goes on without the host's knowing the norm; see [Note: who decides]."""

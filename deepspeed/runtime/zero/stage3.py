@@ -172,9 +172,8 @@ class Units(Bucketed):
             own = [piece[part.start : part.start + part.numel] for piece in pieces]
             # A bucket's parts are written for the first time independently of one another.
             key = reduction.index + number * len(self.plans)
-            event = self.sink.add(
-                key, self.groups[part.group], part.segments, own, reduction.factors.post
-            )
+            how = (reduction.factors.post, reduction.is_last)
+            event = self.sink.add(key, self.groups[part.group], part.segments, own, *how)
             # Behind it are the copies to the host of all parts so far; of those that stay on the
             # device there is none to wait for.
             read = event if event is not None else read

@@ -73,6 +73,7 @@ class Reduction:
     pending: PendingShards  # the operation that is running
     factors: ReduceFactors  # what its gradients are scaled by
     buffer: BucketBuffer
+    is_last: bool  # whether it was sent for the last time before the step
     is_between: bool = False  # whether its all-reduce between instances has begun
 
 
@@ -121,7 +122,8 @@ class Bucketed(GradientReduction):
         self.side_stream = SideStream(settings.overlap_comm)
         offload = masters.settings.offload
         sums = CanonicalSums(self._num_leaves) if settings.canonical else Sums()
-        host = HostSink(sums, offload.buffer_count) if offload is not None else None
+        early = masters.early
+        host = HostSink(sums, offload.buffer_count, early) if offload is not None else None
         self.sink = host or DeviceSink(sums)
         self.buffers = BucketBuffers(context.device, settings.contiguous_gradients)
         self._in_flight: deque[Reduction] = deque()
@@ -338,9 +340,9 @@ class Bucketed(GradientReduction):
             factors = self.context.reduce_rule.factors(undivided, buffer.tensor.dtype)
             if factors.pre != 1.0:
                 payload.mul_(factors.pre)
-            self._in_flight.append(
-                Reduction(index, self._start_reduction(plan, payload), factors, buffer)
-            )
+            is_last = self.context.tracker.is_boundary
+            pending = self._start_reduction(plan, payload)
+            self._in_flight.append(Reduction(index, pending, factors, buffer, is_last))
             if self.settings.overlap_comm:
                 # All ranks issue inside(0), inside(1), between(0), inside(2), between(1), ...: a
                 # rank only ever waits for what comes earlier in this order, so the two groups'
@@ -426,7 +428,8 @@ class Bucketed(GradientReduction):
         """Add what was reduced into the owned gradient; returns the sink's event."""
         plan = self.plans[reduction.index]
         group = self.groups[plan.group]
-        return self.sink.add(reduction.index, group, plan.segments, pieces, reduction.factors.post)
+        how = (reduction.factors.post, reduction.is_last)
+        return self.sink.add(reduction.index, group, plan.segments, pieces, *how)
 
     def named_memory(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name also bucket buffers, and gradients on their way into one."""

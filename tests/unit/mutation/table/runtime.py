@@ -224,4 +224,39 @@ v1/bf16/test_low_precision.py -k test_bits
 v1/bf16/test_low_precision.py -k checkpoint
   fp32 moments are loaded in the dtype of masters
     LowPrecisionStep._load_moments: load_moments(optimizer, self._loaded) -> pass
+ops/test_early_update.py -k other_numbers
+  an update with another factor or rate is taken
+    _Begun.is_that: _bits(wanted.scalars) == _bits(own.scalars) -> True
+  what a script has written since is not seen
+    _Begun.is_that: [*self._marks, self.grad_mark] == [*self._marks_now(), _mark(own.grad)] -> True
+  tensors that were replaced since are not seen
+    _Begun.is_that: all(a is b for a, b in pairs) -> True
+  a gradient that is written between two slices is not seen
+    SpeculativeUpdate.landing: self.forget() -> pass
+  an update begins anew where a gradient has changed
+    SpeculativeUpdate._begin: self._is_over or param not in self._aliases -> False
+ops/test_early_update.py -k is_taken
+  views keep the old memory
+    _is_shared: here - alone != len(tensors) -> False
+  what has no update yet is of the memory beside
+    SpeculativeUpdate.take: tensors[0].data.view(-1)[start:end].copy_(old.view(-1)[start:end]) ->
+      pass
+  what has no update yet gets none
+    HostOptimizer._deliver_rest: self._run(update.piece(first, last, None)) -> pass
+  the memory beside is that of masters and state
+    HostOptimizer.run_apart: self._run(new) -> self._run(old)
+ops/test_early_update.py -k pauses
+  every window is speculated
+    SpeculativeUpdate._begin: self._passed < self._paused -> False
+v1/offload/test_speculative_update.py -k clips
+  slices of every micro-batch count as final
+    Bucketed.average_tensor: self.context.tracker.is_boundary -> True
+v1/offload/test_speculative_update.py -k written
+  gradients are added to where an update has begun
+    DeviceSink.add: self.early.forget() -> pass
+  what was made of gradients that were forgotten stays
+    DeviceSink.clear: self.early.clear() -> pass
+v1/offload/test_speculative_update.py -k streams
+  nothing is updated before the step
+    DeviceSink._add: joined(ranges) if to.is_last else [] -> []
 """)

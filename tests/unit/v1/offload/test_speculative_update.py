@@ -1,0 +1,298 @@
+"""Updates on the host that begin before the norm is known: the bits of those that wait for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed.accelerator.sim_accelerator import simulate
+from deepspeed.ops import early_update
+from deepspeed.ops.host_optimizer import HostOptimizer
+from deepspeed.runtime.config_utils import DeepSpeedConfigError
+from deepspeed.runtime.optimizers.master_weights import MasterWeights
+from deepspeed.utils import (
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
+from deepspeed.verify import check_streams
+from unit.common import DistributedTest
+from unit.models import config_of, drawn
+from unit.one_process import mean_square, placed
+from unit.v1.contract.matrix import pairwise
+
+WIDTH, STEPS, LOUD = 24, 7, 2
+CLIPS = {"never": 1e9, "sometimes": 1.0, "always": 1e-3}
+AXES = {
+    "stage": (1, 2, 3),
+    "precision": ("fp32", "bf16", "fp16", "narrow"),
+    "clips": tuple(CLIPS),
+    "accumulation": (1, 3),
+    "optimizer": ("AdamW", "Lion", "Adagrad"),
+}
+
+
+def config(
+    stage: int = 2,
+    precision: str = "bf16",
+    clips: str = "never",
+    accumulation: int = 1,
+    optimizer: str = "AdamW",
+    offload: dict[str, Any] | None = None,
+    **zero: Any,
+) -> dict[str, Any]:
+    more: dict[str, Any] = {"gradient_clipping": CLIPS[clips]}
+    if precision == "fp16":
+        more["fp16"] = {"enabled": True, "initial_scale_power": 14, "hysteresis": 1}
+    if precision == "narrow":
+        names = ("enabled", "bf16_master_weights_and_grads", "bf16_optimizer_states")
+        precision, more["bf16"] = "bf16", dict.fromkeys(names, True)
+    zero["offload_optimizer"] = {"device": "cpu", "buffer_count": 1, **(offload or {})}
+    zero = {"reduce_bucket_size": 200, "stage3_param_persistence_threshold": 0, **zero}
+    more["optimizer"] = {"type": optimizer, "params": {"lr": 0.01, "weight_decay": 0.1}}
+    return config_of(stage, 4, accumulation, precision, zero_optimization=zero, **more)
+
+
+def start(settings: dict[str, Any], early: bool = True, depth: int = 1) -> Any:
+    torch.manual_seed(3)
+    wide = [nn.Linear(WIDTH, WIDTH) for _ in range(depth)]
+    layers = (*wide, nn.Tanh(), nn.Linear(WIDTH, 7))
+    settings["zero_optimization"]["offload_optimizer"]["speculative_update"] = early
+    return deepspeed.initialize(model=nn.Sequential(*layers), config=settings)[0]
+
+
+def backward(engine: Any, number: int, factor: float = 1.0) -> None:
+    x = drawn(10 * number + deepspeed.comm.get_rank(), 4, WIDTH)
+    engine.backward(mean_square(engine, placed(engine, x)) * factor)
+
+
+def train(engine: Any, steps: int) -> list[torch.Tensor]:
+    """Train, with one step that is clipped unless it never is, and that fp16 skips."""
+    each = engine.gradient_accumulation_steps()
+    for number in range(steps * each):
+        backward(engine, number, 200.0 if number // each == LOUD else 1.0)
+        engine.step()
+    return everything(engine)
+
+
+def everything(engine: Any) -> list[torch.Tensor]:
+    """Masters, state and weights as they are now."""
+    masters = engine.optimizer.masters
+    states = [masters.optimizer.state.get(group.masters[0], {}) for group in masters.groups]
+    kept = [value for own in states for _, value in sorted(own.items())]
+    kept += [tensor for group in masters.groups for tensor in (group.master, group.flat)]
+    return [torch.as_tensor(value).detach().clone() for value in kept]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def counts(engine: Any) -> tuple[int, int]:
+    early = engine.optimizer.masters.early
+    return early.hits, early.misses
+
+
+class TestBits(DistributedTest):
+    world_size = 2
+
+    def test_equal_bits_whether_it_clips_skips_or_accumulates(self) -> None:
+        for case in pairwise(AXES):
+            engine, plain = start(config(**case)), start(config(**case), early=False)
+            assert same(train(engine, STEPS), train(plain, STEPS)), case
+            # Without state in the first step; a miss is followed by one step without, two by three.
+            is_right = case["clips"] == "never" and case["precision"] != "fp16"
+            wanted = (6, 0) if is_right else (0, 2) if case["clips"] == "always" else (4, 1)
+            assert counts(engine) == wanted, case
+            assert plain.skipped_steps == (case["precision"] == "fp16"), case
+            engine.destroy(), plain.destroy()
+
+
+def write(tensor: torch.Tensor) -> None:
+    tensor.mul_(1.5)
+
+
+def weight(engine: Any) -> nn.Parameter:
+    return next(iter(engine.module.parameters()))
+
+
+def edit_grad(engine: Any) -> None:
+    param = weight(engine)
+    safe_set_full_grad(param, safe_get_full_grad(param) * 2)
+
+
+def edit_state(engine: Any) -> None:
+    param = weight(engine)
+    value = safe_get_full_optimizer_state(param, "exp_avg")
+    safe_set_full_optimizer_state(param, value * 2, "exp_avg")
+
+
+def edit_master(engine: Any) -> None:
+    safe_set_full_fp32_param(weight(engine), torch.ones(WIDTH, WIDTH))
+
+
+def edit_rate(engine: Any) -> None:
+    engine.optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def edit_local_gradient(engine: Any) -> None:
+    grad = safe_get_local_grad(weight(engine))
+    if grad is not None:
+        write(grad)
+
+
+def load_state(engine: Any) -> None:
+    engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+
+
+def begin_again(engine: Any) -> None:
+    engine.optimizer.zero_grad()
+    backward(engine, 7)
+
+
+def go_backward_again(engine: Any) -> None:
+    backward(engine, 8)
+
+
+# What a script does between the boundary's backward and the step, at stage 2.
+WRITES = (
+    edit_grad,
+    edit_state,
+    edit_master,
+    edit_rate,
+    edit_local_gradient,
+    load_state,
+    begin_again,
+    go_backward_again,
+)
+
+
+class TestScripts(DistributedTest):
+    world_size = 2
+
+    def test_what_is_written_before_the_step_counts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Kills: gradients that are added to, or begun again, behind an update that was made of
+        # them; edits that the step does not see.
+        monkeypatch.setattr(early_update, "MAX_PAUSE", 0)
+        engine, plain = start(config()), start(config(), early=False)
+        for own in (engine, plain):
+            backward(own, 0)
+            own.step()
+        for number, act in enumerate(WRITES, 1):
+            for own in (engine, plain):
+                backward(own, number)
+                act(own)
+                own.step()
+            assert same(everything(engine), everything(plain)), act
+            # One rank may have nothing of the parameter.
+            missed = torch.tensor([engine.optimizer.masters.early.misses])
+            deepspeed.comm.all_reduce(missed, op=deepspeed.comm.ReduceOp.MAX)
+            assert missed == number, act
+
+    def test_who_reads_sees_what_was_and_changes_nothing(self, tmpdir: str) -> None:
+        for stage in (2, 3):
+            engine, plain = start(config(stage)), start(config(stage), early=False)
+            seen, views = [], []
+            for own in (engine, plain):
+                backward(own, 0)
+                own.step()
+                views += [safe_get_local_fp32_param(weight(own))]
+                backward(own, 1)
+                folder = Path(tmpdir, str(stage), str(own is plain))
+                own.save_checkpoint(str(folder))
+                with torch.no_grad():
+                    output = own(placed(own, drawn(3, 4, WIDTH)))
+                state = safe_get_full_optimizer_state(weight(own), "exp_avg")
+                seen += [[*everything(own), output, state, safe_get_full_grad(weight(own))]]
+                own.step()
+            assert same(*seen) and same(everything(engine), everything(plain))
+            assert counts(engine) == (1, 0)
+            # It was taken before the step, and is of the memory that there is after it.
+            assert torch.equal(*views) if views[0] is not None else views[1] is None
+            for own, folder in ((engine, "False"), (plain, "True")):
+                own.load_checkpoint(str(Path(tmpdir, str(stage), folder)))
+            assert same(everything(engine), everything(plain)), stage
+            engine.destroy(), plain.destroy()
+
+    def test_refused_with_what_to_do(self) -> None:
+        refused = (
+            ({"stage": 2, "offload": {"device": "nvme", "nvme_path": "."}}, {}, "nvme"),
+            ({"stage": 1}, {"data_types": {"grad_accum_dtype": "fp32"}}, "grad_accum_dtype"),
+            ({"optimizer": "SGD"}, {}, "SGD"),
+            ({}, {"reproducibility": {"world_size_invariant": True}}, "world_size_invariant"),
+            (
+                {},
+                {
+                    "bf16": dict.fromkeys(
+                        ("enabled", "bf16_master_weights_and_grads", "stochastic_rounding"), True
+                    )
+                },
+                "stochastic_rounding",
+            ),
+        )
+        for case, more, named in refused:
+            with pytest.raises(DeepSpeedConfigError, match=f"speculative_update: true.*{named}"):
+                start({**config(**case), **more})
+
+
+# Stage, and further settings.
+RUNS: tuple[tuple[int, dict[str, Any]], ...] = (
+    (2, {}),
+    (3, {"offload_param": {"device": "cpu"}, "offload": {"ratio": 0.6}}),
+)
+
+
+class TestOnStreams(DistributedTest):
+    # On one rank too: to the simulation, waiting for a collective of gloo's holds the host up.
+    world_size = [1, 2]
+
+    def test_updates_while_backward_runs_and_leaves_nothing_to_the_step(self) -> None:
+        # Kills: an update that begins when all gradients are there, or of some that are not; one
+        # that is made anew in the step; memory that a copy still reads when it is written again.
+        log: list[tuple[str, int]] = []
+        run, norm_of = HostOptimizer._run, MasterWeights._norm_of
+
+        def noted(self: HostOptimizer, update: Any) -> None:
+            log.append(("update", update.param.numel()))
+            run(self, update)
+
+        def norm(self: MasterWeights, squares: torch.Tensor) -> torch.Tensor:
+            log.append(("norm", 0))
+            return norm_of(self, squares)
+
+        for stage, more in RUNS:
+            found = []
+            for early in (True, False):
+                settings = config(stage, overlap_comm=True, **more)
+                with (
+                    mock.patch.object(HostOptimizer, "_run", noted),
+                    mock.patch.object(MasterWeights, "_norm_of", norm),
+                    simulate(backward_streams=2),
+                    check_streams(),
+                ):
+                    engine = start(settings, early, depth=6)
+                    weight(engine).register_post_accumulate_grad_hook(
+                        lambda _: log.append(("last gradient", 0))
+                    )
+                    for number in range(3):
+                        log.clear()
+                        backward(engine, number)
+                        engine.step()
+                    found.append(everything(engine))
+                    engine.destroy()
+                if early:
+                    names = [name for name, _ in log]
+                    behind = sum(numel for _, numel in log[names.index("norm") :])
+                    assert "update" in names[: names.index("last gradient")], (stage, more)
+                    assert behind <= 1, (stage, more)  # padding, which no gradient fills
+            assert same(*found), (stage, more)
