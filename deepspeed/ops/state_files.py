@@ -92,6 +92,16 @@ def keep_in_memory(tensor: torch.Tensor, numel: int) -> int:
     return numel - taken
 
 
+def mend() -> None:
+    """Give files that were cut their size again, where the disk has room: whoever loads state would
+    be ended by a page that is not there.
+    """
+    for mapping in list(_mappings.values()):
+        with suppress(OSError):
+            os.posix_fallocate(mapping.file.fileno(), 0, mapping.num_taken)
+            os.truncate(mapping.file.fileno(), len(mapping))
+
+
 class _Slot:
     """Memory for one window of several tensors, and what moves it."""
 
@@ -168,16 +178,6 @@ class StateFiles:
             os.posix_fallocate(file, start, size)
         except OSError as error:
             raise disk_error(error, os.path.join(self._folder, "state"), size) from error
-
-    def mend(self) -> None:
-        """Give files that were cut their size again, where the disk has room: whoever loads state
-        would be ended by a page that is not there.
-        """
-        for mapping in list(_mappings.values()):
-            if mapping.files is self:
-                with suppress(OSError):
-                    os.posix_fallocate(mapping.file.fileno(), 0, mapping.num_taken)
-                    os.truncate(mapping.file.fileno(), len(mapping))
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Say whether it is such a tensor, whole."""

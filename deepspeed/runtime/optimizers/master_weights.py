@@ -17,6 +17,7 @@ from deepspeed.comm.failures import raise_disk_error
 from deepspeed.ops.early_update import SpeculativeUpdate
 from deepspeed.ops.host_optimizer import HostOptimizer
 from deepspeed.ops.squares import IN_ORDER, ExactSquares
+from deepspeed.ops.state_files import mend
 from deepspeed.ops.whole_parameters import WholeParameterOptimizer
 from deepspeed.runtime.gradients.norm import joined, local_squared_norm, reduce_squared_norm
 from deepspeed.runtime.gradients.reduction import GradientContext
@@ -332,7 +333,7 @@ class MasterWeights:
     def _raise_disk_error(self, own: OSError | None) -> None:
         """Raise on all ranks what a file of state of one of them has failed of."""
         if self.settings.files is not None and own is not None:
-            self.settings.files.mend()
+            mend()
         if self.settings.files is not None and self.norm_group is not None:
             raise_disk_error(own, self.norm_group)
         elif own is not None:

@@ -332,6 +332,8 @@ class DeepSpeedZeRoOffload:
         if not in_backward():  # recomputation is followed by its backward
             self.param_coordinator.end_forward()
             self._saved.end()
+            if outputs is not None and not torch.is_grad_enabled():  # no step comes
+                self.raise_disk_error()
 
     def _hand_up(self, frame: Frame, above: Frame, outputs: object) -> None:
         """Lend a parameter, or a view of one, that a forward returns to its caller."""
@@ -409,6 +411,16 @@ class DeepSpeedZeRoOffload:
             )
         for unit in self.persistent_units:
             unit.refuse_lost_writes()
+
+    def raise_disk_error(self) -> None:
+        """Raise on all ranks, which all call it, the error of files of shards that one has kept."""
+        try:
+            self.resources.raise_disk_error(self.instances.everyone)
+        except OSError:
+            # What was gathered, here or ahead, may be what could not be read.
+            self.resources.end_reads()
+            self.empty_partition_cache()
+            raise
 
     def before_update(self) -> None:
         self.param_coordinator.release_all()

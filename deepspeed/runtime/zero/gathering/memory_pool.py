@@ -19,10 +19,14 @@ from typing import Any
 
 import torch
 
+from deepspeed import comm as dist
 from deepspeed.accelerator import Event, Stream, get_accelerator
+from deepspeed.comm.failures import raise_disk_error
+from deepspeed.ops.state_files import mend
 from deepspeed.runtime.streams import SideStream
 from deepspeed.runtime.zero.gathering.shard_files import ShardReads, is_moved
 from deepspeed.runtime.zero.gathering.units import GatherSettings
+from deepspeed.utils.logging import logger
 
 
 class PoolBuffer:
@@ -167,6 +171,7 @@ class GatherResources:
         last_gather: Event behind the newest gather of the shards, on the gather stream.
         shard_readers: Streams that have read shards as whole parameters since the last update.
         are_away: The shards are kept off the device (`offload_states`).
+        disk_error: What reading or writing files of shards has failed of, until all ranks raise it.
     """
 
     def __init__(
@@ -188,6 +193,7 @@ class GatherResources:
         self.shards_updated: Any = None
         self.num_updates = 0
         self.are_away = False
+        self.disk_error: OSError | None = None
 
     def keep_for(self, units: Iterable[Any]) -> None:
         """Keep as much memory as docs/zero3.md says that gathers of `units` take at most."""
@@ -246,8 +252,27 @@ class GatherResources:
         if self.reads is None or not is_moved(shard):
             row.copy_(shard, non_blocking=is_locked)
             return
-        for start, end, part in self.reads.parts(shard):
-            row[start:end].copy_(part, non_blocking=self.reads.settings.pinned)
+        try:
+            for start, end, part in self.reads.parts(shard):
+                row[start:end].copy_(part, non_blocking=self.reads.settings.pinned)
+        except OSError as error:
+            # The others are on their way to this gather, and to those that follow in this pass.
+            self.keep_disk_error(error)
+            row.fill_(torch.nan if row.is_floating_point() else 0)
+
+    def keep_disk_error(self, error: OSError) -> None:
+        """Go on for now: other ranks would wait for this one."""
+        if self.disk_error is None:
+            logger.error(f"{error}; all ranks raise this when the step or the evaluation ends")
+        self.disk_error = self.disk_error or error
+
+    def raise_disk_error(self, group: dist.Group) -> None:
+        """Raise on all ranks of `group`, which all call it, what one of them has kept."""
+        if self.reads is not None:
+            own, self.disk_error = self.disk_error, None
+            if own is not None:
+                mend()
+            raise_disk_error(own, group)
 
     def end_reads(self) -> None:
         """Let nothing read files of shards any more, nor have what was read."""

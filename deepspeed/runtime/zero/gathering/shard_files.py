@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -174,17 +175,22 @@ class ShardReads:
 
 
 class _Written:
-    """What `StagingBuffers` wait for: a part that is on the disk."""
+    """What `StagingBuffers` wait for: a part that is on the disk, or will never be."""
 
-    def __init__(self, handle: AsyncIOHandle) -> None:
-        self.synchronize = handle.wait
+    def __init__(self, synchronize: Callable[[], object]) -> None:
+        self.synchronize = synchronize
 
 
 class ShardWrites:
-    """Writes pieces of shards to their files, behind the host."""
+    """Writes pieces of shards to their files, behind the host. `failed` hears of what cannot be
+    written, and the rest is written all the same.
+    """
 
-    def __init__(self, make_handle: Callable[[], AsyncIOHandle]) -> None:
+    def __init__(
+        self, make_handle: Callable[[], AsyncIOHandle], failed: Callable[[OSError], None]
+    ) -> None:
         self._handles = deque(make_handle() for _ in range(NUM_WRITES))
+        self._failed = failed
 
     def begin(self, piece: torch.Tensor, own: torch.Tensor) -> _Written:
         """Begin to write `piece` where `own` lies; its memory is used until that is waited for."""
@@ -192,12 +198,14 @@ class ShardWrites:
         assert place is not None, "asked before"
         self._handles.rotate()
         self._handles[0].async_pwrite(piece, file_of(own), place.start)
-        return _Written(self._handles[0])
+        return _Written(partial(self._wait, [self._handles[0]]))
 
     def finish(self) -> None:
-        """Wait until all is on the disk.
+        """Wait until all is on the disk."""
+        self._wait(self._handles)
 
-        Raises:
-            OSError: something cannot be written.
-        """
-        wait_for_all(self._handles)
+    def _wait(self, handles: Iterable[AsyncIOHandle]) -> None:
+        try:
+            wait_for_all(handles)
+        except OSError as error:
+            self._failed(error)

@@ -29,7 +29,8 @@ from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.runtime.sharding.publisher import NUM_STAGED, Gather, Publisher
 from deepspeed.runtime.streams import StagingBuffers
 from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
-from deepspeed.runtime.zero.gathering.shard_files import ReadSettings, ShardWrites, is_moved
+from deepspeed.runtime.zero.gathering.memory_pool import GatherResources
+from deepspeed.runtime.zero.gathering.shard_files import ShardWrites, is_moved
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.parameters.zero_parameter import ZeroParamStatus, record_of
 from deepspeed.runtime.zero.stage_1_and_2 import ZeroMasters
@@ -61,12 +62,14 @@ class CutLayout(GroupLayout):
 class ShardWriter(Publisher):
     """Rounds updated masters into this rank's shard of a group, and gathers nothing."""
 
-    def __init__(self, group: ShardedGroup, reads: ReadSettings | None) -> None:
+    def __init__(self, group: ShardedGroup, resources: GatherResources) -> None:
         super().__init__(group, group.table.padded_numel, by_broadcast=True)
         self._writes: ShardWrites | None = None
+        reads = resources.settings.reads
         if reads is not None and place_in_file(group.flat) is not None:
             # A piece is memory until it is written.
-            self._writes, self._on_host = ShardWrites(reads.make_handle), False
+            self._writes = ShardWrites(reads.make_handle, resources.keep_disk_error)
+            self._on_host = False
             self._staging = StagingBuffers(NUM_STAGED, pin=reads.pinned)
 
     def _plan(self, bucket_size: int) -> Iterator[Gather]:
@@ -125,7 +128,7 @@ class ShardPublishing(Publishing):
         self._parameter_offload = parameter_offload
 
     def _publisher(self, group: ShardedGroup) -> Publisher:
-        return ShardWriter(group, self._parameter_offload.resources.settings.reads)
+        return ShardWriter(group, self._parameter_offload.resources)
 
     def publish(self, delivered: bool = False) -> None:
         self._parameter_offload.before_update()
@@ -191,6 +194,10 @@ class CutMasters(ZeroMasters):
 
     # Update
 
+    def scaled_global_norm(self) -> torch.Tensor:
+        self.parameter_offload.raise_disk_error()  # before the state of this step is touched
+        return super().scaled_global_norm()
+
     @torch.no_grad()
     def update(self, scaling: GradientScaling) -> None:
         """Step, unless old values are kept. Optimizers on the host write to shards there."""
@@ -201,7 +208,12 @@ class CutMasters(ZeroMasters):
         if self.device_part is not None:
             # First: the device is busy with it while the host updates its own part.
             self.device_part.step(scaling)
-        super().update(scaling)
+        try:
+            super().update(scaling)
+        except OSError:  # on all ranks, of files of state
+            resources.disk_error = None
+            raise
+        self.parameter_offload.raise_disk_error()
 
     def refresh_fp32_params(self) -> None:
         """Take over also from the shards of units, which were loaded or edited."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +18,9 @@ import torch
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator.sim_accelerator import simulate
+from deepspeed.ops import state_files
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.aio.engines import How, NativeEngine, Outcome, Transfer
 from deepspeed.ops.aio.handle import AsyncIOHandle
 from deepspeed.ops.state_files import place_in_file
 from deepspeed.runtime.sharding import publisher
@@ -165,6 +171,84 @@ class TestScripts(DistributedTest):
         found |= {f"{k} saved": v for k, v in torch.load(folder / "pytorch_model.bin").items()}
         fp32 = get_fp32_state_dict_from_zero_checkpoint(str(folder))
         return found | {f"{name} of the folder": value for name, value in fp32.items()}
+
+
+@contextmanager
+def failing(is_write: bool, skipped: int, is_cut: bool = False) -> Iterator[None]:
+    """On rank 1 all transfers of one direction fail after the first `skipped`; or somebody cuts all
+    files.
+    """
+
+    def run(self: Any, transfer: Transfer, how: How) -> Outcome:
+        fails = transfer.is_write == is_write and next(count) >= skipped
+        return Outcome(512, errno.EIO) if fails else original(self, transfer, how)
+
+    count, original = itertools.count(), NativeEngine.run
+    if dist.get_rank() == 0:
+        yield
+    elif is_cut:
+        for mapping in state_files._mappings.values():
+            os.truncate(mapping.file.fileno(), 4096)
+        yield
+    else:
+        with mock.patch.object(NativeEngine, "run", run):
+            yield
+
+
+class TestDiskErrors(DistributedTest):
+    world_size = 2
+
+    def test_all_ranks_raise_and_the_checkpoint_loads(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Kills: an error that one rank raises while the other waits for it, one that nobody hears
+        # of, a step or an evaluation of what could not be read, an error told twice.
+        monkeypatch.setattr(publisher, "UPDATE_NUMEL", 3000)
+        kept = {**MIXED, "stage3_param_persistence_threshold": 100}
+        for number, kind in enumerate(("host", "torch")):
+            folder = tmp_path / kind
+            offload = {"offload_param": params_in(folder / "swap"), **(kept, BOUNDED)[number]}
+            if kind == "host":
+                engine, _ = start("bf16", **offload)
+            else:
+                engine = engine_of(make_net(width=WIDTH), config_of(3, **offload))
+            train(engine, 1)
+            engine.save_checkpoint(str(folder))
+            train(engine, 1, first=1)
+            wanted = masters_of(engine)
+            read, written, cut = (
+                "Input/output error: .* are to be read",
+                "Input/output error: .* are to be written",
+                "the file ends at byte .* are to be read",
+            )
+            cases = ((read, 0), (cut, 0), (read, 12), (written, 3))
+            for told, skipped in cases[2 * number :]:
+                before = masters_of(engine)
+                is_told = f"{told}.*rank 1.*{folder}/swap"
+                with failing(told == written, skipped, told == cut):
+                    with pytest.raises(OSError, match=is_told):
+                        train(engine, 1, first=5)
+                # What cannot be read is noticed before anything is updated.
+                assert told == written or same(masters_of(engine), before)
+                engine.load_checkpoint(str(folder))
+                train(engine, 1, first=1)
+                assert same(masters_of(engine), wanted), (kind, told, skipped)
+            with torch.no_grad():
+                evaluated = engine(tokens_of(9, dist.get_rank()))
+                engine.empty_partition_cache()
+                with failing(False, 0), pytest.raises(OSError, match="rank 1"):
+                    engine(tokens_of(9, dist.get_rank()))
+                assert torch.equal(engine(tokens_of(9, dist.get_rank())), evaluated)
+            train(engine, 1, first=2)
+            engine.destroy()
+
+
+def masters_of(engine: Any) -> Tensors:
+    return {
+        name: safe_get_full_fp32_param(param).clone()
+        for name, param in engine.module.named_parameters()
+        if param.requires_grad
+    }
 
 
 class TestFolder(DistributedTest):
