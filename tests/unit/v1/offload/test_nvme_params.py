@@ -28,7 +28,8 @@ from deepspeed.runtime.zero.gathering import shard_files
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from deepspeed.verify import check_streams
-from unit.common import DistributedTest
+from unit.common import DistributedFixture, DistributedTest
+from unit.v1.checkpoint.runs import UNIVERSAL, convert, keep, kept, on_rank_0
 from unit.v1.zero.stage3.models import (
     BOUNDED,
     MIXED,
@@ -52,9 +53,11 @@ def params_in(folder: Any, **keys: Any) -> dict[str, Any]:
     return {"device": "nvme", "nvme_path": str(folder), **SMALL, **keys}
 
 
-def start(precision: str, model: Net | None = None, **zero: Any) -> tuple[Any, Net]:
+def start(
+    precision: str, model: Net | None = None, universal: bool = False, **zero: Any
+) -> tuple[Any, Net]:
     model = make_net(width=WIDTH) if model is None else model
-    config = {**config_of(3, **zero), "gradient_clipping": 0.5}
+    config = {**config_of(3, **zero), "gradient_clipping": 0.5, **(UNIVERSAL if universal else {})}
     if precision != "fp32":
         config[precision] = {"enabled": True}
     trained = [param for param in model.parameters() if param.requires_grad]
@@ -249,6 +252,41 @@ def masters_of(engine: Any) -> Tensors:
         for name, param in engine.module.named_parameters()
         if param.requires_grad
     }
+
+
+class saved(DistributedFixture):  # noqa: N801  # the name of the fixture
+    """What two ranks with all of their state in files have saved, universal too."""
+
+    world_size = 2
+
+    def run(self, class_tmpdir: str) -> None:
+        nvme = {"device": "nvme", "nvme_path": class_tmpdir}
+        offload = {"offload_param": params_in(class_tmpdir), "offload_optimizer": nvme}
+        engine, _ = start("bf16", **offload, **BOUNDED)
+        train(engine, 2)
+        engine.save_checkpoint(class_tmpdir)
+        keep(f"{class_tmpdir}/masters", masters_of(engine))
+        on_rank_0(lambda: convert(class_tmpdir))
+        engine.destroy()
+
+
+class TestOtherRanks(DistributedTest):
+    world_size = [1, 4]
+
+    def test_goes_on_as_without_files(self, saved: None, class_tmpdir: str, tmp_path: Path) -> None:
+        # Kills: shards in files that are cut, padded or read as if there were as many ranks, and
+        # other copies of them (MiCS) that one instance alone writes.
+        mics = {"mics_shard_size": 2} if dist.get_world_size() == 4 else {}
+        for universal in (False, True):
+            found = []
+            for nvme in ({}, {"offload_param": params_in(tmp_path)}):
+                engine, _ = start("bf16", universal=universal, **nvme, **mics, **BOUNDED)
+                engine.load_checkpoint(class_tmpdir)
+                assert same(masters_of(engine), kept(f"{class_tmpdir}/masters"))
+                train(engine, 2, first=2)
+                found.append(masters_of(engine))
+                engine.destroy()
+            assert same(*found), universal
 
 
 class TestFolder(DistributedTest):
