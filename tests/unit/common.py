@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 # Before torch asks for devices: asking CUDA itself keeps what is forked later from using it.
@@ -68,6 +69,11 @@ def get_master_port(base_port: int = 29500, port_range_size: int = 1000) -> str:
                 continue
             return str(port)
     raise OSError(f"no free port in {base_port}..{base_port + port_range_size - 1}")
+
+
+def python_path(*folders: object) -> str:
+    """PYTHONPATH of a process of a test: these folders, and what all have (`pytest_configure`)."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def accelerator_name() -> str:
@@ -456,7 +462,8 @@ def _failure_lines(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the mark."""
+    """Declare the mark, and let processes that tests start have `processes.sitecustomize`."""
+    os.environ["PYTHONPATH"] = python_path(Path(__file__).with_name("processes"))
     config.addinivalue_line(
         "markers", "world_size(n): the number of ranks of a DistributedTest method"
     )

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from unit.common import python_path
+
 ROOT = Path(__file__).resolve().parents[2]
 # The aim is 0.25 s on a quiet machine; this must not fail on a busy one.
 LIMIT_S = 0.6
@@ -15,8 +17,7 @@ LIMIT_S = 0.6
 
 def python(code: str) -> str:
     """Run `code` in a new interpreter; returns what it printed."""
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    given = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    given = {**os.environ, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code]
     run = subprocess.run(command, env=given, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr[-3000:]

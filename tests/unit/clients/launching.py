@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from deepspeed.accelerator import real_accelerator
-from unit.common import get_master_port, report, server
+from unit.common import get_master_port, python_path, report, server
 from unit.launcher import forked
 from unit.rank_server import Job
 
@@ -139,10 +139,9 @@ def environment() -> dict[str, str]:
     """A user's environment, on the host, without network and another test's process group."""
     others = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     ours = {name: value for name, value in os.environ.items() if name not in others}
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **ours,
-        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPATH": python_path(ROOT),
         **{"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         **{"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
     }

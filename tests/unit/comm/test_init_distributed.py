@@ -15,7 +15,7 @@ from deepspeed import comm as dist
 from deepspeed.comm import discovery, initialization, utils
 from deepspeed.comm.discovery import first_slurm_host
 from unit.comm.starts import verdict
-from unit.common import DistributedTest, get_master_port
+from unit.common import DistributedTest, get_master_port, python_path
 from unit.launcher.starting import ROOT, until
 
 FOREIGN = ("OMPI_", "PMI_", "MPI_", "MV2_", "SLURM_", "AZUREML_", "SM_")
@@ -238,7 +238,7 @@ class TestAlone(DistributedTest):
 def test_forked_and_spawned_ranks_start_and_end() -> None:
     command = [sys.executable, "-m", "unit.comm.starts"]
     command += "--rounds 2 --load 0 --seed 4".split()
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT, ROOT / "tests")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.stdout == "seed 4\n2 of 2 ended well\n", done.stdout + done.stderr
 

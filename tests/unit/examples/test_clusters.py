@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from unit.common import get_master_port
+from unit.common import get_master_port, python_path
 from unit.one_process import OneProcess
 
 ROOT = Path(__file__).resolve().parents[3]
-OURS = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+OURS = {"PYTHONPATH": python_path(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 ENVIRONMENT = {**os.environ, **OURS}
 FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 POD = """

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from unit.common import python_path
 from unit.launcher import forked
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -58,7 +59,7 @@ def start(
     """A module as a program in `folder`, with `variables`, of which None are taken away."""
     given = {
         **os.environ,
-        **{"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        **{"PYTHONPATH": python_path(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
         **{"TMPDIR": str(folder), **variables},
     }
     how.update(cwd=folder, env={name: value for name, value in given.items() if value is not None})

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from unit.common import python_path
 from unit.launcher.starting import ROOT, start
 from unit.launcher.zombies import LEFT_SECONDS, MARK, hearing_hangups, kill, leftovers
 
@@ -86,7 +87,10 @@ def test_a_signal_while_it_starts_ends_it(tmp_path: Path) -> None:
         word = uuid.uuid4().hex
         places = [(at.event, at.text, at.count, int(at.number), at.is_swallowed) for at in moments]
         words = ("-q", "--num_gpus=2", "rank.py")
-        variables = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2"}
+        variables = {
+            "PYTHONPATH": python_path(tmp_path, ROOT),
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2",
+        }
         variables |= {"MOMENTS": str(places), MARK: word}
         how = {"output": subprocess.DEVNULL, "start_new_session": True}
         launcher = start(tmp_path, *words, variables=variables, **how)

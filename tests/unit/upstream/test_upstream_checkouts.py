@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from unit.common import python_path
 from unit.upstream import made_up
 from unit.upstream.made_up import git
 
@@ -187,7 +188,7 @@ def test_the_harness_of_a_checkout_is_not_used(tmp_path: Path) -> None:
     run = f"runs.run_all([runs.Run({places}, 'without')], 2)"
     environment = {k: v for k, v in os.environ.items() if k != "LOCAL_SIZE"}
     command = [sys.executable, "-c", f"from pathlib import Path; import runs; {run}"]
-    environment["PYTHONPATH"] = str(PROGRAM)
+    environment["PYTHONPATH"] = python_path(PROGRAM)
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     (kept,) = json.loads(log.with_suffix(".json").read_text()).values()
     counts = {"passed": 1, "failed": 1, "skipped": 0, "given_up": 0}

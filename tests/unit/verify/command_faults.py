@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.verify.oracle.plan import RunKind, in_small_groups
+from unit.common import python_path
 from unit.verify.faults import Mutation, mutations_of
 from unit.verify.oracle_runs import MODELS, failures, plan_of, report_of
 
@@ -82,7 +83,7 @@ def run_command(root: Path, setup: str, limit_s: float) -> tuple[int, str]:
     config, model = root / "ds_config.json", SETUPS[setup][0]
     config.write_text(json.dumps(config_of(setup)), encoding="utf-8")
     command = [sys.executable, "-m", "deepspeed.verify.oracle.cli", "--config", str(config)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(root)}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile the package
     run = subprocess.run(
         [*command, "--model", model if model.startswith("hf:") else f"{MODELS}:{model}"],
