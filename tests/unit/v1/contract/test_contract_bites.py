@@ -98,10 +98,10 @@ def add_to_the_last_step(
 
 @instead_of(sink.DeviceSink, "add")
 def lose_own_part(
-    original: Any, self: Any, bucket: int, group: Any, segments: Any, pieces: Any, factor: float
+    original: Any, self: Any, bucket: int, group: Any, segments: Any, pieces: Any, *how: Any
 ) -> None:
     """The owner forgets its own contribution."""
-    original(self, bucket, group, segments, pieces[1:] or pieces, factor)
+    original(self, bucket, group, segments, pieces[1:] or pieces, *how)
 
 
 def reduce_before_the_last_micro_batch(patch: pytest.MonkeyPatch) -> None:
