@@ -469,10 +469,12 @@ def _check_speculation(
 ) -> None:
     tree = context.config.tree
     offload = tree.zero_optimization.offload_optimizer
-    if offload is None or not (_offloads(context.config) and offload.speculative_update):
+    if offload is None or not offload.speculative_update:
         return
     is_bf16_summed = context.model_dtype == torch.bfloat16 and accumulation == torch.float32
     problems = {
+        'zero_optimization.offload_optimizer.device: "none" or ratio: 0.0, which leave nothing to '
+        'the host: use "cpu" and more than 0.0, or leave it out': not _offloads(context.config),
         f"{type(basic).__name__}, whose state is not updated piece by piece: use Adam, AdamW, "
         "Adagrad or Lion": not isinstance(basic, HostOptimizer),
         'zero_optimization.offload_optimizer.device: "nvme", whose state is in memory by windows '

@@ -229,6 +229,8 @@ class TestScripts(DistributedTest):
             ({"stage": 2, "offload": {"device": "nvme", "nvme_path": "."}}, {}, "nvme"),
             ({"stage": 1}, {"data_types": {"grad_accum_dtype": "fp32"}}, "grad_accum_dtype"),
             ({"optimizer": "SGD"}, {}, "SGD"),
+            ({"offload": {"device": "none"}}, {}, "none"),
+            ({"stage": 3, "offload": {"ratio": 0.0}}, {}, "ratio: 0.0"),
             ({}, {"reproducibility": {"world_size_invariant": True}}, "world_size_invariant"),
             (
                 {},
