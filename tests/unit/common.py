@@ -463,7 +463,8 @@ def _failure_lines(
 
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the mark, and let processes that tests start have `processes.sitecustomize`."""
-    os.environ["PYTHONPATH"] = python_path(Path(__file__).with_name("processes"))
+    if not config.getoption("numprocesses", None):  # xdist's workers are no test's processes
+        os.environ["PYTHONPATH"] = python_path(Path(__file__).with_name("processes"))
     config.addinivalue_line(
         "markers", "world_size(n): the number of ranks of a DistributedTest method"
     )

@@ -134,8 +134,11 @@ class SavedExperts(DistributedFixture):
                     engine.save_checkpoint(folder)
                     held = whole(engine)
                     assert runs.exported_otherwise(folder, held) == [], folder
-                    train(engine, AFTER)
-                    runs.keep(folder, (held, whole(engine)))
+                    later = None
+                    if case.startswith("fp32"):  # of others the first step is compared
+                        train(engine, AFTER)
+                        later = whole(engine)
+                    runs.keep(folder, (held, later))
 
 
 class TestOtherExpertGroups(DistributedTest):
@@ -184,6 +187,8 @@ class TestOtherExpertGroups(DistributedTest):
             engine.load_checkpoint(name)
             assert runs.otherwise(held, whole(engine)) == [], (case, other)
             self.goes_on(engine, case, later)
+            if other == "fp32-0":
+                continue  # as below stage 3 everywhere
             again = make(2, 3, **CASES[other])
             train(again, 1)
             again.load_checkpoint(name, load_module_only=True)

@@ -109,7 +109,7 @@ def stage3_cases() -> list[Stage3Case]:
 def group_cases() -> list[Stage3Case]:
     """All pairs of values in groups of four ranks whose units go at once."""
     cases = []
-    for row in pairwise(GROUP_FACTORS, [13]):
+    for row in pairwise(GROUP_FACTORS, [2806]):
         group = row.pop("group")
         if (group, row["host"]) == ("near", "both"):
             row["host"] = "none"
@@ -203,8 +203,8 @@ class TestSimulated(DistributedTest):
     def test(self) -> None:
         # Kills: a unit read before it is gathered or after its memory was given away, a shard
         # gathered before it is updated.
-        # Two micro-batches follow each other as three do.
-        cases = of_world(stage3_cases(), 2)
+        # Two micro-batches follow each other as three do; where all persists nothing is gathered.
+        cases = [case for case in of_world(stage3_cases(), 2) if case.persistence is not None]
         few = [dataclasses.replace(case, accumulation=min(case.accumulation, 2)) for case in cases]
         run_simulated(few, Stage3Run)
 
