@@ -180,6 +180,13 @@ class SpeculativeUpdate:
         self._is_missed = self._is_missed or bool(self._begun)
         self._begun, self._is_over = {}, True
 
+    def lent(self) -> None:
+        """Hear that a script is given masters, state or gradients themselves: it may write to them
+        as torch does not count (`.data`).
+        """
+        if self._begun:
+            self.forget()
+
     # In the step
 
     def take(self, param: torch.Tensor, update: FlatUpdate) -> tuple[FlatUpdate, Ranges] | None:

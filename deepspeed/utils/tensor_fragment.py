@@ -81,6 +81,7 @@ class _Masters(Protocol):
     @property
     def read_factor(self) -> float: ...
     def finish_gradients(self) -> None: ...
+    def lend(self) -> None: ...
     def gather_full(
         self, wanted: Sequence[tuple[int, int]], shards: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]: ...
@@ -187,6 +188,7 @@ def _is_frozen(param: nn.Parameter) -> bool:
 
 def _owned(param: nn.Parameter, shards: list[torch.Tensor]) -> torch.Tensor | None:
     optimizer, group, index = _require_link(param, "safe_get_local")
+    optimizer.lend()
     owned = optimizer.groups[group].owned(index)
     return None if owned is None else shards[group][owned.in_shard]
 

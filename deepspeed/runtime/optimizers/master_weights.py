@@ -447,6 +447,11 @@ class MasterWeights:
         shapes = [logical_shape(self.groups[group].params[index]) for group, index in links]
         return [piece.view(shape) for piece, shape in zip(flat.split(numels), shapes, strict=True)]
 
+    def lend(self) -> None:
+        """Know that a script is given this rank's masters, state or gradients themselves."""
+        if self.early is not None:
+            self.early.lent()
+
     def destroy(self) -> None:
         """Let go of buffers; parameters keep their values in storage of their own."""
         if self.early is not None:
@@ -472,5 +477,6 @@ class MasterNames:
     group_paddings: list[int] = forwarded("masters")
     owner_steps: OwnerSteps | None = forwarded("masters")
     gather_full = forwarded("masters", MasterWeights.gather_full)
+    lend = forwarded("masters", MasterWeights.lend)
     set_param = forwarded("masters", MasterWeights.set_param)
     update_lp_params = forwarded("masters", MasterWeights.update_lp_params)

@@ -233,6 +233,7 @@ class DeepSpeedZeroOptimizer_Stage3(BucketNames, ZeROOptimizer):  # upstream's n
         the boundary's backward and the step. To change them use `safe_set_local_grad`.
         """
         grads = owned_gradients(self) if self.tracker.is_boundary else None
+        self.masters.lend()
         return {
             number: [group.cut_of(index, grad) for index in range(len(group.params))]
             for number, (group, grad) in enumerate(

@@ -259,6 +259,8 @@ v1/offload/test_speculative_update.py -k clips
 v1/offload/test_speculative_update.py -k written
   gradients are added to where an update has begun
     DeviceSink.add: self.early.forget() -> pass
+  what a script writes through tensors of its own is not seen
+    MasterWeights.lend: self.early.lent() -> pass
   what was made of gradients that were forgotten stays
     DeviceSink.clear: self.early.clear() -> pass
 v1/offload/test_speculative_update.py -k streams
