@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
+from deepspeed.ops import squares
 from deepspeed.runtime.zero.estimates.replicated import plan_whole_gradients
 from deepspeed.runtime.zero.estimates.stage3 import ModelShape, plan_sharded_parameters
 from deepspeed.runtime.zero.estimates.stages_1_and_2 import plan_model_states
@@ -49,14 +51,18 @@ def peak_of(
     micro_batches: int = 4,
     stage: int = 0,
     make: Callable[[], nn.Module] | None = None,
+    accumulation: int = 2,
+    has_same_bits: bool = False,
     **zero: Any,
 ) -> Peak:
     more: dict[str, Any] = {"optimizer": {"type": optimizer, "params": {"lr": 1e-6}}}
+    if has_same_bits:
+        more["reproducibility"] = {"world_size_invariant": True}
     if precision == "fp16":
         more["fp16"] = {"enabled": True, "loss_scale": 1}
     if accumulate_in is not None:
         more["data_types"] = {"grad_accum_dtype": accumulate_in}
-    config = config_of(stage, 1, 2, precision, zero_optimization=zero, **more)
+    config = config_of(stage, 1, accumulation, precision, zero_optimization=zero, **more)
     gc.collect()
     with simulate() as device:
         before = device.memory_allocated()
@@ -346,3 +352,23 @@ class TestPeak(DistributedTest):
         # Kills: the same at the boundary, and gradients of one step that are held in the next.
         for found in in_all_configurations(stage=1):
             assert GRADIENTS <= max(found) < GRADIENTS + 3 * BUCKET, found
+
+
+class TestCanonicalSums(DistributedTest):
+    world_size = 2
+
+    def test_are_a_counter_of_shards(self) -> None:
+        # Kills: sums that stay when they have been added, micro-batches that are kept side by side.
+        shard, bucket = 4 * sum(NUMELS) // 2, 4 * BUCKETS[0]
+        norms = mock.patch.object(squares, "DEVICE_SQUARES", squares.ROW)  # a constant otherwise
+        for stage, leaves in ((2, 16), (3, 2), (3, 16)):
+            steps = {"micro_batches": leaves // 2, "accumulation": leaves // 2}
+            zero = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": BUCKETS[0]}
+            peaks = []
+            for same in (False, True):
+                with norms:
+                    peak = peak_of("fp32", "SGD", stage=stage, has_same_bits=same, **steps, **zero)
+                peaks.append(peak.device)
+            # floor(log2 M) shards, of which one is there anyway.
+            beside = (leaves.bit_length() - 2) * shard
+            assert 0 <= peaks[1] - peaks[0] - beside + 0.02 * shard <= bucket, (stage, leaves)
