@@ -38,7 +38,7 @@ from deepspeed.runtime.activation_checkpointing.settings import Settings
 from deepspeed.runtime.streams import MAX_KEPT, SideStream
 
 # Smaller inputs stay on the device: to issue a copy takes longer than the copy.
-LEAST_BYTES = 1 << 16
+MOVED_NUMEL = 1 << 14  # elements
 
 
 def is_activation_to_checkpoint(item: object) -> bool:
@@ -237,7 +237,7 @@ class InputStore:
             self._buffers = LongBuffers(self.settings.num_checkpoints)
 
     def pack(self, tensor: torch.Tensor) -> _AsIs | _Packed:
-        is_small = self._to_host and not self._parts and tensor.nbytes < LEAST_BYTES
+        is_small = self._to_host and not self._parts and tensor.numel() < MOVED_NUMEL
         if is_small or not is_activation_to_checkpoint(tensor):
             return _AsIs(tensor, tensor._version)
         identity = _identity(tensor)

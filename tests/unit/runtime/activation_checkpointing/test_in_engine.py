@@ -40,7 +40,7 @@ TOLERANCE = 2e-6
 def small_inputs_move() -> Iterator[None]:
     """To the host, though that isn't worth a copy."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saved_inputs, "LEAST_BYTES", 0)
+        patch.setattr(saved_inputs, "MOVED_NUMEL", 0)
         yield
 
 
@@ -163,7 +163,7 @@ class Recorded:
             return self.packed[-1]
 
         patch.setattr(saved_inputs.InputStore, "pack", pack)
-        patch.setattr(saved_inputs, "LEAST_BYTES", 0)
+        patch.setattr(saved_inputs, "MOVED_NUMEL", 0)
 
     def content(self) -> list[torch.Tensor]:
         """What is kept of each moved input."""

@@ -84,7 +84,7 @@ def device() -> Iterator[Any]:
     """A simulated one that is checked, with all inputs on the host."""
     before = settings._current, settings._is_configured
     with simulate() as device, check_streams(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saved_inputs, "LEAST_BYTES", 64)
+        patch.setattr(saved_inputs, "MOVED_NUMEL", 16)
         checkpointing.configure(None, checkpoint_in_cpu=True)
         yield device
     settings._current, settings._is_configured = before
@@ -142,7 +142,7 @@ def test_what_stays_and_what_was_changed(device: Any, call: Callable[..., Any]) 
 
     with pytest.MonkeyPatch.context() as patch:
         recorded = Recorded(patch)
-        patch.setattr(saved_inputs, "LEAST_BYTES", 17)
+        patch.setattr(saved_inputs, "MOVED_NUMEL", 5)
         assert torch.equal(gradient(call), gradient(direct))
     assert recorded.sizes() == [64] * 6 and pieces(recorded.content()) == 5
 
