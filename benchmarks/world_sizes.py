@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,27 +122,37 @@ def _whole(system: str, model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def digest_on(system: str, num_ranks: int, steps: int, python: str) -> str:
-    """Start ranks, and return what rank 0 says; RuntimeError if there is nothing."""
+    """Start ranks, and return what all of them say; RuntimeError if one fails."""
     port, words = free_port(), [__file__, "--rank-of", system, "--steps", str(steps)]
     path = "" if system.startswith(UPSTREAM_PREFIX) else str(Path(__file__).resolve().parents[1])
     own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
     own |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": path}
-    processes = [
-        subprocess.Popen(
-            [python, *words],
-            env={**os.environ, **own, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=tempfile.gettempdir(),  # the checkout's deepspeed must not shadow upstream's
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
-    said = [process.communicate()[0] for process in processes]
-    found = [line.split()[1] for line in said[0].splitlines() if line.startswith("digest ")]
-    if not found:
-        raise RuntimeError(f"{system} on {num_ranks} ranks ended without a digest")
-    return found[0]
+    with tempfile.TemporaryFile("w+") as output:
+        processes = [
+            subprocess.Popen(
+                [python, *words],
+                env={**os.environ, **own, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=output,
+                stderr=output,
+                cwd=tempfile.gettempdir(),  # the checkout's deepspeed must not shadow upstream's
+            )
+            for rank in range(num_ranks)
+        ]
+        try:
+            codes: list[int | None] = [None]
+            while None in codes and not any(codes):  # if one fails the others would wait for it
+                time.sleep(0.1)
+                codes = [process.poll() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        output.seek(0)
+        said = output.read()
+    found = {line.split()[1] for line in said.splitlines() if line.startswith("digest ")}
+    if any(codes) or len(found) != 1:
+        raise RuntimeError(f"{system} on {num_ranks} ranks: {said[-2000:]}")
+    return found.pop()
 
 
 def main() -> None:
