@@ -111,9 +111,11 @@ def _run(plan: LaunchPlan, endpoint: str, folder: Path, logs: RankLogs) -> None:
     else:
         settings = _rendezvous_of_one(endpoint)
     if hasattr(LaunchConfig, "signals_to_handle"):
-        # What `nohup` has told this process to ignore stays ignored; older torch takes no wishes.
+        # What `nohup` has told this process to ignore stays ignored.
         names = [*(number.name for number in ending_signals()), signal.SIGQUIT.name]
         settings["signals_to_handle"] = ",".join(names)
+    elif signal.SIGHUP not in ending_signals():
+        _ignore_hangups()
     config = LaunchConfig(
         nproc_per_node=plan.num_ranks, start_method="spawn", logs_specs=PipedLogs(), **settings
     )
@@ -121,6 +123,22 @@ def _run(plan: LaunchPlan, endpoint: str, folder: Path, logs: RankLogs) -> None:
     # -I -S: the user's PYTHON* variables and site packages concern the script, not these few lines
     # before it.
     elastic_launch(config, sys.executable)("-I", "-S", str(WORKER), str(plan_file), "${local_rank}")
+
+
+def _ignore_hangups() -> None:
+    """Let the agent of a torch that takes no wishes (before 2.13) ignore SIGHUP, which it otherwise
+    handles from the start of its ranks on.
+    """
+    # startup: see run_with_agent
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+    original = SubprocessContext._start
+
+    def start(context: SubprocessContext) -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        original(context)
+
+    SubprocessContext._start = start  # type: ignore[method-assign]  # handlers are set just before
 
 
 def _rendezvous_of_nodes(
