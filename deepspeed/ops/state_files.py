@@ -16,6 +16,7 @@ from contextlib import nullcontext, suppress
 from typing import IO, Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.file_trace import MappedFile
@@ -129,7 +130,8 @@ class StateFiles:
         self._folder = folder
         self.make_handle = make_handle
         self._slots: list[_Slot] = []
-        self._shared: tuple[torch.Tensor, int] | None = None  # the newest such file, what is taken
+        self._shared: StorageWeakRef | None = None  # the newest such file
+        self._taken = 0  # of its bytes
         memory_names.register(self)
 
     @classmethod
@@ -150,14 +152,23 @@ class StateFiles:
         size = multiple(numel * dtype.itemsize, BLOCK)
         if not shares or size > SHARED_BYTES:
             return self._file(size, size).view(dtype)[:numel]
-        if self._shared is None or self._shared[1] + size > SHARED_BYTES:
-            self._shared = self._file(SHARED_BYTES, size), 0
-        whole, start = self._shared
+        whole, start = self._shared_file(), self._taken
+        if whole is None or start + size > SHARED_BYTES:
+            whole, start = self._file(SHARED_BYTES, size), 0
+            self._shared = StorageWeakRef(whole.untyped_storage())
         mapping = _mappings[whole.data_ptr()]
         self._take_room(mapping.file.fileno(), start, size)
-        mapping.num_taken = start + size
-        self._shared = whole, start + size
+        mapping.num_taken = self._taken = start + size
         return whole[start : start + size].view(dtype)[:numel]
+
+    def _shared_file(self) -> torch.Tensor | None:
+        """Return the newest shared file, if anybody has a part of it."""
+        # A strong reference would be a circle that no collector sees: its memory has the mapping,
+        # which has `self`.
+        if self._shared is None or self._shared.expired():
+            return None
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._shared.cdata)
+        return torch.empty(0, dtype=torch.uint8).set_(storage)
 
     def _file(self, size: int, taken: int) -> torch.Tensor:
         """Map a new file of `size` bytes, of which room for the first `taken` is taken."""
