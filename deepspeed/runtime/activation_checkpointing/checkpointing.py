@@ -19,6 +19,7 @@ from torch.utils import checkpoint as torchs
 
 from deepspeed._lazy import lazy_attributes
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.state_files import StateFiles
 from deepspeed.runtime.activation_checkpointing import saved_inputs, settings, tensor_lists
 from deepspeed.runtime.activation_checkpointing.random_states import Surroundings
 from deepspeed.utils.logging import logger
@@ -65,7 +66,8 @@ def configure(
         mpu_: Megatron-style object that knows the tensor-parallel group; None: the one given to
             `deepspeed.initialize`, if any.
         deepspeed_config: Configuration (path, dict, or `DeepSpeedConfig`) whose block
-            "activation_checkpointing" is used where an argument after this one is None.
+            "activation_checkpointing" is used where an argument after this one is None, and for
+            what no argument is for.
         partition_activations: Save on each tensor-parallel rank its part only. Inputs must be equal
             on those ranks.
         contiguous_checkpointing: Save into long buffers.
@@ -74,7 +76,9 @@ def configure(
         synchronize: Wait for the device at the boundaries of each checkpointed function.
         profile: Log the time of each checkpointed function and of its recomputation.
     """
-    block = _block_of(deepspeed_config)
+    tree = _tree_of(deepspeed_config)
+    block: Any = None if tree is None else tree.activation_checkpointing
+    folder = _chosen(None, block, "nvme_path", None)
     chosen = settings.Settings(
         mpu=mpu_,
         partition_activations=_chosen(partition_activations, block, "partition_activations", False),
@@ -83,6 +87,7 @@ def configure(
         ),
         num_checkpoints=_chosen(num_checkpoints, block, "number_checkpoints", None),
         cpu=_chosen(checkpoint_in_cpu, block, "cpu_checkpointing", False),
+        files=folder and functools.partial(StateFiles.configured, folder, tree.aio),
         synchronize=_chosen(synchronize, block, "synchronize_checkpoint_boundary", False),
         profile=_chosen(profile, block, "profile", False),
         by_client=True,
@@ -98,17 +103,17 @@ def _chosen(argument: object, block: object, key: str, default: object) -> Any:
     return default if block is None else getattr(block, key)
 
 
-def _block_of(deepspeed_config: Any) -> Any:
+def _tree_of(deepspeed_config: Any) -> Any:
     if deepspeed_config is None:
         return None
     # startup: configuration models load pydantic.
     from deepspeed.runtime.config import DeepSpeedConfig, read_tree
 
     if isinstance(deepspeed_config, DeepSpeedConfig):
-        return deepspeed_config.activation_checkpointing_config
+        return deepspeed_config.tree
     # Not a `DeepSpeedConfig`: that would want to know which ranks share the batch, which an
     # engine's filled-in configuration does not tell.
-    return read_tree(deepspeed_config)[0].activation_checkpointing
+    return read_tree(deepspeed_config)[0]
 
 
 def configure_for_engine(config: Any, mpu: object) -> None:
@@ -137,8 +142,9 @@ def set_num_layers(nlayers: int) -> None:
 
 
 def reset() -> None:
-    """Let go of the memory of long buffers, e.g. between training and evaluation."""
-    saved_inputs.store().reset()
+    """Let go of long buffers, files and theirs, e.g. between training and evaluation."""
+    for one in saved_inputs.stores():
+        one.reset()
 
 
 # -- reentrant -------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """Where saved inputs of checkpointed functions lie: whole, in parts over tensor-parallel ranks, in
-host memory, in long buffers.
+host memory, in files, in long buffers.
 
 autograd asks through saved-tensor hooks: what `pack` returns lives exactly as long as autograd
 needs the input, also over several backwards of one graph, and whether or not recomputation is
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import settings
+from deepspeed.runtime.activation_checkpointing.saved_files import Block, InputFiles
 from deepspeed.runtime.activation_checkpointing.settings import Settings
 from deepspeed.runtime.streams import MAX_KEPT, SideStream
 
@@ -88,22 +89,6 @@ def _order_in_memory(tensor: torch.Tensor) -> list[int]:
     """
     strides = tensor.stride()
     return sorted(range(len(strides)), key=lambda dim: -strides[dim])
-
-
-class Block:
-    """A part of a long buffer, flat; dropping it gives it back, with the event of its last use."""
-
-    def __init__(self, memory: torch.Tensor, free: list[tuple[torch.Tensor, Any]]) -> None:
-        self.memory = memory
-        self._free = free
-        self._last_use: Any = None
-
-    def used(self) -> None:
-        self._last_use = get_accelerator().Event()
-        self._last_use.record()
-
-    def __del__(self) -> None:
-        self._free.append((self.memory, self._last_use))
 
 
 class LongBuffers:
@@ -169,6 +154,7 @@ class _Moved:
     device: torch.device
     is_part: bool
     block: Block | None
+    file: Block | None  # that `content` lies in
     is_changed: bool = False
 
 
@@ -194,10 +180,10 @@ class InputStore:
         self.settings = chosen
         self._whole = whole
         self.accelerator = accelerator = get_accelerator()
+        self._files = InputFiles(chosen.files()) if chosen.files is not None else None
         # On a host that computes by itself, saved inputs are in host memory already.
-        self._to_host = chosen.cpu and not (
-            accelerator.is_synchronized_device() and accelerator.device_name() == "cpu"
-        )
+        is_host = accelerator.is_synchronized_device() and accelerator.device_name() == "cpu"
+        self._to_host = chosen.cpu and (self._files is not None or not is_host)
         self._buffers = (
             LongBuffers(chosen.num_checkpoints)
             if chosen.contiguous and chosen.num_checkpoints and not whole
@@ -235,6 +221,10 @@ class InputStore:
         """Let go of buffers; blocks in use live on until they are read."""
         if self._buffers is not None and self.settings.num_checkpoints:
             self._buffers = LongBuffers(self.settings.num_checkpoints)
+        if self._files is not None and self.settings.files is not None:
+            self._look(0)
+            self._files.finish()
+            self._files = InputFiles(self.settings.files())
 
     def pack(self, tensor: torch.Tensor) -> _AsIs | _Packed:
         is_small = self._to_host and not self._parts and tensor.numel() < MOVED_NUMEL
@@ -253,8 +243,9 @@ class InputStore:
         order = _order_in_memory(tensor)
         shape = [tensor.shape[dim] for dim in order]
         flat = tensor.detach().permute(order).reshape(-1)
-        content, block = self._kept_on_host(flat) if self._to_host else self._kept(flat)
-        moved = _Moved(content, shape, order, tensor.device, self._parts, block)
+        kept = self._kept_on_host(flat) if self._to_host else (*self._kept(flat), None)
+        content, block, file = kept
+        moved = _Moved(content, shape, order, tensor.device, self._parts, block, file)
         if self._to_host and not self._parts:
             self._read.append((flat, flat._version, moved))
         return moved
@@ -280,30 +271,28 @@ class InputStore:
             block.used()
         return content, block
 
-    def _kept_on_host(self, flat: torch.Tensor) -> tuple[torch.Tensor, Block | None]:
+    def _kept_on_host(self, flat: torch.Tensor) -> tuple[torch.Tensor, Block | None, Block | None]:
         self._look(MAX_KEPT - 1)
         copies, _ = self._copies
-        source = flat
+        source, block, file = flat, None, None
         if self._parts:
             source = part_of(flat, _empty(get_partition_size(flat), flat, on_host=False))
         producer = copies.current_stream()
         copies.wait_for([producer])
         with copies.issue():
-            block = (
-                self._buffers.take(source, source.numel(), on_host=True)
-                if self._buffers is not None
-                else None
-            )
-            content = (
-                block.memory if block is not None else _empty(source.numel(), source, on_host=True)
-            )
-            content.copy_(source, non_blocking=True)
+            if self._files is not None:
+                memory, content, file = self._files.save(source)
+            else:
+                if self._buffers is not None:
+                    block = self._buffers.take(source, source.numel(), on_host=True)
+                content = _empty(source.numel(), source, True) if block is None else block.memory
+                memory = content.copy_(source, non_blocking=True)
             if block is not None:
                 block.used()
         # The input may be dropped, and its memory reused on its own stream, before the copy has
         # read it.
-        copies.keep_alive([source, content], [producer])
-        return content, block
+        copies.keep_alive([source, memory], [producer])
+        return content, block, file
 
     def unpack(self, packed: _AsIs | _Packed) -> torch.Tensor:
         """Restore an input unless it was changed. Collective over tensor ranks if partitioned."""
@@ -352,13 +341,31 @@ class InputStore:
         copies_back.wait_for([call.stream])
         with copies_back.issue():
             for one, copy in zip(inputs, copies, strict=True):
-                call.copies[one] = copy.copy_(one.moved.content, non_blocking=True)
+                for start, end, memory in self._host_memory(one.moved):
+                    copy[start:end].copy_(memory, non_blocking=True)
+                call.copies[one] = copy
                 if one.moved.block is not None:
                     one.moved.block.used()
         copies_back.keep_alive([*copies, *kept], [call.stream])
+        before = call.before()
+        if self._files is not None and before is not None:
+            for one in before.inputs:
+                if one.moved.file is not None:
+                    self._files.begin(one.moved.file, one.moved.content)
+
+    def _host_memory(self, moved: _Moved) -> Iterable[tuple[int, int, torch.Tensor]]:
+        """Yield first, last+1 element and memory of what was moved, piece by piece."""
+        if self._files is None or moved.file is None:
+            return [(0, moved.content.numel(), moved.content)]
+        return self._files.parts(moved.file, moved.content)
 
 
 _stores: dict[bool, InputStore] = {}
+
+
+def stores() -> Iterable[InputStore]:
+    """Return those that are in use."""
+    return _stores.values()
 
 
 def store(whole: bool = False) -> InputStore:

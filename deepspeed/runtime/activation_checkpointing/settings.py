@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.comm import Group
+from deepspeed.ops.state_files import StateFiles
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.utils import groups
 from deepspeed.utils.bwc import (
@@ -18,19 +20,29 @@ from deepspeed.utils.bwc import (
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `configure`, and whether the user's script called it (`by_client`)."""
+    """The arguments of `configure`, and whether the user's script called it (`by_client`). `files`
+    makes those that what is saved goes to.
+    """
 
     mpu: Any = None
     partition_activations: bool = False
     contiguous: bool = False
     num_checkpoints: int | None = None
     cpu: bool = False
+    files: Callable[[], StateFiles] | None = None
     synchronize: bool = False
     profile: bool = False
     by_client: bool = False
 
     def check(self) -> None:
-        """Refuse contiguous buffers without partitioning or without their size."""
+        """Refuse contiguous buffers without partitioning or without their size, and files of what
+        is not on the host.
+        """
+        if self.files is not None and (self.contiguous or not self.cpu):
+            raise DeepSpeedConfigError(
+                "activation_checkpointing.nvme_path: files get what is on the host, one by one; "
+                "set cpu_checkpointing: true and contiguous_memory_optimization: false"
+            )
         if not self.contiguous:
             return
         if not self.partition_activations:

@@ -183,6 +183,7 @@ class DeepSpeedActivationCheckpointingConfig(DeepSpeedConfigModel):
     number_checkpoints: Int | None = option(None, "Checkpoints, for the contiguous buffer.")
     contiguous_memory_optimization: Bool = option(False, "Save activations in one buffer.")
     cpu_checkpointing: Bool = option(False, "Save inputs in CPU memory, torch's too.")
+    nvme_path: Text | None = option(None, "From there to files of this folder; an extension.")
     profile: Bool = option(False, "Time each checkpoint.")
     synchronize_checkpoint_boundary: Bool = option(False, "Wait for the stream at each checkpoint.")
 

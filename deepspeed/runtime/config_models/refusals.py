@@ -295,6 +295,8 @@ def inert_keys_of(tree: TrainingConfig, given: Mapping[str, Any]) -> Iterator[st
         there |= {NVME_STATE, NVME}
     if has_stage_3 and params and _is_nvme(params.device):
         there |= {NVME_PARAMS, NVME}
+    if tree.activation_checkpointing.nvme_path is not None:
+        there.add(NVME)
     changed = {path: dict(_changed(value_at(tree, path))) for path in _INERT_BLOCKS}
     for inert in INERT:
         block_path, _, name = inert.path.rpartition(".")

@@ -146,6 +146,15 @@ class ShardReads:
                 self._free.append(slot)
             start += part.numel()
 
+    def forget(self, shard: torch.Tensor) -> None:
+        """Wait until nothing of a shard is read, and forget what was: it is about to change."""
+        for part in self._cut(shard):
+            slot = self._under_way.pop(part.data_ptr(), None)
+            if slot is not None:
+                with suppress(OSError):
+                    slot.wait()
+                self._free.append(slot)
+
     def drop(self) -> None:
         """Wait until nothing is read, and forget what was: shards are about to change."""
         while self._under_way:
@@ -161,10 +170,12 @@ class ShardReads:
         return iter(shard.split(numel) if shard.numel() else ())
 
     def _unused(self) -> _Slot | None:
-        if not self._free and self._num_slots < max(1, self.settings.buffer_count):
+        # Before the host would wait for a copy that has just been issued.
+        is_used = not self._free or self._free[0].copied is not None
+        if is_used and self._num_slots < max(1, self.settings.buffer_count):
             self._num_slots += 1
             handle = self.settings.make_handle()
-            self._free.append(_Slot(self._part_bytes + BLOCK, self.settings.pinned, handle))
+            self._free.appendleft(_Slot(self._part_bytes + BLOCK, self.settings.pinned, handle))
         return self._free.popleft() if self._free else None
 
     def _wanted_last(self) -> _Slot:

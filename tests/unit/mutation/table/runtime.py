@@ -59,6 +59,18 @@ runtime/activation_checkpointing/test_torchs.py -k while_it_is_copied
     InputStore._look: read._version != version -> False
   an input that was changed is taken for what it was
     _identity: tensor._version -> 0
+runtime/activation_checkpointing/test_saved_files.py -k simulated
+  an input is written before it is copied
+    InputFiles._write: filled.copied.synchronize() -> pass
+  an input's place in a file is taken while it is read
+    InputFiles._place: self._reads.forget(memory) -> pass
+  an input is read while it is written
+    InputFiles._wait_until_written: block.last_use.check() -> pass
+  inputs in files are read when they are wanted
+    InputStore._bring_back: self._files.begin(one.moved.file, one.moved.content) -> pass
+runtime/activation_checkpointing/test_saved_files.py -k errors
+  the next write of a handle is taken for an earlier one
+    _Write.synchronize: write, self._write = self._write, None -> write = self._write
 comm/test_lookout.py -k who_issues
   the thread that looks for lone waits asks the device
     _oldest_on_device: list(self._on_device)[:1] -> [one for one in self._on_device if not

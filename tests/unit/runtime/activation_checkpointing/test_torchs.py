@@ -1,6 +1,7 @@
 """Functions that models give to `torch.utils.checkpoint`: their inputs are on the host too."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from unit.v1.looping import each
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator.sim_accelerator import simulate
+from deepspeed.ops.state_files import place_in_file
 from deepspeed.runtime.activation_checkpointing import checkpointing, saved_inputs, settings
 from deepspeed.verify import check_streams
 
@@ -37,12 +39,12 @@ class Layers(nn.Module):
         return hidden.square().mean()
 
 
-def trained(stage: int, call: Callable[..., Any], on_host: bool) -> list[torch.Tensor]:
+def trained(stage: int, call: Callable[..., Any], **block: Any) -> list[torch.Tensor]:
     """Parameters and losses of a step of two micro-batches."""
     zero = {"reduce_bucket_size": 100, "overlap_comm": True}
     zero |= {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
     config = config_of(stage, ROWS, MICRO_BATCHES, optimizer=sgd(0.1), zero_optimization=zero)
-    config["activation_checkpointing"] = {"cpu_checkpointing": on_host}
+    config["activation_checkpointing"] = block
     engine, *_ = deepspeed.initialize(model=seeded(Layers, call, seed=3), config=config)
     losses = []
     for index in range(MICRO_BATCHES):
@@ -61,22 +63,25 @@ class TestEngine(DistributedTest):
     world_size = 2
 
     @each(stage=(0, 2, 3))
-    def test_the_block_moves_them(self, stage: int) -> None:
+    def test_the_block_moves_them(self, stage: int, tmp_path: Path) -> None:
         # Kills: a block that only our own functions obey; copies that come late; a mask that all
         # layers take copied once for each; other bits than without.
         with simulate(backward_streams=2):
-            wanted = trained(stage, direct, on_host=False)
-        for kind, call in TORCHS.items():
+            wanted = trained(stage, direct, cpu_checkpointing=False)
+        in_files = {"nvme_path": str(tmp_path / str(dist.get_rank()))}
+        for number, kind in enumerate(TORCHS):
+            more = in_files if stage == 2 + number else {}
             with simulate(backward_streams=2) as device, check_streams():
                 with pytest.MonkeyPatch.context() as patch:
                     recorded = Recorded(patch)
-                    found = trained(stage, call, on_host=True)
-                    assert all(device.is_pinned(one) for one in recorded.content())
+                    found = trained(stage, TORCHS[kind], cpu_checkpointing=True, **more)
+                    moved = recorded.content()
+                    where = place_in_file if more else device.is_pinned
+                    assert all(map(where, moved))
                 equal = [torch.equal(one, other) for one, other in zip(found, wanted, strict=True)]
-            assert all(equal), kind
-            moved = recorded.content()
+            assert all(equal), (kind, more)
             assert len(moved) == MICRO_BATCHES * 2 * LAYERS
-            assert pieces(moved) == MICRO_BATCHES * (LAYERS + 1)
+            assert more or pieces(moved) == MICRO_BATCHES * (LAYERS + 1)
 
 
 @pytest.fixture
