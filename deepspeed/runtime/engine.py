@@ -28,7 +28,7 @@ from deepspeed.runtime.engine_parts.checkpoints import EngineCheckpoints
 from deepspeed.runtime.engine_parts.compiling import EngineCompiling
 from deepspeed.runtime.engine_parts.data import EngineData
 from deepspeed.runtime.engine_parts.device_memory import EngineDeviceMemory
-from deepspeed.runtime.engine_parts.digest import digest_of_all, digests_by_name
+from deepspeed.runtime.engine_parts.digest import StepDigests, digest_of_all, digests_by_name
 from deepspeed.runtime.engine_parts.face import EngineFace
 from deepspeed.runtime.engine_parts.losses import Losses, check_loss
 from deepspeed.runtime.engine_parts.model_setup import (
@@ -202,7 +202,7 @@ class DeepSpeedEngine(EngineFace, nn.Module):
             set_log_level_from_string(tree.log_level)
         self.global_steps = 0
         self.global_samples = 0
-        self._digests: dict[str, str] | None = None  # of the last step, if it is one with digests
+        self._digests: StepDigests | None = None  # of the last step, if it is one with digests
         self.loaded_checkpoint_tag: str | None = None
         self.enable_backward_allreduce = True
         self.tracker = AccumulationTracker(
@@ -215,8 +215,12 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         self._reports = EngineReports(self)
         self._device_memory = EngineDeviceMemory(self)
         self._compiling = EngineCompiling(self)
+        bits = self._config.tree.reproducibility
         self._losses = Losses(
-            self.tracker, self.timers, self._config.tree.reproducibility.world_size_invariant
+            self.tracker,
+            self.timers,
+            bits.world_size_invariant,
+            keeps=bits.digest_every > 0 and self._calls_model,
         )
         self._plain_backward = PlainBackward(self, self._losses)
 
@@ -497,7 +501,10 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         self._digests = None
         digest_every = self._config.tree.reproducibility.digest_every
         if digest_every and self.global_steps % digest_every == 0:
-            self._digests = self.state_digest(per_parameter=True)
+            digests = self.state_digest(per_parameter=True)
+            mean_loss = self._losses.mean_over(self.model_ranks.replicas)
+            self._digests = StepDigests(digests, *mean_loss)
+        self._losses.forget()
         every = self._config.tree.steps_per_print
         if every and self.global_steps % every == 0:
             self._reports.report_progress()

@@ -135,20 +135,13 @@ def _differences_of(
 
 
 def digests_of(record: Path) -> dict[int, Line]:
-    """The lines with digests, by step; of a step that was taken twice the last. Losses are those
-    of rank 0, which are kept where it has all micro-batches.
-    """
-    found, ranks = {}, 1
-    for line in RecordReader(record).new_lines():
-        ranks = line.get("data_parallel", ranks)
-        if "digests" in line:
-            shared = ranks == 1
-            found[line["step"]] = {k: v for k, v in line.items() if shared or k != "loss"}
-    return found
+    """The lines with digests, by step; of a step that was taken twice the last."""
+    lines = RecordReader(record).new_lines()
+    return {line["step"]: line for line in lines if "digests" in line}
 
 
 def compare_runs(left: Path, right: Path) -> Comparison:
-    """Compare the digests of the steps that both have."""
+    """Compare digests, and mean losses of all ranks, of the steps that both have."""
     runs = [digests_of(record) for record in (left, right)]
     common = sorted(runs[0].keys() & runs[1].keys())
     if not common:
@@ -161,12 +154,10 @@ def compare_runs(left: Path, right: Path) -> Comparison:
         )
     found = Comparison(str(left), str(right), "runs")
     for step in common:
-        lines = [run[step] for run in runs]
-        is_equal = lines[0]["digests"] == lines[1]["digests"]
-        found.steps.append((step, is_equal))
-        if not is_equal and found.step is None:
-            found.step = step
-            found.differences = list(_line_differences(*lines))
+        differences = list(_line_differences(*(run[step] for run in runs)))
+        found.steps.append((step, not differences))
+        if differences and found.step is None:
+            found.step, found.differences = step, differences
     return found
 
 
@@ -175,7 +166,11 @@ def _line_differences(left: Line, right: Line) -> Iterator[Difference]:
     for name in sorted(digests[0].keys() | digests[1].keys()):
         if digests[0].get(name) != digests[1].get(name):
             yield Difference(name, "digest", text="masters or optimizer state")
-    for key in ("loss", "norm"):
+    # A loss is that of rank 0 alone, or rounded by the script, where it is not said of how many.
+    compared = ["loss"] if left.get("losses", 0) == right.get("losses") else []
+    if digests[0] != digests[1]:
+        compared.append("norm")
+    for key in compared:
         if key in left and key in right and left[key] != right[key]:
             yield Difference(key, key, text=f"{left[key]!r} and {right[key]!r}")
 

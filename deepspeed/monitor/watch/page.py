@@ -326,7 +326,8 @@ def _settings(run: Run, before: Run | None) -> str:
 def _foot(run: Run, unreadable: int) -> str:
     notes = [
         "Dashed: the run before. A band is the range of neighbouring steps that share a point. Red "
-        "marks are skipped steps. The loss is rank 0's, of a pipeline all ranks'."
+        "marks are skipped steps. The loss is rank 0's, that of a pipeline and of steps with "
+        "digests all ranks'."
     ]
     if run.left_out:
         notes.append(f"Not drawn, for want of room: {', '.join(sorted(run.left_out))}.")

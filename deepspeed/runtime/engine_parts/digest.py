@@ -26,6 +26,22 @@ AT_ONCE = 1 << 16  # elements: what is made of them stays in a host's cache
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+class StepDigests(NamedTuple):
+    """What a step with digests has come to.
+
+    Attributes:
+        by_name: Digests by parameter.
+        loss: Mean over micro-batches of all ranks; None of none, and of pipelines, which tell it
+            after the step.
+        losses: Of how many; 0 where a caller had divided them, which rounds otherwise on other
+            numbers of ranks.
+    """
+
+    by_name: dict[str, str]
+    loss: torch.Tensor | None
+    losses: int
+
+
 class Piece(NamedTuple):
     """Elements of one tensor of a parameter's state, from number `start`."""
 

@@ -11,6 +11,7 @@ from deepspeed import comm as dist
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.checkpointing.training_state import TrainingState
 from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
+from deepspeed.runtime.engine_parts.digest import StepDigests
 from deepspeed.runtime.engine_parts.timing import EngineTimers
 from deepspeed.runtime.gradients.accumulation import Foreign
 from deepspeed.runtime.gradients.scope import GradientScope
@@ -61,7 +62,7 @@ class WatchedEngine(EngineState, Protocol):
     basic_optimizer: torch.optim.Optimizer | None
     global_rank: int
     world_size: int
-    _digests: dict[str, str] | None
+    _digests: StepDigests | None
     _check_at_step: Callable[[], None] | None
 
     def _gradient_scope(self) -> GradientScope: ...

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
+from deepspeed import comm as dist
 from deepspeed.runtime.engine_parts.timing import EngineTimers
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
+from deepspeed.runtime.step_observers.step_observer import MeanLoss
 from deepspeed.utils.exceptions import MisuseError
 
 
@@ -24,12 +27,20 @@ def check_loss(what: str, loss: Any, needs_graph: bool) -> None:
 
 
 class Losses:
-    """Losses on their way into backward."""
+    """Losses on their way into backward.
+
+    Args:
+        divides_late: The reduction divides by the accumulation steps.
+        keeps: `mean_over` will be asked for.
+    """
 
     def __init__(
-        self, tracker: AccumulationTracker, timers: EngineTimers, divides_late: bool
+        self, tracker: AccumulationTracker, timers: EngineTimers, divides_late: bool, keeps: bool
     ) -> None:
         self._tracker, self._timers, self._divides_late = tracker, timers, divides_late
+        self._keeps = keeps
+        self._kept = MeanLoss()  # of the step at hand
+        self._is_rounded = False  # one of them, by the caller's division
 
     def late_divisor(self, is_plain: bool = False) -> float:
         """By what the reduction divides; `is_plain` of a backward that the engine was not given."""
@@ -45,10 +56,34 @@ class Losses:
 
     def show(self, loss: torch.Tensor, scale_wrt_gas: bool) -> None:
         """Let observers see the loss of a micro-batch as it was before it was divided."""
-        if self._timers.observers:
-            self._timers.saw_loss(
-                loss.detach() if scale_wrt_gas else loss.detach() * self._tracker.divisor
-            )
+        if not (self._timers.observers or self._keeps):
+            return
+        loss = loss.detach() if scale_wrt_gas else loss.detach() * self._tracker.divisor
+        self._timers.saw_loss(loss)
+        if self._keeps:
+            self._kept.add(loss)
+            self._is_rounded |= not scale_wrt_gas and self._tracker.divisor > 1
+
+    def forget(self) -> None:
+        """Begin a step."""
+        self._kept, self._is_rounded = MeanLoss(), False
+
+    def mean_over(self, group: dist.Group) -> tuple[torch.Tensor | None, int]:
+        """Mean of this step's losses on all ranks of `group`, fp32, 0-d, in the order of their
+        micro-batches, and of how many (see `StepDigests`). Waits for the device.
+        """
+        if not self._keeps:
+            return None, 0
+        told: list[Any] = [None] * dist.get_world_size(group=group)
+        own = [float(loss) for loss in self._kept.take_each()]
+        dist.all_gather_object(told, (own, self._is_rounded), group=group)
+        by_number = zip_longest(*(losses for losses, _ in told))
+        losses = [loss for of_ranks in by_number for loss in of_ranks if loss is not None]
+        if not losses:
+            return None, 0
+        # The sum that a pipeline's is of.
+        mean = torch.tensor(losses, dtype=torch.float32).mean()
+        return mean, 0 if any(is_rounded for _, is_rounded in told) else len(losses)
 
     def divided(self, loss: torch.Tensor, scale_wrt_gas: bool) -> torch.Tensor:
         """Divide by the accumulation steps, unless the caller did."""

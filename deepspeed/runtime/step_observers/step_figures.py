@@ -181,6 +181,12 @@ class StepFigures(StepObserver):
     def saw_batch_loss(self, loss: torch.Tensor) -> None:
         if self._held is not None:
             self._held.send({"loss": loss.detach().float()}, self._spare)
+            if "digests" in self._held.line:
+                steps, ranks = (
+                    self._engine.gradient_accumulation_steps(),
+                    self._engine.dp_world_size,
+                )
+                self._held.line["losses"] = steps * ranks
         self._record_held()
         self._record_read()
 
@@ -191,9 +197,11 @@ class StepFigures(StepObserver):
             "time": round(time.time(), 3),
             "samples": engine.train_batch_size(),
         }
-        if engine._digests is not None:
-            line["digest"] = digest_of_all(engine._digests)
-            line["digests"] = engine._digests
+        if (digests := engine._digests) is not None:
+            line["digest"] = digest_of_all(digests.by_name)
+            line["digests"] = digests.by_name
+            if digests.losses:
+                line["losses"] = digests.losses
         if self._tokens:
             line["tokens"] = self._tokens * engine.parallel_map.replicas.size
         if engine.curriculum_scheduler_legacy is not None:
@@ -211,6 +219,8 @@ class StepFigures(StepObserver):
         """What is on the device of the step that just ended; how to read it goes into its line."""
         numbers: dict[str, torch.Tensor] = {}
         loss = self._loss.take()
+        if self._engine._digests is not None and self._engine._digests.loss is not None:
+            loss = self._engine._digests.loss  # rank 0's own is another one on other ranks
         self._awaits_loss = loss is None
         if loss is not None:
             numbers["loss"] = loss

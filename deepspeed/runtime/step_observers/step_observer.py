@@ -71,8 +71,13 @@ class MeanLoss:
         """The mean since the last call, 0-d, fp32, by the sum that a pipeline's is of; None of
         nothing.
         """
-        losses, self._losses = self._losses, []
+        losses = self.take_each()
         return torch.stack(losses).mean() if losses else None
+
+    def take_each(self) -> list[torch.Tensor]:
+        """Those since the last call, 0-d, fp32."""
+        losses, self._losses = self._losses, []
+        return losses
 
 
 class MemoryBreakdown(StepObserver):

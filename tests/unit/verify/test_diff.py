@@ -14,12 +14,16 @@ from unit.v1.reproducibility.cases import Case
 from unit.v1.reproducibility.runs import engine_of, train
 
 
-def record(folder: Path, ranks: int, differs_at: int | None = None) -> Path:
-    """A record of three steps of which the first has no digest."""
+def record(folder: Path, loss: float, losses: int, differs_at: int | None = None) -> Path:
+    """A record of three steps of which the first has no digest; `losses`: of how many `loss` is the
+    mean.
+    """
     folder.mkdir()
-    lines: list[dict[str, Any]] = [{"watch": 1, "data_parallel": ranks}]
+    lines: list[dict[str, Any]] = [{"watch": 1}]
     for step in (1, 2, 3):
-        lines.append({"step": step, "loss": 1.0 / ranks, "norm": 2.0})
+        lines.append({"step": step, "loss": loss, "norm": 2.0})
+        if losses:
+            lines[-1]["losses"] = losses
         if step > 1:
             digests = {"a.weight": "aa" * 32, "b.weight": "bb" * 32}
             if differs_at is not None and step >= differs_at:
@@ -31,10 +35,17 @@ def record(folder: Path, ranks: int, differs_at: int | None = None) -> Path:
 
 
 def test_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = (record(tmp_path / str(ranks), ranks) for ranks in (1, 2))
-    other = record(tmp_path / "other", 2, differs_at=3)
-    assert diff.main([str(one), str(two)]) == diff.EQUAL
-    assert "equal" in capsys.readouterr().out
+    one, part, rounded = (
+        record(tmp_path / str(losses), 1.0 + losses, losses) for losses in (12, 8, 0)
+    )
+    other = record(tmp_path / "other", 2.0, 0, differs_at=3)
+    # A window that was resumed knows some of its losses, of some a script has divided them.
+    for two in (one, part, rounded):
+        assert diff.main([str(one), str(two)]) == diff.EQUAL
+        assert "equal" in capsys.readouterr().out
+    assert diff.main([str(one), str(record(tmp_path / "loss", 13.5, 12))]) == diff.DIFFERENT
+    told = capsys.readouterr().out
+    assert "different in step 2" in told and "loss (loss): 13.0 and 13.5" in told
     files = {name: tmp_path / name for name in ("json", "page")}
     told = [f"--{name}={path}" for name, path in files.items()]
     assert diff.main([str(one), str(other), *told]) == diff.DIFFERENT
