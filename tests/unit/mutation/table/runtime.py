@@ -75,7 +75,7 @@ runtime/activation_checkpointing/test_saved_files.py -k simulated
     InputStore._bring_back: self._files.begin(one.moved.file, one.moved.content) -> pass
 runtime/activation_checkpointing/test_saved_files.py -k errors
   the next write of a handle is taken for an earlier one
-    _Write.synchronize: write, self._write = self._write, None -> write = self._write
+    _Write.synchronize: handle, self._handle = self._handle, None -> handle = self._handle
 comm/test_lookout.py -k who_issues
   the thread that looks for lone waits asks the device
     _oldest_on_device: list(self._on_device)[:1] -> [one for one in self._on_device if not

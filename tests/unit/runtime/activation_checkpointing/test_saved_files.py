@@ -137,13 +137,13 @@ def test_errors_and_refusals(tmp_path: Path) -> None:
     del y, caught
     gc.collect()  # what was cut
     with files_of_at_most(2 * INPUT):
-        with pytest.raises(OSError, match=f"File too large: .*to be written.*{tmp_path}/"):
-            y = sines(x, call).sum()
-            y.backward()
-    moved = list(saved_inputs.store(whole=True)._moved.values())
-    written = [one for one in moved if one.file.last_use is not None]
-    for one in written:
-        one.file.last_use.synchronize()
+        y = sines(x, call).sum()
+        moved = list(saved_inputs.store(whole=True)._moved.values())
+        written = [one for one in moved if one.file.last_use is not None]
+        for one in written:  # the oldest first, which are waited for again
+            one.file.last_use.synchronize()
+    with pytest.raises(OSError, match=f"File too large: .*to be written.*{tmp_path}/"):
+        y.backward()
     starts = {one: place_in_file(one.content).start for one in written}
     failed = [starts[one] for one in written if one.file.last_use._failure is not None]
     assert set(failed) == {start for start in starts.values() if start >= 2 * INPUT}
