@@ -47,6 +47,10 @@ class PipeCase:
     is_plain: bool = False
 
     @property
+    def ranks(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+    @property
     def kind(self) -> str:
         """All of one kind give one digest."""
         return f"{self.precision} {self.net}"
@@ -201,10 +205,10 @@ def train(engine: Any, first: int = 0, steps: int = 2) -> list[float]:
     return losses
 
 
-def bits_of(case: PipeCase) -> list[Any]:
+def bits_of(case: PipeCase, steps: int = 0) -> list[Any]:
     """The digest after some steps, losses, norm, skipped steps; alike on all ranks."""
     engine = engine_of(case)
-    steps = 4 if case.precision == "fp16" else 2
+    steps = steps or (4 if case.precision == "fp16" else 2)
     losses = train(engine, steps=steps)
     assert engine.skipped_steps < steps
     norm = float(engine.get_global_grad_norm())

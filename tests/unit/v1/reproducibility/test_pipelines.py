@@ -2,11 +2,23 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from deepspeed import comm as dist
 from unit.common import DistributedFixture, DistributedTest
 from unit.v1.contract.matrix import all_pairs, pairs_of
-from unit.v1.reproducibility.pipelines import FACTORS, bits_of, pipe_cases
+from unit.v1.reproducibility.pipelines import FACTORS, PipeCase, bits_of, pipe_cases
+from unit.verify.guards import watched
+
+# As configured by default, and with as much beside one another as there is.
+ON_DEVICE = (PipeCase((2, 1)), PipeCase((2, 2), ("zero_bubble", 0), stage=1, overlap=True))
+
+
+def bits_on_device(case: PipeCase) -> list[Any]:
+    with watched() as found:
+        bits = bits_of(case, steps=4)
+    assert not found, "\n".join([str(case), *found])
+    return bits
 
 
 class on_one_rank(DistributedFixture):  # noqa: N801  # the name of the fixture
@@ -18,6 +30,7 @@ class on_one_rank(DistributedFixture):  # noqa: N801  # the name of the fixture
             found = {kind: bits_of(case) for kind, case in alone.items()}
             assert len({bits[0] for bits in found.values()}) == len(found), found
             assert any(skipped for *_, skipped in found.values()), found
+            found["device"] = bits_on_device(PipeCase(is_plain=True))
             Path(class_tmpdir, "bits").write_text(json.dumps(found), encoding="utf-8")
 
 
@@ -26,10 +39,12 @@ class TestPairs(DistributedTest):
 
     def test_as_one_rank(self, on_one_rank: None, class_tmpdir: str) -> None:
         wanted = json.loads(Path(class_tmpdir, "bits").read_text(encoding="utf-8"))
-        for case in pipe_cases():
-            stages, replicas = case.grid
-            if stages * replicas == dist.get_world_size():
-                assert bits_of(case) == wanted[case.kind], case
+        world = dist.get_world_size()
+        for case in (case for case in pipe_cases() if case.ranks == world):
+            assert bits_of(case) == wanted[case.kind], case
+        # Kills: a leaf that is summed, or a share that is used, before it has come.
+        for case in (case for case in ON_DEVICE if case.ranks == world):
+            assert bits_on_device(case) == wanted["device"], case
 
 
 def test_pairs_are_covered() -> None:
