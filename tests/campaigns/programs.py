@@ -69,8 +69,11 @@ CAMPAIGNS = (
         "equal bits on any number of ranks: configurations, and 500 steps of the demo (a day)",
         "unit.v1.reproducibility.product",
         rounds=1000,
-        part="wide: a share of all configurations (default); long: 120 runs of the demo's GPT",
-        steps="optimizer steps of each run (default: 10, 500 of the long part)",
+        part="wide: a share of all configurations (default); pipe: of pipelines; long: 120 runs of "
+        "the demo's GPT",
+        steps="optimizer steps of each run (default: 10, 4 of pipelines, 500 of the long part)",
+        rows="file of finished runs, which are not run again; new ones are added",
+        minutes="launch nothing later than this",
     ),
     trials(
         "zombies",

@@ -1,5 +1,6 @@
 """Trains one pipeline, and tells what bits it has come to."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -51,6 +52,11 @@ class PipeCase:
         return self.grid[0] * self.grid[1]
 
     @property
+    def name(self) -> str:
+        """For reports."""
+        return " ".join(f"{key}={value}" for key, value in vars(self).items())
+
+    @property
     def kind(self) -> str:
         """All of one kind give one digest."""
         return f"{self.precision} {self.net}"
@@ -75,6 +81,16 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 def pipe_cases() -> list[PipeCase]:
     """All pairs of values."""
     return [PipeCase(**row) for row in pairwise(FACTORS, [9])]
+
+
+def pipe_product() -> list[PipeCase]:
+    """The whole product, on up to 6 ranks."""
+    grids = ((1, 1), (1, 2), *GRIDS, (3, 1), (2, 3), (3, 2), (1, 6))
+    factors = {**FACTORS, "grid": grids}
+    return [
+        PipeCase(**dict(zip(factors, values, strict=True)))
+        for values in itertools.product(*factors.values())
+    ]
 
 
 class Block(nn.Module):
