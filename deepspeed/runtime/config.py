@@ -314,7 +314,14 @@ class DeepSpeedConfig:
                 f"stage 2 or 3: at stage {stage} gradients are reduced when step() is called, and "
                 "no backward is left to overlap with; use zero_optimization.overlap_comm: false"
             )
-        digest_every = tree.reproducibility.digest_every
+        bits = tree.reproducibility
+        if tree.checkpoint.open_window == "repeat" and not bits.world_size_invariant:
+            raise DeepSpeedConfigError(
+                'checkpoint.open_window: "repeat" goes back to where in the data a step begins, '
+                "which is known with reproducibility.world_size_invariant: true alone; use that, "
+                'or "discard"'
+            )
+        digest_every = bits.digest_every
         if digest_every and not tree.watch.enabled:
             raise DeepSpeedConfigError(
                 f"reproducibility.digest_every: {digest_every} writes digests into the record of a "

@@ -35,11 +35,13 @@ from deepspeed.runtime.checkpointing.model_files import LayeredModule, ModelFile
 from deepspeed.runtime.checkpointing.optimizer_files import OptimizerFiles
 from deepspeed.runtime.checkpointing.optimizer_resharding import ReshardedState
 from deepspeed.runtime.checkpointing.process_files import (
+    REPEAT,
     host_degrees,
     read_window,
     restore_host_state,
     restore_position,
     restore_window,
+    where_step_began,
 )
 from deepspeed.runtime.checkpointing.training_state import TrainingState
 from deepspeed.runtime.checkpointing.weight_resharding import (
@@ -281,6 +283,8 @@ class _Load:
         window = None
         if self.options.load_optimizer_states:
             window = read_window(self.state, self.folder, host or position or {})
+            if self.state._config.tree.checkpoint.open_window == REPEAT:
+                host, position = (one and where_step_began(one) for one in (host, position))
         return host, position, window
 
     def _apply_schedule(self) -> None:

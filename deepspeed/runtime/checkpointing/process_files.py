@@ -60,6 +60,7 @@ def host_state(state: TrainingState, has_window: bool) -> dict[str, Any]:
         "cut": host_degrees(state.parallel_map),
         "num_forwards": list(module.num_forwards if isinstance(module, LayeredModule) else ()),
         "window": has_window,
+        "step_samples": state._config.train_batch_size,
     }
 
 
@@ -101,7 +102,7 @@ def restore_position(host: dict[str, Any], loader: Any) -> None:
         )
 
 
-DISCARD = "discard"
+DISCARD, REPEAT = "discard", "repeat"
 _DIGEST = "sha256 "
 
 
@@ -160,10 +161,11 @@ def read_window(
     sequence, checkpoint = state._sequence, state._config.tree.checkpoint
     if not host.get("window") or sequence is None:
         return None
-    if checkpoint.open_window == DISCARD or checkpoint.load_universal:
+    if checkpoint.open_window in (DISCARD, REPEAT) or checkpoint.load_universal:
+        again = ", with its samples once more" if checkpoint.open_window == REPEAT else ""
         log_dist(
             f"{folder} was saved inside an accumulation window: its gradients are not loaded, and "
-            "the window begins anew",
+            f"the window begins anew{again}",
             ranks=[0],
             level=logging.WARNING,
         )
@@ -187,8 +189,22 @@ def _check_equal(folder: str, saved: Mapping[str, Any], now: Mapping[str, Any]) 
             f"{folder} was saved inside an accumulation window, and only an equal run can go on "
             f"with its gradients. Different are: {', '.join(other)}. Resume as it was saved, save "
             f'after a step instead, or set checkpoint.open_window to "{DISCARD}" to begin the '
-            "window anew without them"
+            f'window anew without them, or with reproducibility to "{REPEAT}" to train its '
+            "samples once more"
         )
+
+
+def where_step_began(host: dict[str, Any]) -> dict[str, Any]:
+    """`host` with its position in the data before the window. An epoch is a multiple of a step's
+    samples, as the canonical sum has it.
+    """
+    position = host["dataloader"]
+    if not host.get("window") or "consumed_samples" not in (position or {}):
+        return host
+    done = position["consumed_samples"]
+    begun = done - done % host["step_samples"]
+    again = {"consumed_samples": begun, "batches": position["batches"] * begun // max(done, 1)}
+    return {**host, "dataloader": {**position, **again}}
 
 
 def restore_window(state: TrainingState, content: Mapping[str, Any] | None) -> None:

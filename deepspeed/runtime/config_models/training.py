@@ -237,11 +237,12 @@ class CheckpointConfig(DeepSpeedConfigModel):
         'What loading checks against the manifest first: "full": every file\'s checksum, "sizes": '
         'all but those, "off": nothing.',
     )
-    open_window: Literal["restore", "discard"] = option(
+    open_window: Literal["restore", "discard", "repeat"] = option(
         "restore",
         "What loading does with a checkpoint that was saved inside an accumulation window: "
         '"restore" its gradients, which an equal run can, or "discard" them and begin the window '
-        "anew.",
+        'anew, or "repeat" it, with its samples once more (with '
+        "reproducibility.world_size_invariant).",
     )
     writer: CheckpointWriterConfig | None = option(
         None, 'How files are written; null: in the foreground, as with type "torch".'

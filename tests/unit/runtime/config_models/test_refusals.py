@@ -283,3 +283,10 @@ def test_digests_without_a_record_are_refused():
     said = error(reproducibility=digests)
     assert "reproducibility.digest_every: 5" in said and "use watch.enabled: true" in said
     config(reproducibility=digests, watch=ON)
+
+
+def test_a_window_is_repeated_where_steps_begin_somewhere():
+    again = {"open_window": "repeat"}
+    said = error(checkpoint=again)
+    assert 'checkpoint.open_window: "repeat"' in said and 'or "discard"' in said
+    config(checkpoint=again, reproducibility={"world_size_invariant": True})
