@@ -1,15 +1,15 @@
-"""Time of a ZeRO-2 step whose optimizer is on the host: this project and upstream DeepSpeed,
+"""Time of a step whose optimizer is on the host or in files: this project and upstream DeepSpeed,
 interleaved in one run.
 
     TORCH_EXTENSIONS_DIR=/an/empty/folder python benchmarks/offload_step.py --upstream-python
-    /path/to/python
+    /path/to/python [--stage 3 --folder FOLDER]
 
-Both train the same GPT with bf16 weights, accumulation, `zero_optimization: {stage: 2,
-offload_optimizer: {device: cpu}}` and their own DeepSpeedCPUAdam, in processes of one thread each
-over gloo, on the CPU: there "offloaded" state lies beside the model, no byte crosses a bus, and
-what is compared is the work that the step does. Systems take turns as in `train_step.py`, and a
-ratio is taken within a round. `step` is the whole training step; `update` is the part of it in
-`engine.step()` at the boundary.
+Both train the same GPT with bf16 weights, accumulation, `offload_optimizer` on "cpu" (`--folder`:
+on "nvme", with upstream's pipelining of reads and writes) and their own DeepSpeedCPUAdam, in
+processes of one thread each over gloo, on the CPU: there "offloaded" state lies beside the model,
+no byte crosses a bus, and what is compared is the work that the step does. Systems take turns as in
+`train_step.py`, and a ratio is taken within a round. `step` is the whole training step; `update` is
+the part of it in `engine.step()` at the boundary.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def measure(
     running: dict[str, Ranks] = {}
     try:
         for name, python in systems.items():
-            command = [python, "offload_worker.py", "--workload", json.dumps(workload(options))]
+            command = worker(python, options)
             running[name] = Ranks(name, command, num_ranks, stderr)
             running[name].wait_until_ready()
             print(f"ready: {name} {running[name].versions}", file=sys.stderr)
@@ -130,6 +130,12 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
+def worker(python: str, options: argparse.Namespace) -> list[str]:
+    """The command of a rank."""
+    told = ["--workload", json.dumps(workload(options)), "--stage", str(options.stage)]
+    return [python, "offload_worker.py", *told]
+
+
 def workload(options: argparse.Namespace) -> dict[str, Any]:
     """Fields of `systems.Workload`."""
     return {
@@ -142,6 +148,7 @@ def workload(options: argparse.Namespace) -> dict[str, Any]:
         "clip": options.clip,
         "wide_products": not options.narrow_products,
         "width": options.width,
+        "folder": options.folder,
     }
 
 
@@ -151,6 +158,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", default="1,2", help="numbers of ranks, separated by commas")
+    parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--folder", default="", help="for the state; empty: it is in host memory")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument(
@@ -181,7 +190,7 @@ def profile(options: argparse.Namespace) -> None:
     """Print where one system's host time goes."""
     python = sys.executable if options.profile == OURS else options.upstream_python
     num_ranks = int(options.ranks.split(",")[0])
-    command = [python, "offload_worker.py", "--workload", json.dumps(workload(options))]
+    command = worker(python, options)
     ranks = Ranks(options.profile, command, num_ranks, sys.stderr)
     try:
         ranks.wait_until_ready()
@@ -211,7 +220,8 @@ def main(argv: list[str] | None = None) -> int:
                 return 1
         record["seconds"][num_ranks] = times
         results += summarize(times, num_ranks)
-    print(f"{json.dumps(workload(options))}, {options.rounds} rounds of {options.steps} steps\n")
+    what = f"stage {options.stage}, {json.dumps(workload(options))}"
+    print(f"{what}, {options.rounds} rounds of {options.steps} steps\n")
     print(table(results))
     if options.json:
         Path(options.json).write_text(json.dumps(record) + "\n")

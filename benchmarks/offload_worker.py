@@ -16,11 +16,13 @@ def main() -> None:
     """Build the system and serve."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--workload", required=True, help="JSON of systems.Workload")
+    parser.add_argument("--stage", type=int, required=True)
     arguments = parser.parse_args()
     protocol = take_stdout()
     torch.set_num_threads(1)
     versions = start_distributed(with_deepspeed=True)
-    serve(protocol, versions, build_offload(Workload(**json.loads(arguments.workload))))
+    work = Workload(**json.loads(arguments.workload))
+    serve(protocol, versions, build_offload(work, arguments.stage))
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ class Workload:
         device: Type of the device that it is trained on; its index is the current device.
         scaled: Buckets and the sizes of stage 3 are to the model what the defaults of `deepspeed`
             are to one of `SCALED_TO` elements, in all systems; False: everybody's defaults.
+        folder: Where `-offload` keeps the optimizer's state in files; empty: in host memory.
     """
 
     model: str
@@ -63,6 +64,7 @@ class Workload:
     device: str = "cpu"
     scaled: bool = False
     heads: int = 4
+    folder: str = ""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -224,6 +226,10 @@ def deepspeed_config(work: Workload, variant: str, torch_adam: bool) -> dict[str
     zero: dict[str, Any] = {"stage": int(name.removeprefix("zero"))}
     if "offload" in options:
         zero["offload_optimizer"] = {"device": "cpu"}
+    if "offload" in options and work.folder:
+        # Upstream's default is to move and update one after another.
+        ahead = {"pipeline_read": True, "pipeline_write": True}
+        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": work.folder, **ahead}
     if "overlap" in options:
         zero["overlap_comm"] = True
     if "sharded" in options:
@@ -281,13 +287,13 @@ def build_deepspeed(work: Workload, variant: str, torch_adam: bool) -> Step:
     return step
 
 
-def build_offload(work: Workload) -> dict[str, Callable[[], float | None]]:
-    """ZeRO-2 with offload, in two cases: the whole training step, and the time of `engine.step()`
-    at the boundary alone.
+def build_offload(work: Workload, stage: int) -> dict[str, Callable[[], float | None]]:
+    """Offload at a stage, in two cases: the whole training step, and the time of `engine.step()` at
+    the boundary alone.
 
     Systems differ in what of a gradient's way they leave to that call, so the second says less.
     """
-    engine = build_engine(work, "zero2-offload", torch_adam=False)
+    engine = build_engine(work, f"zero{stage}-offload", torch_adam=False)
     batches = _inputs(work, dist.get_rank(), work.dtype)
 
     def update() -> float:
