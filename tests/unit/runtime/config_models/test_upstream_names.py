@@ -108,6 +108,7 @@ CONSTANTS: dict[tuple[str, ...], dict[str, Any]] = {
         '  "number_checkpoints": null,\n'
         '  "contiguous_memory_optimization": false,\n'
         '  "cpu_checkpointing": false,\n'
+        '  "nvme_path": null,\n'
         '  "profile": false,\n'
         '  "synchronize_checkpoint_boundary": false\n'
         "}\n",
