@@ -13,6 +13,7 @@
     file_trace                       reads and writes of files, told to it too
     operators                        which memory an operator reads and writes
     host_waits, call_stacks          when the host waits for the device, and where in the code
+    thread_state                     what torch knows of a thread, for another one
 
 Of the shape of `torch.cuda` are `cuda_accelerator`, `xpu_accelerator`, `npu_accelerator`,
 `hpu_accelerator` and `mps_accelerator`.

@@ -31,17 +31,14 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from torch import overrides
 from torch.overrides import TorchFunctionMode
-from torch.utils import _python_dispatch as dispatch
 
 from deepspeed.accelerator.call_stacks import called_from
 from deepspeed.accelerator.sim.host_reads import Patches
 from deepspeed.accelerator.sim.queues import Event, Scheduler, Stream
+from deepspeed.accelerator.thread_state import KNOWS_SAVED_HOOKS, as_in_the_caller
 
 _MARK = "deepspeed.sim.stream"
-# torch 2.6 does not tell which hooks of saved tensors another thread would have to be given.
-KNOWS_SAVED_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 StreamOf = Callable[[torch.Tensor], Stream]
 
 
@@ -72,39 +69,6 @@ def _backward_thread() -> tuple[ThreadPoolExecutor, int]:
 
 
 os.register_at_fork(after_in_child=_backward_thread.cache_clear)
-
-
-def _as_in_the_caller(backward: Callable[[], Any]) -> Callable[[], Any]:
-    """`backward` for another thread, with what torch hands on from the caller's: modes, hooks of
-    saved tensors, autocast, whether gradients are on.
-    """
-    saved = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    dtype, is_on = torch.get_autocast_dtype("cpu"), torch.is_autocast_enabled("cpu")
-    contexts: list[AbstractContextManager[Any]] = [
-        *[_pushed(overrides, mode) for mode in overrides._get_current_function_mode_stack()],
-        *[_pushed(dispatch, mode) for mode in dispatch._get_current_dispatch_mode_stack()],
-        *([] if saved is None else [torch.autograd.graph.saved_tensors_hooks(*saved[:2])]),
-        torch.autocast("cpu", dtype, is_on),
-    ]
-    grads_on = torch.is_grad_enabled()
-
-    def run() -> Any:
-        with ExitStack() as stack, torch.set_grad_enabled(grads_on):
-            for context in contexts:
-                stack.enter_context(context)
-            return backward()
-
-    return run
-
-
-@contextmanager
-def _pushed(modes: Any, mode: object) -> Iterator[None]:
-    """Within it, a mode is on the stack of `modes`, the module."""
-    modes._push_mode(mode)
-    try:
-        yield
-    finally:
-        modes._pop_mode()
 
 
 class BackwardStreams:
@@ -138,7 +102,7 @@ class BackwardStreams:
                 if threading.get_ident() == thread or not KNOWS_SAVED_HOOKS:
                     return backward()  # one inside of another, or torch 2.6
                 with called_from(thread):
-                    return pool.submit(_as_in_the_caller(backward)).result()
+                    return pool.submit(as_in_the_caller(backward)).result()
 
         return functools.wraps(original)(entry)
 

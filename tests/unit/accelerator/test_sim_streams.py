@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.accelerator.sim.backward import KNOWS_SAVED_HOOKS
 from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
+from deepspeed.accelerator.thread_state import KNOWS_SAVED_HOOKS
 from deepspeed.runtime.streams import SideStream
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
