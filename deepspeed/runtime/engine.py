@@ -42,6 +42,7 @@ from deepspeed.runtime.engine_parts.plain_backward import PlainBackward
 from deepspeed.runtime.engine_parts.ranks import take_place
 from deepspeed.runtime.engine_parts.reports import EngineReports
 from deepspeed.runtime.engine_parts.timing import EngineTimers
+from deepspeed.runtime.engine_parts.train_batch import WholeSteps
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker, BackwardState, Foreign
 from deepspeed.runtime.gradients.scope import GradientScope
 from deepspeed.runtime.gradients.sequence_parts import SequenceParts
@@ -212,6 +213,7 @@ class DeepSpeedEngine(EngineFace, nn.Module):
     def _make_parts(self) -> None:
         self._checkpoints = EngineCheckpoints(self)
         self._data = EngineData(self)
+        self._whole_steps = WholeSteps(self)
         self._reports = EngineReports(self)
         self._device_memory = EngineDeviceMemory(self)
         self._compiling = EngineCompiling(self)

@@ -14,6 +14,8 @@ Objects that it has, one subject a file:
     reports         what a step has come to, and the lines that the engine logs
     checkpoints     saving and loading, which `checkpointing` does
     device_memory   state that moves to the host and back
+    train_batch     a whole step by one call
+    vertical        micro-batches that go through each unit of stage 3 together
     compiling       torch.compile, in place
     timing          the engine's phases, timed and told to observers
     model_setup     what is done to a model before it trains: cast, made the same on all ranks

@@ -19,6 +19,7 @@ from deepspeed.runtime.engine_parts.data import EngineData
 from deepspeed.runtime.engine_parts.device_memory import EngineDeviceMemory
 from deepspeed.runtime.engine_parts.reports import EngineReports
 from deepspeed.runtime.engine_parts.settings import EngineSettings
+from deepspeed.runtime.engine_parts.train_batch import WholeSteps
 from deepspeed.runtime.optimizers.step_sequence import forwarded
 from deepspeed.utils.exceptions import MisuseError
 
@@ -50,6 +51,9 @@ class EngineFace(EngineSettings):
     _compiling: EngineCompiling
     _data: EngineData
     _reports: EngineReports
+    _whole_steps: WholeSteps
+
+    train_batch = of_part("_whole_steps", WholeSteps.train_batch)
 
     # Data
 

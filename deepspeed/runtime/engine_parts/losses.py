@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -24,6 +25,24 @@ def check_loss(what: str, loss: Any, needs_graph: bool) -> None:
             f"engine.{what}(loss): expected a scalar tensor that the model made, got {kind}. For "
             "other outputs call tensor.backward(gradient)"
         )
+
+
+def mean_of_all(
+    losses: Sequence[torch.Tensor],
+    shape: tuple[int, int],
+    rank: int,
+    device: torch.device,
+    group: dist.Group = None,
+) -> torch.Tensor:
+    """Mean of the losses of all micro-batches, fp32, 0-dim, on all ranks of `group`, by one
+    reduction. Each has a place of its own in a table of `shape`, micro-batches and data-parallel
+    ranks, so that the mean does not depend on who has which.
+    """
+    table = torch.zeros(shape, dtype=torch.float32, device=device)
+    if losses:
+        table[:, rank] = torch.stack(list(losses))
+    dist.all_reduce(table, group=group)
+    return table.flatten().mean()
 
 
 class Losses:

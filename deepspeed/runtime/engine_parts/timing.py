@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class EngineTimers:
         self.logged_phases: dict[str, float] = {}
         self._in_step = False
         self._in_backward = False
+        self._count_as_one = False
 
     def start_forward(
         self, training: bool, inputs: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -49,9 +51,13 @@ class EngineTimers:
 
         `inputs` and `kwargs` are what the model is given, where that is the batch.
         """
+        for observer in self.observers if training else ():
+            observer.saw_inputs(inputs, kwargs or {})
+        if not self._count_as_one:
+            self._start_forward(training)
+
+    def _start_forward(self, training: bool) -> None:
         for observer in self.observers:
-            if training:
-                observer.saw_inputs(inputs, kwargs or {})
             observer.forward_starts(training)
         if training and not self._in_step:
             self._in_step = True
@@ -60,10 +66,23 @@ class EngineTimers:
             self._timers(FORWARD).start()
 
     def stop_forward(self) -> None:
+        if self._count_as_one:
+            return
         if self._enabled:
             self._timers(FORWARD).stop()
         for observer in self.observers:
             observer.forward_ended()
+
+    @contextmanager
+    def one_forward(self, training: bool) -> Iterator[None]:
+        """Let the forwards inside, which interrupt each other, count as one."""
+        self._start_forward(training)
+        self._count_as_one = True
+        try:
+            yield
+        finally:
+            self._count_as_one = False
+        self.stop_forward()
 
     def saw_loss(self, loss: torch.Tensor) -> None:
         for observer in self.observers:

@@ -66,6 +66,11 @@ class AccumulationTracker:
             return self._forced
         return not self.managed or (self.micro_steps + 1) % self.steps == 0
 
+    @property
+    def is_set(self) -> bool:
+        """Whether it was said from outside."""
+        return self._forced is not None
+
     def set_boundary(self, is_boundary: bool) -> None:
         """Say it from outside; holds until said again."""
         self._forced = bool(is_boundary)

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from deepspeed import comm as dist
 from deepspeed.comm.parallel_map import ParallelMap
+from deepspeed.runtime.engine_parts.losses import mean_of_all
 from deepspeed.runtime.pipe.layer_spec import PipelineError
 from deepspeed.runtime.pipe.split_backward import SplitBackward
 from deepspeed.runtime.utils import tensors_in
@@ -155,16 +156,11 @@ class BatchOutputs:
     def mean_loss(self, micro_batches: int) -> torch.Tensor:
         """Mean of the losses over micro-batches and data-parallel ranks, fp32, 0-dim, on all ranks.
 
-        One reduction over all ranks, to which only the last stage adds; no broadcast. Each loss has
-        a place of its own in it, so that the mean does not depend on who has which.
+        Only the last stage adds; no broadcast.
         """
         shape = (micro_batches, self._data.size)
-        losses = torch.zeros(shape, dtype=torch.float32, device=self._device)
-        if self._losses:
-            losses[:, self._data.rank] = torch.stack(self._losses)
-        dist.all_reduce(losses)
         copies = dist.get_world_size() // (self._pipe.size * self._data.size)
-        return losses.flatten().mean() / copies
+        return mean_of_all(self._losses, shape, self._data.rank, self._device) / copies
 
     def mean_additional_losses(self, micro_batches: int) -> dict[str, torch.Tensor] | None:
         return {name: value / micro_batches for name, value in self._additional.items()} or None

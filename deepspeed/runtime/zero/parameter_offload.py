@@ -122,7 +122,7 @@ class DeepSpeedZeRoOffload:
         self._carries = False  # see [Note: frozen modules]
         self._is_emptied = False  # what persists has gone
         self.backward_order = BackwardOrder()
-        self._saved = SavedTensors(self.resources.pool, self.backward_order, self._on_saved)
+        self.saved = SavedTensors(self.resources.pool, self.backward_order, self._on_saved)
         self._shapes = GradientShapes()
         self._plan(param_names)
         self._untrained = module.register_state_dict_post_hook(_leave_out_persistent)
@@ -213,6 +213,10 @@ class DeepSpeedZeRoOffload:
         """Whether hooks gather what the forward of `module` uses."""
         return bool(self._uses.get(module))
 
+    def holds_for(self, module: nn.Module) -> bool:
+        """Whether all of that is held by forwards already."""
+        return all(unit.holds for unit in self._uses[module])
+
     def tell_edits(self, on_edit: Callable[[nn.Parameter], None] | None) -> None:
         """Let an optimizer hear when a script has changed a shard."""
         self._on_edit = on_edit
@@ -278,15 +282,10 @@ class DeepSpeedZeRoOffload:
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
         if not self._frames:
-            self.have_persistent()
             recomputes = in_backward()
+            self.begin_forward(recomputes)
             if not recomputes:
-                if self._late.may_be_there:
-                    self._take_in_late()
-                self.param_coordinator.begin_pass()
-                self._saved.start()
-            self.backward_order.begin(recomputes)
-            self._carries = recomputes  # nobody recomputes what has no gradients
+                self.saved.start()
         place = self.backward_order.here
         external = self._external(module)
         frame = self._frame_of(module, external)
@@ -298,6 +297,22 @@ class DeepSpeedZeRoOffload:
         if place is not None and not _are_fused(frame):
             inputs = (tensor for tensor in _tensors((args, kwargs)) if tensor.grad_fn is not None)
             self.backward_order.watch(place, inputs)
+
+    def begin_forward(self, recomputes: bool = False) -> None:
+        """Begin an outermost forward, or what a backward recomputes."""
+        self.have_persistent()
+        if not recomputes:
+            if self._late.may_be_there:
+                self._take_in_late()
+            self.param_coordinator.begin_pass()
+        self.backward_order.begin(recomputes)
+        self._carries = recomputes  # nobody recomputes what has no gradients
+
+    def exchange(self, frames: list[Frame], carries: bool) -> tuple[list[Frame], bool]:
+        """Go on with a forward that another one has interrupted, and return that one."""
+        interrupted = self._frames, self._carries
+        self._frames, self._carries = frames, carries
+        return interrupted
 
     def _frame_of(self, module: nn.Module, external: Sequence[GatherUnit]) -> Frame:
         plan = self._plans.get(module)
@@ -331,14 +346,14 @@ class DeepSpeedZeRoOffload:
         self.backward_order.end()
         if not in_backward():  # recomputation is followed by its backward
             self.param_coordinator.end_forward()
-            self._saved.end()
+            self.saved.end()
             if outputs is not None and not torch.is_grad_enabled():  # no step comes
                 self.raise_disk_error()
 
     def _hand_up(self, frame: Frame, above: Frame, outputs: object) -> None:
         """Lend a parameter, or a view of one, that a forward returns to its caller."""
         for tensor in _tensors(outputs):
-            buffer = self._saved.buffer_of(tensor)
+            buffer = self.saved.buffer_of(tensor)
             if buffer is not None and buffer.owner in frame.units:
                 frame.units.remove(buffer.owner)
                 above.units.append(buffer.owner)

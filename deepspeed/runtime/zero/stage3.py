@@ -29,6 +29,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.stage_1_and_2 import Bucketed, BucketNames, Reduction
 from deepspeed.runtime.zero.units.buckets import UnitBucket, buckets_of
 from deepspeed.runtime.zero.units.files import CutFiles
+from deepspeed.runtime.zero.units.leaves import MicroBatchLeaves
 from deepspeed.runtime.zero.units.masters import CutLayout, CutMasters
 from deepspeed.runtime.zero.zero_optimizer import ZeROOptimizer, instances_of
 from deepspeed.utils.tensor_fragment import owned_gradients
@@ -66,6 +67,7 @@ class Units(Bucketed):
         self.parameter_offload = parameter_offload
         self._is_in_parameter_hook = False
         self._sends_units = False
+        self.leaves: MicroBatchLeaves | None = None  # while micro-batches take turns
         parameter_offload.backward_order.on_done = self._send_unit
 
     @property
@@ -117,11 +119,20 @@ class Units(Bucketed):
             self.hooks.reducing and self.works_during_backward and not self._is_in_parameter_hook
         )
 
-    def _send_unit(self, unit: GatherUnit) -> None:
+    def local_sum(self, param: torch.Tensor) -> torch.Tensor | None:
+        if self.leaves is None:
+            return super().local_sum(param)
+        return self.leaves.sum_of(cast(nn.Parameter, param))
+
+    def _send_unit(self, unit: GatherUnit, micro_batch: int) -> None:
         """Send what backward is done with: what has no gradient here counts as zeros."""
         if not self._sends_units:
             return
+        if self.leaves is not None:
+            self.leaves.select(micro_batch)
         for index in self._indices.get(unit, ()):
+            if self.leaves is not None and not self.leaves.comes_next(index):
+                continue  # at the end of backward, behind the micro-batches before
             if self._units_readiness.release(index):
                 self._send_incomplete(index)
 
@@ -143,6 +154,15 @@ class Units(Bucketed):
         self.parameter_offload.end_backward()
 
     # Reduction
+
+    def reduce_gradients(self) -> None:
+        for _ in self.leaves.in_turn() if self.leaves is not None else (0,):
+            super().reduce_gradients()
+
+    def reduce_independent_p_g_buckets_and_remove_grads(self, index: int) -> None:
+        super().reduce_independent_p_g_buckets_and_remove_grads(index)
+        if self.leaves is not None:
+            self.leaves.sent(index, self.ipg_buckets[index].params)
 
     def _fill_buffer(
         self, buffer: BucketBuffer, index: int, grads: list[torch.Tensor | None]

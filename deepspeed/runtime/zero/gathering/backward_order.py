@@ -48,10 +48,10 @@ _next_node = torch.autograd._get_sequence_nr
 class Use:
     """A forward of one module: the `units` it used, and those that backward reads (`gathered`)."""
 
-    __slots__ = ("begin", "gathered", "has_graph", "is_open", "units")
+    __slots__ = ("begin", "gathered", "has_graph", "is_open", "micro_batch", "units")
 
-    def __init__(self, begin: int) -> None:
-        self.begin = begin
+    def __init__(self, begin: int, micro_batch: int) -> None:
+        self.begin, self.micro_batch = begin, micro_batch
         self.has_graph = torch.is_grad_enabled()
         self.units: tuple[GatherUnit, ...] = ()
         self.gathered: tuple[GatherUnit, ...] = ()
@@ -65,7 +65,7 @@ class Forward:
         places: Uses, each where it begins and once more where it ends.
         nodes: For each place, the number of the first node that autograd makes behind it.
         reached: Backward has gone through the places from this one on.
-        left: How many uses of each unit it has not gone through.
+        left: How many uses of each unit, by micro-batch, it has not gone through.
         task: Autograd's number of the backward, if one has come here.
     """
 
@@ -77,7 +77,7 @@ class Forward:
         self.places: list[Use] = []
         self.nodes: list[int] = []
         self.reached = 0
-        self.left: Counter[GatherUnit] = Counter()
+        self.left: Counter[tuple[GatherUnit, int]] = Counter()
         self.task = _NOT_BEGUN
 
 
@@ -86,14 +86,16 @@ Place = tuple[Forward, int]
 
 class BackwardOrder:
     """The places of forwards, and how far their backward is; `coordinator`, set before the first
-    forward, gathers units and lets them go, and `on_done` hears when a backward is done with one.
+    forward, gathers units and lets them go, and `on_done` hears when a backward is done with one
+    in a micro-batch: of the one there is, or where forwards take turns (`vertical`), `micro_batch`.
     """
 
     coordinator: PartitionedParameterCoordinator
 
     def __init__(self) -> None:
         self.current: Forward | None = None
-        self.on_done: Callable[[GatherUnit], None] | None = None
+        self.on_done: Callable[[GatherUnit, int], None] | None = None
+        self.micro_batch = 0
         self._forwards: list[Forward] = []  # whose backward may come, or runs
         self._last: Forward | None = None  # that the running backward has come to
         self._count = 0
@@ -130,7 +132,7 @@ class BackwardOrder:
         """Note that a module's forward begins; None if no backward will come."""
         if self.current is None:
             return None
-        use = Use(len(self.current.places))
+        use = Use(len(self.current.places), self.micro_batch)
         self.current.places.append(use)
         self.current.nodes.append(_next_node() - (not use.has_graph))
         return use
@@ -144,7 +146,15 @@ class BackwardOrder:
         forward.places.append(use)
         forward.nodes.append(_next_node())
         for unit in use.units:
-            forward.left[unit] += 1
+            forward.left[unit, use.micro_batch] += 1
+
+    def leave_round(self, use: Use, units: Iterable[GatherUnit]) -> None:
+        """Note that several micro-batches have used `units` since `use` began, one after another:
+        backward has these whole until it is through all of them.
+        """
+        if self.current is not None:
+            inside = self.current.places[use.begin + 1 :]
+            self.leave(use, units, (unit for each in inside for unit in each.gathered))
 
     def watch(self, place: Place, tensors: Iterable[torch.Tensor]) -> None:
         """Notice that backward has come to `place` by the gradient of any of `tensors`, made
@@ -212,7 +222,7 @@ class BackwardOrder:
         forward.left.clear()
         for index, use in enumerate(forward.places):
             if index != use.begin:
-                forward.left.update(use.units)
+                forward.left.update((unit, use.micro_batch) for unit in use.units)
             if use.is_open:
                 use.is_open = False
                 self._open.subtract(use.gathered)
@@ -256,19 +266,23 @@ class BackwardOrder:
             for unit in use.gathered:
                 self._open[unit] -= 1
         for unit in use.units:
-            forward.left[unit] -= 1
-            if self.on_done is not None and not self._is_used_before(forward, unit):
-                self.on_done(unit)
+            forward.left[unit, use.micro_batch] -= 1
+            if self.on_done is not None and not self._is_used_before(forward, unit, use):
+                self.on_done(unit, use.micro_batch)
         self.coordinator.done_in_backward(
             unit
             for unit in use.units
             if not self._open[unit]
-            and not (self.coordinator.is_recomputed(unit) and self._is_used_before(forward, unit))
+            and not (
+                self.coordinator.is_recomputed(unit) and self._is_used_before(forward, unit, use)
+            )
         )
 
-    def _is_used_before(self, forward: Forward, unit: GatherUnit) -> bool:
+    def _is_used_before(self, forward: Forward, unit: GatherUnit, use: Use) -> bool:
         return self._has_forgotten or any(
-            earlier.left[unit] for earlier in self._forwards if earlier.number <= forward.number
+            earlier.left[unit, use.micro_batch]
+            for earlier in self._forwards
+            if earlier.number <= forward.number
         )
 
     def finish(self) -> None:

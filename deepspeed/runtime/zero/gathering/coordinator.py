@@ -63,6 +63,7 @@ class PartitionedParameterCoordinator:
         self._ahead: dict[GatherUnit, None] = {}
         self._last_fused: list[GatherUnit] = []  # of one name; if one of them was used last
         self._recomputed: set[GatherUnit] = set()  # whose memory is kept by what autograd saved
+        self._round: list[GatherUnit] | None = None  # see `begin_round`
         self.live_numel = 0
 
     # Forward
@@ -77,15 +78,28 @@ class PartitionedParameterCoordinator:
             unit.holds += 1
             if in_backward():
                 self.use_in_recomputation(unit)
-            elif unit in self._last_fused:
+            elif unit in self._last_fused or (unit.holds > 1 and unit.is_whole):
                 unit.fetch()  # it may be another stream that reads now
             else:
                 self._use(unit)
 
     def leave(self, units: Iterable[GatherUnit]) -> None:
+        if self._round is not None:
+            self._round.extend(units)
+            return
         for unit in units:
             unit.holds -= 1
             self._retire(unit)
+
+    def begin_round(self) -> None:
+        """Hold what forwards use until all of several micro-batches have used it, one by one."""
+        self._round = []
+
+    def end_round(self) -> list[GatherUnit]:
+        """Let go of it, and tell what it was."""
+        units, self._round = self._round or [], None
+        self.leave(units)
+        return units
 
     def end_forward(self) -> None:
         self._end_fused()

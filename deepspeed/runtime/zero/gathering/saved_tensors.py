@@ -55,9 +55,12 @@ class SavedTensors:
         buffer = self._memory.by_pointer.get(tensor.untyped_storage().data_ptr())
         return None if buffer is None or buffer.owner is None else buffer
 
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
     def start(self) -> None:
         if torch.is_grad_enabled():
-            self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            self._hooks = self.hooks()
             self._hooks.__enter__()
 
     def end(self) -> None:

@@ -43,8 +43,8 @@ v1/reproducibility/test_pipelines.py
   a leaf is sent before all of it has come
     Bucketed._sends_whole: self.hooks.readiness.may_be_late -> False
   losses are added as ranks have them
-    BatchOutputs.mean_loss: losses[:, self._data.rank] = torch.stack(self._losses) -> losses[0, 0] =
-      torch.stack(self._losses).sum()
+    mean_of_all: table[:, rank] = torch.stack(list(losses)) -> table[0, 0] =
+      torch.stack(list(losses)).sum()
 v1/fp16/test_dynamic_scaling.py -k divided_first
   fp16 is summed before it is divided
     _split: travels_in == torch.float16 -> False

@@ -52,7 +52,48 @@ v1/zero/stage3/test_lifetimes.py -k trained_ones
     _take_in_late: late and self.give_up is not None -> False
 v1/zero/stage3/test_lifetimes.py -k frozen_ones
   a frozen layer that comes late keeps each rank's own values
-    _before_forward: self._late.may_be_there -> False
+    begin_forward: self._late.may_be_there -> False
+v1/zero/stage3/test_vertical.py -k on_the_host
+  micro-batches that go together send a bucket in the order in which they have it
+    comes_next: self._sent[bucket] == self._number -> True
+  micro-batches that go together add up their gradients before they are reduced
+    select: self._own = self._leaves[number] -> self._own = self._leaves[0]
+  all micro-batches that go together count as not the last one
+    select: self._first_step + number -> self._first_step
+v1/zero/stage3/test_vertical.py -k in_each_direction
+  a unit goes when the first of several micro-batches has used it
+    begin_round: self._round = [] -> pass
+  a unit goes in backward when the first of several micro-batches is done with it
+    leave_round: (unit for each in inside for unit in each.gathered) -> ()
+  each micro-batch numbers its nodes from nothing
+    Turns._take: _number_from(self._number) -> pass
+v1/zero/stage3/test_vertical.py -k on_a_device
+  a micro-batch's thread does not say which device is its own
+    Turns._thread: accelerator.set_device(device) -> pass
+v1/zero/stage3/test_vertical.py -k of_each_micro_batch
+  micro-batches that go together draw random numbers in turn
+    Turns._take: self._random[self._now].restore() -> pass
+  a step takes random numbers from the script
+    Turns.run: self._seed is None -> True
+  seeds of forwards that go together are those of the last one
+    select: self._first_step + number, number -> self._first_step + number, 0
+v1/zero/stage3/test_vertical.py -k raises_once
+  micro-batches go on when one has failed
+    Turns._take: if self._failure is not None: raise _Ended -> pass
+  a gradient that belongs to no micro-batch is lost
+    refuse_others: param.grad is not None -> False
+  buffers are written in the order of turns
+    _refuse_written: own._version != version -> False
+  the graphs of micro-batches meet
+    refuse_shared_nodes: owner is not None or name is not None -> False
+v1/zero/stage3/test_vertical.py -k not_go_together
+  a script's hook on a parameter is passed by
+    _made: sum(len(each or ()) for each in hooks) > own -> False
+  a whole step is run inside of no_sync
+    _refuse_begun: tracker.in_no_sync or tracker.is_set -> False
+v1/zero/stage3/test_vertical.py -k one_after
+  a call begins the data anew
+    _next: self._batches is None -> True
 v1/zero/stage3/test_training.py -k leaves_what
   a unit is let go that a failed gather kept from being taken
     _before_forward: frame.units.append(unit) -> pass
@@ -147,7 +188,8 @@ v1/zero/stage3/test_fusion.py -k equals_one_process
   what a recomputation has used goes when another unit is used
     _end_fused: [unit for unit in units if unit not in self._recomputed] -> units
   what a recomputation has used goes after the first of its uses
-    _close: self.coordinator.is_recomputed(unit) and self._is_used_before(forward, unit) -> False
+    _close: self.coordinator.is_recomputed(unit) and self._is_used_before(forward, unit, use) ->
+      False
 v1/zero/stage3/test_fusion.py -k between_steps
   a unit that several modules share goes when one of them is done
     _retire: unit in self._last_fused -> False
