@@ -189,9 +189,11 @@ def by_cut(
 
 TABLE = os.environ.get("DS_RESHARD_MATRIX")
 EVERY = all_combinations()
-# Eight ranks are the campaign's alone.
+# More than four ranks are the campaign's alone.
 COMBINATIONS = (
-    EVERY if TABLE else pairwise([one for one in EVERY if max(one.saved.world, one.into.world) < 8])
+    EVERY
+    if TABLE
+    else pairwise([one for one in EVERY if max(one.saved.world, one.into.world) <= 4])
 )
 WORLDS = sorted({cut.world for one in COMBINATIONS for cut in (one.saved, one.into)})
 STEPS, AFTER = 2, 2
