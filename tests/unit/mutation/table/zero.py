@@ -67,6 +67,9 @@ v1/zero/stage3/test_vertical.py -k in_each_direction
     leave_round: (unit for each in inside for unit in each.gathered) -> ()
   each micro-batch numbers its nodes from nothing
     Turns._take: _number_from(self._number) -> pass
+v1/zero/stage3/test_vertical.py -k inputs_alone
+  micro-batches begin a round with numbers that others have
+    Turns._take: _number_from(self._number) -> _number_from(self._number // 2)
 v1/zero/stage3/test_vertical.py -k on_a_device
   a micro-batch's thread does not say which device is its own
     Turns._thread: accelerator.set_device(device) -> pass

@@ -4,7 +4,10 @@ plain loop.
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -106,6 +109,7 @@ def offloaded(folder: Path, kind: str, **zero: Any) -> dict[str, Any]:
 
 class TestBits(DistributedTest):
     world_size = 2
+    exec_timeout = 120
 
     def test_on_the_host(self, tmp_path: Path) -> None:
         # Kills: gradients of several micro-batches that are added up before they are reduced, or in
@@ -244,6 +248,9 @@ class Odd(nn.Module):
                 self.kept = x
             if index == 1 and self.does == "fails" and number == 1:
                 raise ZeroDivisionError("micro-batch")
+            if index == 1 and self.does == "is interrupted" and number == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.1)
         if self.does == "keeps a tensor":
             x = x + self.kept
         if self.does == "keeps a parameter":
@@ -267,8 +274,10 @@ class TestWhatFails(DistributedTest):
         engine = odd_engine(zero_optimization={"stage": 3, **BOUNDED})
         model, threads = engine.module, threading.active_count()
         given = [(drawn(n, 4, 6), n) for n in range(COUNT)]
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         for does, error, text in (
             ("fails", ZeroDivisionError, "micro-batch"),
+            ("is interrupted", KeyboardInterrupt, ""),
             ("keeps a tensor", MisuseError, "keeps from one forward to another"),
             ("keeps a parameter", MisuseError, "blocks.2.weight, which others"),
             ("reenters", MisuseError, "use_reentrant=False"),
@@ -285,6 +294,7 @@ class TestWhatFails(DistributedTest):
                 with pytest.raises(MisuseError, match="middle of an accumulation window"):
                     engine.train_batch(iter(given))
                 engine.zero_grad()
+        signal.signal(signal.SIGINT, before)
         model.does = ""
         loss = engine.train_batch(iter(given))
         engine.destroy()
@@ -335,3 +345,42 @@ def test_one_after_the_other() -> None:
         found.append({"losses": torch.stack(losses), **values_of(engine.module)})
         engine.destroy()
     assert same(found[0], found[1]) and same(found[0], found[2])
+
+
+class Wide(nn.Module):
+    """Blocks whose inside is much larger than what they take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = ((nn.Linear(16, 1024), nn.GELU(), nn.Linear(1024, 16)) for _ in range(4))
+        self.blocks = nn.ModuleList(nn.Sequential(*block) for block in blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return x.square().mean()
+
+
+def peak(in_one_call: bool) -> int:
+    with simulate() as device:
+        optimizer = {"type": "SGD", "params": {"lr": 0.01}}
+        config = {**config_of(3, COUNT, offload_param={"device": "cpu"}, **BOUNDED)}
+        config |= {"optimizer": optimizer, "train_micro_batch_size_per_gpu": 256}
+        engine = deepspeed.initialize(model=seeded(Wide), config=config)[0]
+        device.reset_peak_memory_stats()
+        data = (drawn(n, 256, 16) for n in range(COUNT))
+        if in_one_call:
+            engine.train_batch(data)
+        else:
+            for batch in data:
+                engine.backward(engine(batch))
+                engine.step()
+        engine.destroy()
+        return device.max_memory_allocated()
+
+
+def test_memory_of_inputs_alone() -> None:
+    # Kills: micro-batches that recompute a block at the same time.
+    inputs, inside = 256 * 16 * 4, 256 * 1024 * 4
+    more = peak(in_one_call=True) - peak(in_one_call=False)
+    assert more <= COUNT * 6 * inputs < inside, more
