@@ -187,6 +187,10 @@ class WholeSteps:
         def forward(own: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
             loss = own()
             check_loss("train_batch", loss, needs_graph=True)
+            if engine.tracker.window.is_plain is not None:
+                raise MisuseError(
+                    "train_batch(): loss_fn returns a loss; no backward is its to run"
+                )
             return loss, engine._losses.scaled(engine._sequence, loss, True)
 
         def seed(number: int) -> None:

@@ -295,6 +295,9 @@ class TestWhatFails(DistributedTest):
                     engine.train_batch(iter(given))
                 engine.zero_grad()
         signal.signal(signal.SIGINT, before)
+        with pytest.raises(MisuseError, match="no backward is its"):
+            engine.train_batch(iter(given), lambda engine, batch: engine.backward(engine(*batch)))
+        engine.zero_grad()
         model.does = ""
         loss = engine.train_batch(iter(given))
         engine.destroy()
