@@ -27,7 +27,7 @@ from deepspeed.ops.aio.handle import AsyncIOHandle
 from deepspeed.utils.reports import pyplot
 
 Span = tuple[float, float]
-PHASES = ("forward", "backward", "step")
+PHASES = ("forward", "backward", "step", "train_batch")
 
 
 class Spans:
@@ -35,6 +35,7 @@ class Spans:
 
     def __init__(self) -> None:
         self.of: dict[str, list[Span]] = {}
+        self.moved_bytes = 0
 
     def timed(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
         begin = time.perf_counter()
@@ -50,6 +51,7 @@ class Spans:
 
             def moved(engine: Any, transfer: Transfer, how: Any, run: Any = run) -> Any:
                 kind = "write" if transfer.is_write else "read"
+                self.moved_bytes += transfer.num_bytes
                 return self.timed(kind, run, engine, transfer, how)
 
             engine.run = moved  # type: ignore[method-assign]  # that is the point
@@ -88,28 +90,39 @@ def train(options: argparse.Namespace, spans: Spans) -> None:
         model = nn.Sequential(*(Unit(options.width) for _ in range(options.units)))
     params = model.parameters()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=params, config=config)
-    warmup = options.warmup * options.accumulation
-    for index in range(warmup + options.steps * options.accumulation):
-        if index == warmup:
+    begins = torch.Generator().manual_seed(1)
+
+    def batch() -> torch.Tensor:
+        return torch.randn(options.rows, options.width, generator=begins).to(engine.model_dtype)
+
+    def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return (model(x) - 1.0).float().pow(2).mean()  # type: ignore[no-any-return]  # a tensor's
+
+    for step in range(options.warmup + options.steps):
+        if step == options.warmup:
             spans.watch_files()
-        timed = spans.timed if index >= warmup else lambda _, call, *args: call(*args)
-        x = torch.randn(options.rows, options.width, generator=torch.Generator().manual_seed(index))
-        y = timed("forward", engine, x.to(engine.model_dtype))
-        timed("backward", engine.backward, (y - 1.0).float().pow(2).mean())
-        timed("step", engine.step)
+        timed = spans.timed if step >= options.warmup else lambda _, call, *args: call(*args)
+        batches = [batch() for _ in range(options.accumulation)]
+        if options.vertical:
+            timed("train_batch", engine.train_batch, iter(batches), loss_of)
+            continue
+        for x in batches:
+            loss = timed("forward", loss_of, engine, x)
+            timed("backward", engine.backward, loss)
+            timed("step", engine.step)
     engine.destroy()
 
 
 def draw(path: Path, spans: Spans) -> None:
     """The last micro-batch and step: phases, waits, reads and writes, one line each."""
-    first = spans.of["forward"][-1][0]
-    rows = (*PHASES, "wait", "read", "write")
+    rows = [name for name in (*PHASES, "wait", "read", "write") if name in spans.of]
+    first, last = spans.of[rows[0]][-1][0], spans.of[rows[-4]][-1][1]
     figure, axes = pyplot().subplots(figsize=(12, 3), layout="constrained")
     for number, name in enumerate(rows):
         late = [(begin - first, end - begin) for begin, end in spans.of[name] if begin >= first]
         axes.broken_barh(late, (len(rows) - number - 0.8, 0.6), color=f"C{number}")
     axes.set_yticks([len(rows) - number - 0.5 for number in range(len(rows))], rows)
-    axes.set_xlim(0, spans.of["step"][-1][1] - first)
+    axes.set_xlim(0, last - first)
     axes.set_xlabel("seconds of one step")
     figure.savefig(path)
 
@@ -121,6 +134,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")
+    parser.add_argument("--vertical", action="store_true", help="by engine.train_batch")
     parser.add_argument("--fp32", action="store_true", help="for processors without bf16")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
@@ -134,13 +148,14 @@ def main() -> None:
     waits = union(spans.of["wait"])
     print("| phase | s | files move (s) | of that waited for (s) | hidden |")
     print("|---|---:|---:|---:|---:|")
-    rows = [(name, spans.of[name]) for name in PHASES]
-    for name, phase in [*rows, ("all", union(sum((spans.of[one] for one in PHASES), [])))]:
+    rows = [(name, spans.of[name]) for name in PHASES if name in spans.of]
+    for name, phase in [*rows, ("all", union(sum((phase for _, phase in rows), [])))]:
         moved = common(phase, files)
         waited = common(moved, waits)
         numbers = [seconds(one) / options.steps for one in (phase, moved, waited)]
         hidden = f"{1 - numbers[2] / numbers[1]:.0%}" if numbers[1] else ""
         print(f"| {name} | {' | '.join(f'{one:.2f}' for one in numbers)} | {hidden} |")
+    print(f"\n{spans.moved_bytes / options.steps / 1e9:.2f} GB to and from files per step")
     if options.picture:
         draw(options.picture, spans)
 
