@@ -19,7 +19,7 @@ from unit.runtime.activation_checkpointing.test_in_engine import (
     direct,
     sines,
 )
-from unit.v1.offload.test_nvme_offload import files_of_at_most
+from unit.v1.offload.test_nvme_offload import files_of_at_most, open_below
 
 from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.ops import state_files
@@ -42,12 +42,6 @@ def as_before() -> Iterator[None]:
     before = settings._current, settings._is_configured
     yield
     settings._current, settings._is_configured = before
-
-
-def rooms(folder: Path) -> int:
-    """Files of a folder that this process has open."""
-    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    return sum(os.readlink(one).startswith(str(folder)) for one in links if os.path.islink(one))
 
 
 def gradient(call: Callable[..., Any]) -> torch.Tensor:
@@ -112,10 +106,10 @@ def test_reset_gives_files_back(tmp_path: Path) -> None:
     to_files(tmp_path)
     x = torch.ones(NUMEL, requires_grad=True)
     sines(x, CALLS["non_reentrant"]).sum().backward()
-    assert rooms(tmp_path) > 0
+    assert open_below(tmp_path) > 0
     checkpointing.reset()
     gc.collect()
-    assert rooms(tmp_path) == 0
+    assert open_below(tmp_path) == 0
 
 
 def test_errors_and_refusals(tmp_path: Path) -> None:
