@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch import nn
 import deepspeed
 from deepspeed.ops.aio.engines import NativeEngine, PythonEngine, Transfer
 from deepspeed.ops.aio.handle import AsyncIOHandle
+from deepspeed.ops.early_update import SpeculativeUpdate
 from deepspeed.utils.reports import pyplot
 
 Span = tuple[float, float]
@@ -55,8 +57,17 @@ class Spans:
                 return self.timed(kind, run, engine, transfer, how)
 
             engine.run = moved  # type: ignore[method-assign]  # that is the point
-        wait = AsyncIOHandle.wait
-        AsyncIOHandle.wait = lambda handle: self.timed("wait", wait, handle)  # type: ignore[method-assign]
+        for owner, name in ((AsyncIOHandle, "wait"), (SpeculativeUpdate, "_halt")):
+            setattr(owner, name, self._waiting(getattr(owner, name)))
+
+    def _waiting(self, wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Time a method that waits, where the training thread does."""
+
+        def waited(own: Any) -> Any:
+            is_training = threading.current_thread() is threading.main_thread()
+            return self.timed("wait" if is_training else "wait beside", wait, own)
+
+        return waited
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
@@ -84,6 +95,10 @@ def train(options: argparse.Namespace, spans: Spans) -> None:
     config = config_of(options.folder, 8 * options.width**2)
     config["train_micro_batch_size_per_gpu"] = options.rows
     config["gradient_accumulation_steps"] = options.accumulation
+    config["gradient_clipping"] = 0.0  # a clipped step updates nothing ahead
+    offload = config["zero_optimization"]["offload_optimizer"]
+    offload = {**offload, "speculative_update": options.ahead}
+    config["zero_optimization"]["offload_optimizer"] = offload
     if options.fp32:
         del config["bf16"], config["data_types"]
     with deepspeed.zero.Init(remote_device="nvme", config_dict_or_path=config):
@@ -135,6 +150,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--vertical", action="store_true", help="by engine.train_batch")
+    parser.add_argument("--ahead", action="store_true", help="with speculative_update")
     parser.add_argument("--fp32", action="store_true", help="for processors without bf16")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)

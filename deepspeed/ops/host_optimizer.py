@@ -63,11 +63,21 @@ class Delivery(Protocol):
         """Take a piece that is updated and rounded."""
 
 
+class Taken(NamedTuple):
+    """What was made of an update ahead of the step: it is of tensors where they lie now, and of the
+    elements that are `left`. `old`: in files, where these lie, of parameter and states.
+    """
+
+    update: FlatUpdate
+    left: Ranges
+    old: Sequence[torch.Tensor] = ()
+
+
 class EarlyUpdate(Protocol):
     """Updates that were made ahead of the step."""
 
-    def take(self, param: torch.Tensor, update: FlatUpdate) -> tuple[FlatUpdate, Ranges] | None:
-        """Return what is left to do of an update, and of which elements; None: all of it."""
+    def take(self, param: torch.Tensor, update: FlatUpdate) -> Taken | None:
+        """Return what is made of an update; None: nothing is."""
 
 
 def update_native(op: ModuleType, update: FlatUpdate, instruction_set: str | None = None) -> None:
@@ -177,11 +187,15 @@ class HostOptimizer(torch.optim.Optimizer):
                     if early is None or delivery is None:
                         self._deliver(update, delivery)
                     else:
-                        self._deliver_rest(*early, delivery)
+                        self._deliver_rest(early, delivery)
         return loss
 
-    def _deliver_rest(self, update: FlatUpdate, left: Ranges, delivery: Delivery) -> None:
-        """Update what is `left`, and deliver everything; who takes it rounds it."""
+    def _deliver_rest(self, early: Taken, delivery: Delivery) -> None:
+        """Update what is left, and deliver everything; who takes it rounds it."""
+        update, left, old = early
+        if old:
+            self._deliver_by_windows(update, delivery, early)
+            return
         for start, end in delivery.pieces():
             for first, last in ((max(start, first), min(end, last)) for first, last in left):
                 if first < last:
@@ -189,7 +203,7 @@ class HostOptimizer(torch.optim.Optimizer):
             delivery.updated(start, end)
 
     def _deliver(self, update: FlatUpdate, delivery: Delivery | None) -> None:
-        if self._lies_in_file(update.param):
+        if self.lies_in_file(update.param):
             self._deliver_by_windows(update, delivery)
             return
         if delivery is None:
@@ -202,13 +216,18 @@ class HostOptimizer(torch.optim.Optimizer):
             self._run(update.piece(start, end, out))
             delivery.updated(start, end)
 
-    def _lies_in_file(self, param: torch.Tensor) -> bool:
+    def lies_in_file(self, param: torch.Tensor) -> bool:
+        """Whether a parameter or state lies in a file."""
         return self.state_files is not None and self.state_files.holds(param)
 
-    def _deliver_by_windows(self, update: FlatUpdate, delivery: Delivery | None) -> None:
+    def _deliver_by_windows(
+        self, update: FlatUpdate, delivery: Delivery | None, early: Taken | None = None
+    ) -> None:
         assert self.state_files is not None, "asked before"
         grads, whole = update.grad.view(-1), [(0, update.param.numel())]
-        with self.state_files.windows([update.param, *update.states]) as windows:
+        own = [update.param, *update.states]
+        old, left = (early.old, early.left) if early else (own, None)
+        with self.state_files.windows(old, own, left) as windows:
             for start, end in whole if delivery is None else delivery.pieces():
                 out = delivery.low_precision_out(start, end) if delivery else update.out
                 if out is not None:
@@ -217,6 +236,10 @@ class HostOptimizer(torch.optim.Optimizer):
                 windows.writes_first = out is not None
                 for first, last, (param, *states) in windows.of(start, end):
                     rounded = None if out is None else out.view(-1)[first - start : last - start]
+                    if not windows.is_left(first):
+                        if rounded is not None:
+                            rounded.copy_(param)
+                        continue
                     part = FlatUpdate(param, grads[first:last], states, rounded, update.scalars)
                     self._run(part)
                     if out is None:
@@ -254,6 +277,8 @@ class HostOptimizer(torch.optim.Optimizer):
             own = state.get(slot)
             if own is None or own.dtype != self._state_dtype(param) or not own.is_contiguous():
                 return None
+            if self.lies_in_file(own) != self.lies_in_file(param):
+                return None
             states.append(own)
         scalars = self._scalars(group, int(state["step"]) + 1, grad_factor)
         return FlatUpdate(param.detach(), grad, states, None, scalars)
@@ -269,6 +294,17 @@ class HostOptimizer(torch.optim.Optimizer):
             for to, value in zip((new.param, *new.states), (old.param, *old.states), strict=True):
                 to.copy_(value)
             self._run(new)
+
+    def run_windows_apart(
+        self, update: FlatUpdate, made: FlatUpdate, numbers: Iterator[int]
+    ) -> None:
+        """Do that with windows of files, as they come. OSError: some are made, and some are not."""
+        assert self.state_files is not None, "files of its"
+        old, new = ([each.param, *each.states] for each in (update, made))
+        with self.state_files.windows(old, new) as windows:
+            for first, last, (param, *states) in windows.each(numbers):
+                grad = update.grad.view(-1)[first:last]
+                self._run(FlatUpdate(param, grad, states, None, update.scalars))
 
     @torch.no_grad()
     def step_flat(
@@ -330,14 +366,15 @@ class HostOptimizer(torch.optim.Optimizer):
     def _state_tensor(self, state: dict[str, Any], slot: str, param: torch.Tensor) -> torch.Tensor:
         dtype = self._state_dtype(param)
         tensor = state.get(slot)
-        if tensor is None and not self._lies_in_file(param):
+        if tensor is None and not self.lies_in_file(param):
             tensor = torch.zeros_like(param, dtype=dtype)
         # Loaded state may come in another dtype or layout.
         if tensor is not None:
             state[slot] = tensor.to(device=param.device, dtype=dtype).contiguous()
-        if self.state_files is not None and self._lies_in_file(param):
+        if self.state_files is not None and self.lies_in_file(param):
             if tensor is None or not self.state_files.holds(tensor):
-                state[slot] = self.state_files.zeros(param.numel(), dtype).view(param.shape)
+                zeros = self.state_files.zeros(param.numel(), dtype)
+                state[slot] = zeros.view(param.shape).data
                 if tensor is not None:
                     state[slot].copy_(tensor)
         self._check(slot, state[slot], param)

@@ -151,7 +151,7 @@ class StateFiles:
             return torch.zeros(0, dtype=dtype)
         size = multiple(numel * dtype.itemsize, BLOCK)
         if not shares or size > SHARED_BYTES:
-            return self._file(size, size).view(dtype)[:numel]
+            return self._file(size, size).view(dtype)[:numel].data  # of whose memory it is all
         whole, start = self._shared_file(), self._taken
         if whole is None or start + size > SHARED_BYTES:
             whole, start = self._file(SHARED_BYTES, size), 0
@@ -194,11 +194,25 @@ class StateFiles:
         """Say whether it is such a tensor, whole."""
         return tensor.data_ptr() in _mappings
 
-    def windows(self, tensors: Sequence[torch.Tensor]) -> Windows:
-        """Update tensors of this folder, of equal size; used as a context."""
+    def windows(
+        self,
+        tensors: Sequence[torch.Tensor],
+        to: Sequence[torch.Tensor] | None = None,
+        left: Sequence[tuple[int, int]] | None = None,
+    ) -> Windows:
+        """Update tensors of this folder, of equal size; used as a context.
+
+        Args:
+            tensors: Are read.
+            to: Others like them are written; None: the same.
+            left: Elements, first and last+1, of the windows to be updated; None: all. The others
+                have been: of them the first tensor of `to` is read, and nothing written.
+        """
         while len(self._slots) < NUM_WINDOWS:
             self._slots.append(_Slot(self.make_handle()))
-        return Windows(self._slots, tensors, [file_of(tensor) for tensor in tensors])
+        files = [file_of(tensor) for tensor in tensors]
+        written = files if to is None else [file_of(one) for one in to]
+        return Windows(self._slots, tensors, files, written, left)
 
     def named_memory(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name the windows, for reports."""
@@ -208,24 +222,47 @@ class StateFiles:
 
 
 class Windows:
-    """One pass over flat tensors in files, in the order of elements: the next window is read and
-    the one before written meanwhile. Leaving the context waits until all is written.
+    """One pass over flat tensors in files: the next window is read and the one before written
+    meanwhile. Leaving the context waits until all is written.
     """
 
     def __init__(
-        self, slots: Sequence[_Slot], tensors: Sequence[torch.Tensor], files: Sequence[int]
+        self,
+        slots: Sequence[_Slot],
+        tensors: Sequence[torch.Tensor],
+        files: Sequence[int],
+        to: Sequence[int],
+        left: Sequence[tuple[int, int]] | None,
     ) -> None:
         self._slots, self._tensors, self._files = slots, tensors, files
+        self._to, self._left = to, left
         self._count = -(-tensors[0].numel() // WINDOW_NUMEL)
         self._now, self._read = -1, -1  # the window at hand, the last that was asked for
         # The first tensor is written by whoever reads it at once, through its mapping.
         self.writes_first = True
 
-    def of(self, start: int, end: int) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
-        """Yield the parts of elements `start` to `end`, as first, last+1 and memory of each."""
+    def is_left(self, element: int) -> bool:
+        """Whether an element's window is to be updated."""
+        return self._left is None or any(start <= element < end for start, end in self._left)
+
+    def each(self, numbers: Iterator[int]) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
+        """Yield whole windows, of these numbers; one of them is asked for ahead."""
+        number = next(numbers, -1)
+        while number >= 0:
+            following, first = next(numbers, -1), number * WINDOW_NUMEL
+            last = min(first + WINDOW_NUMEL, self._tensors[0].numel())
+            yield from self.of(first, last, following)
+            number = following
+
+    def of(
+        self, start: int, end: int, following: int | None = None
+    ) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
+        """Yield the parts of elements `start` to `end`, as first, last+1 and memory of each. The
+        window that is read ahead is that behind, or `following`, if there is one.
+        """
         while start < end:
             number = start // WINDOW_NUMEL
-            self._enter(number)
+            self._enter(number, number + 1 if following is None else following)
             first = number * WINDOW_NUMEL
             stop = min(end, first + WINDOW_NUMEL)
             slot = self._slots[number % NUM_WINDOWS]
@@ -236,36 +273,39 @@ class Windows:
             yield start, stop, memory
             start = stop
 
-    def _enter(self, number: int) -> None:
+    def _enter(self, number: int, following: int) -> None:
         if number == self._now:
             return
-        assert number > self._now, f"window {number} comes after window {self._now}"
         self._leave()
-        if self._read < number:
+        if self._read != number:
             self._begin(number)
         self._slots[number % NUM_WINDOWS].handle.wait()
         self._now = number
-        if number + 1 < self._count:
-            self._begin(number + 1)
+        # Not into the memory of the one at hand.
+        if 0 <= following < self._count and (following - number) % NUM_WINDOWS:
+            self._begin(following)
 
     def _begin(self, number: int) -> None:
         slot = self._slots[number % NUM_WINDOWS]
         slot.handle.wait()  # until what it had is written
-        for memory, file, offset in self._places(number):
+        is_left = self.is_left(number * WINDOW_NUMEL)
+        places = list(self._places(number, self._files if is_left else self._to))
+        # Who reads masters through their mapping has no use for them here.
+        for memory, file, offset in places if is_left else places[: self.writes_first]:
             slot.handle.async_pread(memory, file, offset)
         self._read = number
 
     def _leave(self) -> None:
-        if self._now < 0:
+        if self._now < 0 or not self.is_left(self._now * WINDOW_NUMEL):
             return
         slot = self._slots[self._now % NUM_WINDOWS]
-        places = list(self._places(self._now))
+        places = list(self._places(self._now, self._to))
         for memory, file, offset in places if self.writes_first else places[1:]:
             slot.handle.async_pwrite(memory, file, offset)
 
-    def _places(self, number: int) -> Iterator[tuple[torch.Tensor, int, int]]:
+    def _places(self, number: int, files: Sequence[int]) -> Iterator[tuple[torch.Tensor, int, int]]:
         slot = self._slots[number % NUM_WINDOWS]
-        for index, (tensor, file) in enumerate(zip(self._tensors, self._files, strict=True)):
+        for index, (tensor, file) in enumerate(zip(self._tensors, files, strict=True)):
             offset = number * WINDOW_NUMEL * tensor.dtype.itemsize
             left = multiple(tensor.nbytes - offset, BLOCK)
             size = min(WINDOW_NUMEL * tensor.dtype.itemsize, left)

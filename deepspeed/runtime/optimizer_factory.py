@@ -477,8 +477,6 @@ def _check_speculation(
         'the host: use "cpu" and more than 0.0, or leave it out': not _offloads(context.config),
         f"{type(basic).__name__}, whose state is not updated piece by piece: use Adam, AdamW, "
         "Adagrad or Lion": not isinstance(basic, HostOptimizer),
-        'zero_optimization.offload_optimizer.device: "nvme", whose state is in memory by windows '
-        'alone: use "cpu"': _lies_in_files(context.config),
         "data_types.grad_accum_dtype: fp32 at stage 1, which has no gradient on the host before "
         "the step: use stage 2, or leave it out": (
             is_bf16_summed and tree.zero_optimization.stage < 2

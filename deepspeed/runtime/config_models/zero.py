@@ -94,7 +94,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
     pipeline_write: Bool = option(False, "Accepted: writes overlap with it.", needs=NVME_STATE)
     fast_init: Bool = option(False, "Accepted: state begins as files of zeros.", needs=NVME_STATE)
     ratio: Part = option(1.0, "Share of the state that is updated on the CPU.")
-    speculative_update: Bool = option(False, "Update on the CPU while backward runs.")
+    speculative_update: Bool = option(False, "Update it while backward runs.")
     super_offload: Bool = option(False, "SuperOffload for Grace-class CPUs.")
     cpuadam_cores_perc: Part = option(0.8, "Share of the CPU cores.", needs="SuperOffload")
 

@@ -187,7 +187,12 @@ class MasterWeights:
         offload = self.settings.offload
         if isinstance(init_optimizer, HostOptimizer) and offload and offload.speculative_update:
             own = self.groups[: len(init_optimizer.param_groups)]
-            self.early = SpeculativeUpdate(init_optimizer, [group.master for group in own])
+            filled = [
+                joined((one.shard_start, one.shard_start + one.numel) for one in parts)
+                for parts in (group.table.of_shard(group.shard_rank) for group in own)
+            ]
+            masters = [group.master for group in own]
+            self.early = SpeculativeUpdate(init_optimizer, masters, filled)
         self.places = {
             param: Place(number, index)
             for number, group in enumerate(self.groups)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from deepspeed.ops import early_update
+from deepspeed.ops import early_update, state_files
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.aio.handle import AsyncIOHandle
 from deepspeed.ops.early_update import SpeculativeUpdate
 from deepspeed.ops.host_optimizer import Ranges
+from deepspeed.ops.state_files import StateFiles
 
 NUMEL = 12
 ALL = [(0, 5), (5, NUMEL)]
@@ -21,17 +25,20 @@ ALL = [(0, 5), (5, NUMEL)]
 class Run:
     """One flat parameter, whose pieces of 5 are delivered to `sent`."""
 
-    def __init__(self, is_early: bool) -> None:
-        self.master = torch.linspace(-1.0, 1.0, NUMEL)
+    def __init__(self, is_early: bool, files: StateFiles | None = None) -> None:
+        self.master = (files.zeros if files else torch.zeros)(NUMEL, dtype=torch.float32)
+        self.master.copy_(torch.linspace(-1.0, 1.0, NUMEL))
         self.param = nn.Parameter(self.master)
         self.optimizer = DeepSpeedCPUAdam([self.param], lr=0.1, weight_decay=0.1)
+        self.optimizer.state_files = files
         self.grad = torch.linspace(2.0, -3.0, NUMEL)
         self.factor = 0.5
         self.sent = torch.zeros(NUMEL)
         self.early: SpeculativeUpdate | None = None
         self.step()
         if is_early:
-            self.early = SpeculativeUpdate(self.optimizer, [self.master])
+            # The last element is padding.
+            self.early = SpeculativeUpdate(self.optimizer, [self.master], [[(0, NUMEL - 1)]])
             self.early.predict = lambda: 0.5
 
     def pieces(self) -> Iterator[tuple[int, int]]:
@@ -74,8 +81,15 @@ def same(a: Run, b: Run) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.values(), b.values(), strict=True))
 
 
-def both(act: Callable[[Run], object]) -> tuple[Run, Run]:
-    runs = Run(True), Run(False)
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateFiles:
+    """Files whose windows are two elements."""
+    monkeypatch.setattr(state_files, "WINDOW_NUMEL", 2)
+    return StateFiles(str(tmp_path), lambda: AsyncIOHandle(4096, 4))
+
+
+def both(act: Callable[[Run], object], files: StateFiles | None = None) -> tuple[Run, Run]:
+    runs = Run(True, files), Run(False)
     for run in runs:
         act(run)
         run.step()
@@ -107,6 +121,58 @@ def test_what_is_made_is_taken_and_the_rest_is_done_in_the_step(
         assert torch.equal(views[0], early.master[2:5])
         assert torch.equal(views[1], early.state()[2:5])
     assert early.early is not None and early.early.hits == (3 if final else 0)
+
+
+@pytest.mark.parametrize(
+    "final, count",
+    # Of the second, windows that take each other's memory are neighbours.
+    [(ALL, 6), ([(0, 2), (6, 8), (2, 6), (8, 11)], 6), ([(1, 11)], 5), ([(3, 5)], 0)],
+    ids=str,
+)
+def test_windows_of_files_change_places(final: Ranges, count: int, files: StateFiles) -> None:
+    # Kills: a window that is updated before all of it is there, twice, or not at all; what is left
+    # that is read where it is to be written; memory that a view does not see.
+    run, plain = Run(True, files), Run(False)
+    early = run.early
+    assert early is not None
+    for turn in range(5):
+        before, memory, view = run.values()[:2], run.master.data_ptr(), run.state()[2:5]
+        run.land(final), plain.land(final)
+        assert len(early._begun[run.param].done) == count
+        assert all(torch.equal(*pair) for pair in zip(before, run.values()[:2], strict=True))
+        if turn < 4:
+            del view
+        run.step(), plain.step()
+        assert same(run, plain), turn
+        assert (run.master.data_ptr() != memory) == (turn < 4)
+        assert run.master.data_ptr() == run.param.data_ptr()
+    assert torch.equal(view, run.state()[2:5]) and (early.hits, early.misses) == (4, 1)
+
+
+def test_an_error_of_the_disk_ahead_is_the_steps(
+    files: StateFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Kills: an error that nobody hears of, or that is heard of twice, one that spoils what there
+    # is, windows that count as written since others are.
+    def gone(*args: Any) -> None:
+        raise OSError(errno.EIO, "the disk is gone", "state")
+
+    for owner, name in ((StateFiles, "zeros"), (AsyncIOHandle, "async_pwrite")):
+        run, plain = Run(True, files), Run(False)
+        for forgets in (False, True):
+            before = run.values()[:3]
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, gone)
+                run.land([(0, 5)]), plain.land([(0, 5)])
+            if forgets and run.early is not None:
+                run.early.forget()
+            run.land([(5, NUMEL)]), plain.land([(5, NUMEL)])
+            with pytest.raises(OSError, match="the disk is gone"):
+                run.step()
+            assert all(torch.equal(*pair) for pair in zip(before, run.values()[:3], strict=True))
+            run.optimizer.state[run.param]["step"] -= 1  # of the step that failed
+            run.step(), plain.step()
+            assert same(run, plain), (name, forgets)
 
 
 def written(of: Callable[[Run], torch.Tensor]) -> Callable[[Run], None]:
@@ -167,11 +233,13 @@ def forgotten(run: Run) -> None:
 
 def failed(run: Run) -> None:
     if run.early is not None:
-        run.optimizer.run_apart = None  # type: ignore[method-assign,assignment]  # raises when called
+        # It raises when it is called.
+        run.optimizer.run_apart = run.optimizer.run_windows_apart = None  # type: ignore[method-assign,assignment]
     run.land(ALL)
 
 
-def test_other_numbers_in_the_step_are_those_that_count() -> None:
+@pytest.mark.parametrize("in_files", [False, True], ids=["memory", "files"])
+def test_other_numbers_in_the_step_are_those_that_count(in_files: bool, files: StateFiles) -> None:
     # Kills: each of the comparisons that say whether the step would make the same, left out.
     cases = {
         "gradient": written(lambda run: run.grad),
@@ -190,10 +258,10 @@ def test_other_numbers_in_the_step_are_those_that_count() -> None:
         "forgotten": forgotten,
     }
     for name, act in cases.items():
-        early, plain = both(act)
+        early, plain = both(act, files if in_files else None)
         assert same(early, plain), name
         assert early.early is not None and (early.early.hits, early.early.misses) == (0, 1), name
-    early, plain = both(failed)
+    early, plain = both(failed, files if in_files else None)
     assert same(early, plain)
 
 

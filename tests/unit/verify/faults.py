@@ -153,6 +153,10 @@ streams: fp32 state in files, 1 rank
   what is read ahead is cleared => the host never waits for <file lane.*which read.*shard
     _deliver_by_windows: update.param.view(-1)[first:last].copy_(param) -> ...;
       update.param.view(-1)[last:].zero_()
+streams: state in files ahead, 1 rank
+  a window is updated ahead before it is read =>
+      the host never waits for <file lane.*which wrote.*window(.|\n)*run_windows_apart
+    Windows._enter: self._slots[number % NUM_WINDOWS].handle.wait() -> pass
 streams: files by handles, 1 rank
   a handle waits for the first of several =>
       never waits for <file lane.*(.|\n)*write of .*/other on(.|\n)*by_handles

@@ -27,7 +27,9 @@ WINDOW, PIECE = 1024, 1500
 NUMEL = 4096
 
 
-def state_in_files(stage: int, precision: str, batches: int = 2) -> list[str]:
+def state_in_files(
+    stage: int, precision: str, batches: int = 2, is_early: bool = False
+) -> list[str]:
     """What is found in a training that looks at its state after each step; two batches are of small
     sizes.
     """
@@ -35,7 +37,8 @@ def state_in_files(stage: int, precision: str, batches: int = 2) -> list[str]:
         deepspeed.init_distributed(dist_backend="gloo")
         if batches == 2:
             state_files.WINDOW_NUMEL, publisher.UPDATE_NUMEL = WINDOW, PIECE  # in this rank
-        zero = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
+        offload = {"device": "nvme", "nvme_path": folder, "speculative_update": is_early}
+        zero = {"offload_optimizer": offload}
         adam = {"type": "AdamW", "params": {"lr": 0.01}}
         config = config_of(stage, ROWS, 1, precision, optimizer=adam, zero_optimization=zero)
         model = linears(2, WIDTH)
@@ -89,6 +92,8 @@ def by_handles() -> list[str]:
 SCENARIOS: dict[str, Callable[[], list[str]]] = {
     "streams: state in files, 1 rank": partial(state_in_files, 2, "bf16"),
     "streams: fp32 state in files, 1 rank": partial(state_in_files, 3, "fp32"),
+    "streams: state in files ahead, 1 rank": partial(state_in_files, 2, "bf16", is_early=True),
+    "streams: fp32 state in files ahead, 1 rank": partial(state_in_files, 3, "fp32", is_early=True),
     "streams: state in files, sizes as they are": default_sizes,
     "streams: files by handles, 1 rank": by_handles,
 }

@@ -204,7 +204,7 @@ io/test_file_writers.py -k have_the_bytes
     FastFileWriter._drain: self._written += self._filled -> pass
 v1/offload/test_nvme_offload.py -k read_ahead
   no window is read while the one before is updated
-    Windows._enter: if number + 1 < self._count: self._begin(number + 1) -> pass
+    Windows._enter: self._begin(following) -> pass
   each window is the first of its file
     Windows._places: number * WINDOW_NUMEL * tensor.dtype.itemsize -> 0
 v1/offload/test_nvme_offload.py -k all_ranks
@@ -270,6 +270,27 @@ ops/test_early_update.py -k is_taken
     HostOptimizer._deliver_rest: self._run(update.piece(first, last, None)) -> pass
   the memory beside is that of masters and state
     HostOptimizer.run_apart: self._run(new) -> self._run(old)
+ops/test_early_update.py -k windows_of_files
+  a window is updated when some of it is there
+    _Begun.came: not self._missing[number] -> True
+  padding holds a window up
+    _Begun.__init__: filled or () -> [(0, update.param.numel())]
+  the window ahead is read into the memory of the one at hand
+    Windows._enter: (following - number) % NUM_WINDOWS -> True
+  what is left is read where it is to be written
+    HostOptimizer._deliver_by_windows: self.state_files.windows(old, own, left) ->
+      self.state_files.windows(own, own, left)
+  what was updated ahead is updated once more
+    HostOptimizer._deliver_by_windows: not windows.is_left(first) -> False
+  files that are viewed change places
+    SpeculativeUpdate.take: any(map(_is_shared, every)) -> False
+ops/test_early_update.py -k error_of_the_disk
+  nobody hears of an error ahead
+    SpeculativeUpdate._run_windows: self._error = error -> pass
+  it is heard of in each step
+    SpeculativeUpdate.take: self._error, None -> self._error, self._error
+  one rank raises in backward what the disk has no room for
+    SpeculativeUpdate._begin: self._error, self._is_over = error, True -> raise
 ops/test_early_update.py -k pauses
   every window is speculated
     SpeculativeUpdate._begin: self._passed < self._paused -> False

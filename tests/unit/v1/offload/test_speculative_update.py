@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,11 +15,13 @@ from torch import nn
 
 import deepspeed
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.ops import early_update
+from deepspeed.ops import early_update, state_files
+from deepspeed.ops.aio.handle import AsyncIOHandle
 from deepspeed.ops.host_optimizer import HostOptimizer
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.optimizers.master_weights import MasterWeights
 from deepspeed.utils import (
+    safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
     safe_get_local_fp32_param,
@@ -39,7 +44,9 @@ AXES = {
     "clips": tuple(CLIPS),
     "accumulation": (1, 3),
     "optimizer": ("AdamW", "Lion", "Adagrad"),
+    "device": ("cpu", "nvme"),
 }
+WINDOW = 64  # elements: a shard has six of them
 
 
 def config(
@@ -48,6 +55,7 @@ def config(
     clips: str = "never",
     accumulation: int = 1,
     optimizer: str = "AdamW",
+    device: str = "cpu",
     offload: dict[str, Any] | None = None,
     **zero: Any,
 ) -> dict[str, Any]:
@@ -57,17 +65,20 @@ def config(
     if precision == "narrow":
         names = ("enabled", "bf16_master_weights_and_grads", "bf16_optimizer_states")
         precision, more["bf16"] = "bf16", dict.fromkeys(names, True)
-    zero["offload_optimizer"] = {"device": "cpu", "buffer_count": 1, **(offload or {})}
+    # Files of state have no names.
+    places = {"device": device, "nvme_path": tempfile.gettempdir()}
+    zero["offload_optimizer"] = {**places, "buffer_count": 1, **(offload or {})}
     zero = {"reduce_bucket_size": 200, "stage3_param_persistence_threshold": 0, **zero}
     more["optimizer"] = {"type": optimizer, "params": {"lr": 0.01, "weight_decay": 0.1}}
     return config_of(stage, 4, accumulation, precision, zero_optimization=zero, **more)
 
 
-def start(settings: dict[str, Any], early: bool = True, depth: int = 1) -> Any:
+def start(settings: dict[str, Any], early: bool = True, depth: int = 3) -> Any:
     torch.manual_seed(3)
     wide = [nn.Linear(WIDTH, WIDTH) for _ in range(depth)]
     layers = (*wide, nn.Tanh(), nn.Linear(WIDTH, 7))
     settings["zero_optimization"]["offload_optimizer"]["speculative_update"] = early
+    state_files.WINDOW_NUMEL = WINDOW  # in this rank
     return deepspeed.initialize(model=nn.Sequential(*layers), config=settings)[0]
 
 
@@ -80,7 +91,7 @@ def train(engine: Any, steps: int) -> list[torch.Tensor]:
     """Train, with one step that is clipped unless it never is, and that fp16 skips."""
     each = engine.gradient_accumulation_steps()
     for number in range(steps * each):
-        backward(engine, number, 200.0 if number // each == LOUD else 1.0)
+        backward(engine, number, 1000.0 if number // each == LOUD else 1.0)
         engine.step()
     return everything(engine)
 
@@ -185,8 +196,12 @@ class TestScripts(DistributedTest):
         # Kills: gradients that are added to, or begun again, behind an update that was made of
         # them; edits that the step does not see.
         monkeypatch.setattr(early_update, "MAX_PAUSE", 0)
-        for stage, acts in ((2, WRITES), (3, (edit_averaged,))):
-            engine, plain = start(config(stage)), start(config(stage), early=False)
+        for stage, device, acts in (
+            (2, "cpu", WRITES),
+            (2, "nvme", WRITES),
+            (3, "cpu", (edit_averaged,)),
+        ):
+            engine, plain = start(config(stage, device=device)), start(config(stage), early=False)
             for own in (engine, plain):
                 backward(own, 0)
                 own.step()
@@ -202,15 +217,15 @@ class TestScripts(DistributedTest):
                 assert missed == number, act
 
     def test_who_reads_sees_what_was_and_changes_nothing(self, tmpdir: str) -> None:
-        for stage in (2, 3):
-            engine, plain = start(config(stage)), start(config(stage), early=False)
+        for stage, device in ((2, "cpu"), (3, "cpu"), (3, "nvme")):
+            engine, plain = start(config(stage, device=device)), start(config(stage), early=False)
             seen, views = [], []
             for own in (engine, plain):
                 backward(own, 0)
                 own.step()
                 views += [safe_get_local_fp32_param(weight(own))]
                 backward(own, 1)
-                folder = Path(tmpdir, str(stage), str(own is plain))
+                folder = Path(tmpdir, str(stage), device, str(own is plain))
                 own.save_checkpoint(str(folder))
                 with torch.no_grad():
                     output = own(placed(own, drawn(3, 4, WIDTH)))
@@ -218,17 +233,17 @@ class TestScripts(DistributedTest):
                 seen += [[*everything(own), output, state, safe_get_full_grad(weight(own))]]
                 own.step()
             assert same(*seen) and same(everything(engine), everything(plain))
-            assert counts(engine) == (1, 0)
+            # Views of files are not copied to: there the step does it all.
+            assert counts(engine) == ((1, 0) if device == "cpu" else (0, 1))
             # It was taken before the step, and is of the memory that there is after it.
             assert torch.equal(*views) if views[0] is not None else views[1] is None
             for own, folder in ((engine, "False"), (plain, "True")):
-                own.load_checkpoint(str(Path(tmpdir, str(stage), folder)))
+                own.load_checkpoint(str(Path(tmpdir, str(stage), device, folder)))
             assert same(everything(engine), everything(plain)), stage
             engine.destroy(), plain.destroy()
 
     def test_refused_with_what_to_do(self) -> None:
         refused = (
-            ({"stage": 2, "offload": {"device": "nvme", "nvme_path": "."}}, {}, "nvme"),
             ({"stage": 1}, {"data_types": {"grad_accum_dtype": "fp32"}}, "grad_accum_dtype"),
             ({"optimizer": "SGD"}, {}, "SGD"),
             ({"offload": {"device": "none"}}, {}, "none"),
@@ -249,9 +264,49 @@ class TestScripts(DistributedTest):
                 start({**config(**case), **more})
 
 
+def seen(engine: Any) -> list[torch.Tensor]:
+    params = list(engine.module.parameters())
+    found = [safe_get_full_fp32_param(param) for param in params]
+    found += [safe_get_full_optimizer_state(param, "exp_avg") for param in params]
+    return [tensor.detach().clone() for tensor in found if tensor is not None]
+
+
+def gone(*_: Any) -> int:
+    raise OSError(errno.EIO, "the disk is gone", "state")
+
+
+class TestInFiles(DistributedTest):
+    world_size = 2
+
+    def test_places_that_have_changed_and_a_disk_that_fails_ahead(self, tmpdir: str) -> None:
+        # Kills: what looks at the places of before; an error ahead of the step that one rank alone
+        # raises, or none; what it leaves behind.
+        param = {"device": "nvme", "nvme_path": str(tmpdir), "max_in_cpu": 0}
+        engine = start(config(3, device="nvme", offload_param=param))
+        plain = start(config(3), early=False)
+        trained = train(engine, LOUD), train(plain, LOUD)
+        assert same(*trained) and same(seen(engine), seen(plain)) and counts(engine) == (1, 0)
+        engine.save_checkpoint(str(tmpdir))
+        is_mine = deepspeed.comm.get_rank() == 1
+        with mock.patch.object(AsyncIOHandle, "async_pwrite", gone) if is_mine else nullcontext():
+            backward(engine, 5)
+            for task in engine.optimizer.masters.early._tasks:
+                task.exception()
+        with pytest.raises(OSError, match="the disk is gone.*rank 1"):
+            engine.step()
+        engine.load_checkpoint(str(tmpdir))
+        assert same(everything(engine), trained[1])
+        for number in range(5, 8):
+            for own in (engine, plain):
+                backward(own, number)
+                own.step()
+        assert same(everything(engine), everything(plain)) and same(seen(engine), seen(plain))
+
+
 # Stage, and further settings.
 RUNS: tuple[tuple[int, dict[str, Any]], ...] = (
     (2, {}),
+    (2, {"device": "nvme"}),
     (3, {"offload_param": {"device": "cpu"}, "offload": {"ratio": 0.6}}),
 )
 
