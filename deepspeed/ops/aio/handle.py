@@ -5,6 +5,7 @@ that names the file.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -51,10 +52,13 @@ class _OpenFile:
             os.close(file)
 
     def cut(self, begin: int, end: int, parts: int, block_size: int) -> list[tuple[int, int, bool]]:
-        """First and last+1 byte in the file of parts, each in whole blocks of the disk, but for a
-        head and a tail, which are for the page cache.
+        """First and last+1 byte in the file of parts, each in whole pages, but for a head and a
+        tail, which are for the page cache: what it has of a page that is written past it, too,
+        would go to the disk over that.
         """
         block = self.alignment.file
+        if self.direct != self.plain:  # a disk's blocks may be smaller
+            block = multiple(block, mmap.PAGESIZE)
         first, last = -(-begin // block) * block, end // block * block
         if first >= last:
             return [(begin, end, True)] if begin < end else []

@@ -179,6 +179,9 @@ verify/test_budgets.py -k receives_ahead
 ops/aio/test_handle.py -k come_back
   what ends between blocks of the disk is left out
     _OpenFile.cut: [*middle, *(edge for edge in edges if edge[0] < edge[1])] -> middle
+ops/aio/test_handle.py -k no_page
+  a page is written past the page cache and through it
+    _OpenFile.cut: self.direct != self.plain -> False
 ops/aio/test_handle.py -k come_once
   a file that ends too early is read as if it did not
     _Operation.wait: failed != DONE -> failed.errno > 0

@@ -112,6 +112,25 @@ def refused(call: Callable[[], object], code: int, *said: str) -> None:
     assert [text for text in said if text not in str(caught.value)] == [], caught.value
 
 
+def test_no_page_is_written_past_the_cache_and_by_way_of_it(tmp_path: Path) -> None:
+    # Kills: the half of a page that the cache has, written over the other half on the disk. Where
+    # that may have happened the kernel says so at the next fsync.
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 16))
+    handles = [aio.aio_handle(4096, 4, intra_op_parallelism=2) for _ in range(2)]
+    pieces = torch.arange(1 << 16, dtype=torch.int32).view(torch.uint8)[: 1 << 16].split(6000)
+    with open(path, "r+b") as file:
+        for _ in range(20):
+            for number, piece in enumerate(pieces):
+                handle = handles[number % 2]
+                handle.wait()
+                handle.async_pwrite(piece, str(path), 6000 * number)
+            for handle in handles:
+                handle.wait()
+            os.fsync(file.fileno())
+    assert path.read_bytes() == torch.cat(pieces).numpy().tobytes()
+
+
 def test_errors_name_the_file_and_come_once(engine: str, tmp_path: Path) -> None:
     io, path = make(engine), str(tmp_path / "file")
     values = bytes_of(4, 5 * BLOCK)
