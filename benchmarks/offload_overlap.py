@@ -61,11 +61,11 @@ class Spans:
             setattr(owner, name, self._waiting(getattr(owner, name)))
 
     def _waiting(self, wait: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Time a method that waits, where the training thread does."""
+        """Time a method that waits, unless it is the thread of updates ahead that does."""
 
         def waited(own: Any) -> Any:
-            is_training = threading.current_thread() is threading.main_thread()
-            return self.timed("wait" if is_training else "wait beside", wait, own)
+            is_beside = threading.current_thread().name.startswith("speculative update")
+            return self.timed("wait beside" if is_beside else "wait", wait, own)
 
         return waited
 
