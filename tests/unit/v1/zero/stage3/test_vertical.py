@@ -325,31 +325,6 @@ class TestWhatFails(DistributedTest):
         engine.destroy()
 
 
-def test_one_after_the_other() -> None:
-    # Kills: a stage whose call and loop differ, data that begin anew in every call.
-    found = []
-    for stage, in_one_call in ((0, False), (0, True), (2, True)):
-        data = [(drawn(n, 6), n) for n in range(2 * COUNT)]
-        config = {**config_of(stage, COUNT), "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-        config["train_micro_batch_size_per_gpu"] = 1
-        engine = deepspeed.initialize(model=seeded(Odd), config=config, training_data=data)[0]
-        losses, batches = [], iter(RepeatingLoader(engine.training_dataloader))
-        for _ in range(3):
-            if in_one_call:
-                losses.append(engine.train_batch())
-                continue
-            own = []
-            for _ in range(COUNT):
-                own.append(engine(*next(batches)))
-                engine.backward(own[-1])
-                engine.step()
-            losses.append(torch.stack(own).detach().mean())
-        assert engine.global_steps == 3
-        found.append({"losses": torch.stack(losses), **values_of(engine.module)})
-        engine.destroy()
-    assert same(found[0], found[1]) and same(found[0], found[2])
-
-
 class Wide(nn.Module):
     """Blocks whose inside is much larger than what they take."""
 
@@ -382,8 +357,38 @@ def peak(in_one_call: bool) -> int:
         return device.max_memory_allocated()
 
 
-def test_memory_of_inputs_alone() -> None:
-    # Kills: micro-batches that recompute a block at the same time.
-    inputs, inside = 256 * 16 * 4, 256 * 1024 * 4
-    more = peak(in_one_call=True) - peak(in_one_call=False)
-    assert more <= COUNT * 6 * inputs < inside, more
+class TestAlone(DistributedTest):
+    world_size = 1
+
+    def test_one_after_the_other(self) -> None:
+        # Kills: a stage whose call and loop differ, data that begin anew in every call.
+        found = []
+        for stage, in_one_call in ((0, False), (0, True), (2, True)):
+            data = [(drawn(n, 6), n) for n in range(2 * COUNT)]
+            config = {
+                **config_of(stage, COUNT),
+                "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            }
+            config["train_micro_batch_size_per_gpu"] = 1
+            engine = deepspeed.initialize(model=seeded(Odd), config=config, training_data=data)[0]
+            losses, batches = [], iter(RepeatingLoader(engine.training_dataloader))
+            for _ in range(3):
+                if in_one_call:
+                    losses.append(engine.train_batch())
+                    continue
+                own = []
+                for _ in range(COUNT):
+                    own.append(engine(*next(batches)))
+                    engine.backward(own[-1])
+                    engine.step()
+                losses.append(torch.stack(own).detach().mean())
+            assert engine.global_steps == 3
+            found.append({"losses": torch.stack(losses), **values_of(engine.module)})
+            engine.destroy()
+        assert same(found[0], found[1]) and same(found[0], found[2])
+
+    def test_memory_of_inputs_alone(self) -> None:
+        # Kills: micro-batches that recompute a block at the same time.
+        inputs, inside = 256 * 16 * 4, 256 * 1024 * 4
+        more = peak(in_one_call=True) - peak(in_one_call=False)
+        assert more <= COUNT * 6 * inputs < inside, more
