@@ -197,21 +197,21 @@ class StateFiles:
     def windows(
         self,
         tensors: Sequence[torch.Tensor],
-        to: Sequence[torch.Tensor] | None = None,
+        to: Sequence[torch.Tensor],
         left: Sequence[tuple[int, int]] | None = None,
     ) -> Windows:
         """Update tensors of this folder, of equal size; used as a context.
 
         Args:
             tensors: Are read.
-            to: Others like them are written; None: the same.
+            to: Are written: the same, or others like them.
             left: Elements, first and last+1, of the windows to be updated; None: all. The others
                 have been: of them the first tensor of `to` is read, and nothing written.
         """
         while len(self._slots) < NUM_WINDOWS:
             self._slots.append(_Slot(self.make_handle()))
         files = [file_of(tensor) for tensor in tensors]
-        written = files if to is None else [file_of(one) for one in to]
+        written = [file_of(one) for one in to]
         return Windows(self._slots, tensors, files, written, left)
 
     def named_memory(self) -> Iterator[tuple[str, torch.Tensor]]:

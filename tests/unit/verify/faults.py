@@ -145,7 +145,7 @@ streams: state in files, 1 rank
       self._slots.append(self._slots[0] if self._slots else _Slot(self.make_handle()))
   all state is written to the file of masters =>
       <file lane \d+> never waits for <file lane \d+>, which wrote.*shard
-    StateFiles.windows: file_of(tensor) -> file_of(tensors[0])
+    StateFiles.windows: file_of(one) -> file_of(to[0])
 streams: fp32 state in files, 1 rank
   masters are sent while they are written =>
       the host never waits for <file lane.*which wrote.*shard(.|\n)*_leave
