@@ -38,6 +38,17 @@ from deepspeed.accelerator import Event, Stream, get_accelerator
 MAX_KEPT = 2
 
 
+def event_here() -> Event | None:
+    """An event behind what the current stream was given, for a host that is to wait for it; None
+    where it need not: a device that computes as it is told.
+    """
+    accelerator = get_accelerator()
+    if accelerator.is_synchronized_device():
+        return None
+    event: Event = accelerator.current_stream().record_event()
+    return event
+
+
 class _Kept(NamedTuple):
     """Tensors that a side stream uses until `event`, of memory allocated for `producers`."""
 

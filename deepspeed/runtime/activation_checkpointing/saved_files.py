@@ -25,7 +25,7 @@ import torch
 from deepspeed.accelerator import Event, get_accelerator
 from deepspeed.ops.aio.handle import AsyncIOHandle, multiple
 from deepspeed.ops.state_files import BLOCK, StateFiles, file_of, place_in_file
-from deepspeed.runtime.streams import MAX_KEPT, StagingBuffers
+from deepspeed.runtime.streams import MAX_KEPT, StagingBuffers, event_here
 from deepspeed.runtime.zero.gathering.shard_files import NUM_WRITES, ReadSettings, ShardReads
 
 # One is copied back, one is read, and one was copied before.
@@ -46,13 +46,6 @@ class Block:
 
     def __del__(self) -> None:
         self._free.append((self.memory, self.last_use))
-
-
-def _event() -> Event | None:
-    accelerator = get_accelerator()
-    if accelerator.is_synchronized_device():
-        return None
-    return accelerator.current_stream().record_event()
 
 
 @dataclass
@@ -120,7 +113,7 @@ class InputFiles:
         memory = self._buffers.take(self._largest, torch.uint8)
         content = memory[: source.nbytes].view(source.dtype)
         content.copy_(source, non_blocking=True)
-        self._filled[block.memory.data_ptr()] = _Filled(ref(block), memory, _event())
+        self._filled[block.memory.data_ptr()] = _Filled(ref(block), memory, event_here())
         return content, block.memory[: source.nbytes].view(source.dtype), block
 
     def _place(self, size: int) -> Block:
@@ -184,7 +177,7 @@ class InputFiles:
             yield from self._reads.parts(place)
             return
         yield 0, place.numel(), filled.memory[: place.nbytes].view(place.dtype)
-        filled.copied = _event()
+        filled.copied = event_here()
 
     def _wait_until_written(self, block: Block) -> None:
         if block.last_use is not None:

@@ -24,6 +24,7 @@ import torch
 from deepspeed.accelerator import Event, get_accelerator
 from deepspeed.ops.aio.handle import AsyncIOHandle, multiple, wait_for_all
 from deepspeed.ops.state_files import BLOCK, file_of, keep_in_memory, place_in_file
+from deepspeed.runtime.streams import event_here
 from deepspeed.utils import memory_names
 
 # One piece is written while the next is updated.
@@ -140,8 +141,7 @@ class ShardReads:
             self.begin(shard[start + part.numel() :])
             try:
                 yield start, start + part.numel(), slot.wait()
-                if not get_accelerator().is_synchronized_device():
-                    slot.copied = get_accelerator().current_stream().record_event()
+                slot.copied = event_here()
             finally:
                 self._free.append(slot)
             start += part.numel()
@@ -151,9 +151,7 @@ class ShardReads:
         for part in self._cut(shard):
             slot = self._under_way.pop(part.data_ptr(), None)
             if slot is not None:
-                with suppress(OSError):
-                    slot.wait()
-                self._free.append(slot)
+                self._free.append(_ended(slot))
 
     def drop(self) -> None:
         """Wait until nothing is read, and forget what was: shards are about to change."""
@@ -179,10 +177,14 @@ class ShardReads:
         return self._free.popleft() if self._free else None
 
     def _wanted_last(self) -> _Slot:
-        _, slot = self._under_way.popitem()
-        with suppress(OSError):  # it is raised when somebody wants what cannot be read
-            slot.wait()
-        return slot
+        return _ended(self._under_way.popitem()[1])
+
+
+def _ended(slot: _Slot) -> _Slot:
+    """Wait until it reads no more, for nobody."""
+    with suppress(OSError):  # it is raised when somebody wants what cannot be read
+        slot.wait()
+    return slot
 
 
 class _Written:
