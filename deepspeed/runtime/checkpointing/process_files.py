@@ -201,6 +201,12 @@ def where_step_began(host: dict[str, Any]) -> dict[str, Any]:
     position = host["dataloader"]
     if not host.get("window") or "consumed_samples" not in (position or {}):
         return host
+    if "step_samples" not in host:
+        raise CheckpointError(
+            "the checkpoint was saved inside an accumulation window by a release that did not say "
+            f'how many samples a step has, so that checkpoint.open_window "{REPEAT}" cannot find '
+            f'where it began: use "{DISCARD}", or resume a checkpoint that was saved after a step'
+        )
     done = position["consumed_samples"]
     begun = done - done % host["step_samples"]
     again = {"consumed_samples": begun, "batches": position["batches"] * begun // max(done, 1)}

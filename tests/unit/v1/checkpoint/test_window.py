@@ -10,6 +10,8 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.accelerator.sim_accelerator import simulate
+from deepspeed.checkpoint.files import CheckpointError
+from deepspeed.runtime.checkpointing.process_files import where_step_began
 from deepspeed.utils import safe_get_full_grad
 from deepspeed.verify import check_streams
 from unit.common import DistributedFixture, DistributedTest
@@ -339,3 +341,13 @@ class TestOtherWorlds(DistributedTest):
         assert (anew.global_steps, anew.micro_steps) == (1, WINDOW)
         train(anew, 1)
         assert anew.global_steps == 2
+
+
+def test_a_window_that_does_not_say_where_it_began() -> None:
+    # Kills: a window of the release before that is repeated from nowhere.
+    host = {"window": True, "dataloader": {"consumed_samples": 7, "batches": 7}}
+    with pytest.raises(CheckpointError, match='"repeat" cannot find .* use "discard"'):
+        where_step_began(host)
+    begun = where_step_began({**host, "step_samples": 4})["dataloader"]
+    assert begun == {"consumed_samples": 4, "batches": 4}
+    assert where_step_began({**host, "window": False}) == {**host, "window": False}
