@@ -151,7 +151,8 @@ class StateFiles:
             return torch.zeros(0, dtype=dtype)
         size = multiple(numel * dtype.itemsize, BLOCK)
         if not shares or size > SHARED_BYTES:
-            return self._file(size, size).view(dtype)[:numel].data  # of whose memory it is all
+            # No view, as a script's would be: nobody else has its memory.
+            return self._file(size, size).view(dtype)[:numel].data
         whole, start = self._shared_file(), self._taken
         if whole is None or start + size > SHARED_BYTES:
             whole, start = self._file(SHARED_BYTES, size), 0
