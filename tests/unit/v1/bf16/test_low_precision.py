@@ -164,25 +164,6 @@ def offloaded(device: str, **keys: Any) -> dict[str, Any]:
     return {"zero_optimization": {"offload_optimizer": {"device": device, **keys}}}
 
 
-def bytes_of_state(engine: Any) -> int:
-    """Memory of parameters, masters, moments and gradients, each once."""
-    optimizer = engine.optimizer
-    tensors = [
-        tensor
-        for group in optimizer.groups
-        for tensor in (
-            group.flat,
-            group.master,
-            group.grad,
-            *optimizer.state[group.masters[0]].values(),
-        )
-        if isinstance(tensor, torch.Tensor)
-    ]
-    return sum(
-        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
-    )
-
-
 class TestLowPrecision(DistributedTest):
     world_size = RANKS
 
@@ -197,17 +178,6 @@ class TestLowPrecision(DistributedTest):
         norms = train(engine)
         check_equal(state_of(engine), one_process(adam, how, norms if clip else ()))
         engine.destroy()
-
-    def test_memory(self) -> None:
-        # Kills: masters beside the parameters, gradients or moments in fp32. With whole parameters
-        # and half of the rest 10 bytes were 20.
-        sizes = []
-        for how in ((), NARROW):
-            engine = start(2, how)
-            train(engine, end=1)
-            sizes.append(bytes_of_state(engine))
-            engine.destroy()
-        assert sizes[1] <= 0.55 * sizes[0], sizes
 
     @each_pair(stage=(1, 2, 3), how=(MASTERS, RANDOM))
     def test_a_checkpoint(self, stage: int, how: tuple[str, ...], tmpdir: str) -> None:

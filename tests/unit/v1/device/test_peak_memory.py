@@ -16,6 +16,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.ops import squares
+from deepspeed.runtime.sharding import low_precision, publisher
 from deepspeed.runtime.zero.estimates.replicated import plan_whole_gradients
 from deepspeed.runtime.zero.estimates.stage3 import ModelShape, plan_sharded_parameters
 from deepspeed.runtime.zero.estimates.stages_1_and_2 import plan_model_states
@@ -53,6 +54,7 @@ def peak_of(
     make: Callable[[], nn.Module] | None = None,
     accumulation: int = 2,
     has_same_bits: bool = False,
+    short: Sequence[str] = (),
     **zero: Any,
 ) -> Peak:
     more: dict[str, Any] = {"optimizer": {"type": optimizer, "params": {"lr": 1e-6}}}
@@ -60,6 +62,8 @@ def peak_of(
         more["reproducibility"] = {"world_size_invariant": True}
     if precision == "fp16":
         more["fp16"] = {"enabled": True, "loss_scale": 1}
+    if short:
+        more["bf16"] = dict.fromkeys(("enabled", *short), True)
     if accumulate_in is not None:
         more["data_types"] = {"grad_accum_dtype": accumulate_in}
     config = config_of(stage, 1, accumulation, precision, zero_optimization=zero, **more)
@@ -160,6 +164,21 @@ class TestPeaks(DistributedTest):
     def test_zero(self, stage: int, precision: str, overlap: bool, bucket: int) -> None:
         # Kills: gradients that outlive their bucket, a buffer per bucket.
         check_sharded(Case(stage, precision, overlap, bucket), 1)
+
+    @mock.patch.object(low_precision, "DEVICE_NUMEL", LAYER)
+    @mock.patch.object(publisher, "UPDATE_NUMEL", LAYER)
+    def test_state_in_16_bits(self) -> None:
+        # Kills: masters, sums of gradients or moments in fp32, or masters beside the parameters.
+        keys = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
+        zero: dict[str, Any] = {"stage": 2, "reduce_bucket_size": LAYER}
+        for place in ("none", "cpu"):
+            zero["offload_optimizer"] = {"device": place}
+            whole, short = (peak_of("bf16", "AdamW", short=names, **zero) for names in ((), keys))
+            beside = [peak.device - 2 * sum(NUMELS) for peak in (whole, short)]
+            if place == "none":
+                assert beside[1] <= 0.6 * beside[0], beside
+            else:
+                assert short.host <= 0.6 * whole.host, (short.host, whole.host)
 
 
 class Stage3Case(NamedTuple):
