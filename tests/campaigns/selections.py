@@ -82,6 +82,11 @@ CAMPAIGNS = (
         "every combination of the contract of ZeRO stage 3 (an hour)",
         *("tests/unit/v1/contract/test_stage3.py", "-m", "contract"),
     ),
+    printed(
+        "offload",
+        "every combination of offload, equal bit for bit to none on 1 to 3 ranks (minutes)",
+        *("tests/unit/v1/offload/test_product.py", "-m", "contract", "-s", "-n", "0"),
+    ),
     tabled(
         "reshard-matrix",
         "checkpoints of every division of ranks loaded into every other (minutes)",

@@ -297,7 +297,7 @@ ops/test_early_update.py -k error_of_the_disk
 ops/test_early_update.py -k pauses
   every window is speculated
     SpeculativeUpdate._begin: self._passed < self._paused -> False
-v1/offload/test_speculative_update.py -k clips
+v1/offload/test_product.py -k Pairs
   slices of every micro-batch count as final
     Bucketed.average_tensor: self.context.tracker.is_boundary -> True
 v1/offload/test_speculative_update.py -k written

@@ -118,6 +118,21 @@ def _drawn(factors: Factors, chance: Random) -> list[dict[str, Any]]:
     return rows
 
 
+def covering(rows: Sequence[Mapping[str, Any]], factors: Factors) -> list[Mapping[str, Any]]:
+    """Few of `rows` that cover all pairs that any of them has: where not all values go together.
+    Each takes one pair that is left, and most of the others.
+    """
+    pairs = [pairs_of(row, factors) for row in rows]
+    left, chosen = set().union(*pairs), []
+    for pair in sorted(left, key=repr):
+        if pair in left:
+            gains = [len(own & left) if pair in own else 0 for own in pairs]
+            best = gains.index(max(gains))
+            left -= pairs[best]
+            chosen.append(rows[best])
+    return chosen
+
+
 def pairwise_cases(draw: int = 64, **fewer: tuple[Any, ...]) -> list[Case]:
     """All pairs of values, some factors with fewer, and a run with a stateful optimizer per
     precision.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -247,7 +247,16 @@ class ReferenceAdam:
         self.run.compare_tensors(step, "parameter", masters, wanted, bounds)
 
 
-def run_cases(cases: Sequence[Case], run: Callable[[Any], Checks] = CaseRun) -> None:
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+class Runs(Protocol):
+    def run(self) -> list[str]: ...  # the failures, each with the case's name and ":" in front
+
+
+def run_cases(cases: Sequence[Named], run: Callable[[Any], Runs] = CaseRun) -> None:
     """Run all cases on this world as `run(case)`; an AssertionError lists all ranks' deviations."""
     failures: list[str] = []
     for case in cases:
@@ -265,7 +274,7 @@ def run_cases(cases: Sequence[Case], run: Callable[[Any], Checks] = CaseRun) -> 
         raise AssertionError(f"{share} ({len(found)} findings):\n{shown}")
 
 
-def run_simulated(cases: Sequence[Case], run: Callable[[Any], Checks] = CaseRun) -> None:
+def run_simulated(cases: Sequence[Named], run: Callable[[Any], Runs] = CaseRun) -> None:
     """The same where all work is late, gradients are accumulated on two side streams, and the
     checker listens.
     """

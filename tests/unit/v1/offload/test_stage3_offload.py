@@ -41,7 +41,6 @@ from unit.v1.zero.stage3.models import (
     engine_of,
     loss_of,
     make_net,
-    reference,
     same,
     tokens_of,
     train,
@@ -71,22 +70,6 @@ def adam_trained(precision: str, **zero: Any) -> Tensors:
     train(engine)
     engine.destroy()
     return values_of(model)
-
-
-class TestSameBits(DistributedTest):
-    world_size = [2, 3]
-
-    def test_fp32_and_bf16(self) -> None:
-        # Kills: shards that do not follow the masters, or are gathered before they do.
-        wanted = trained(3)
-        assert distance(wanted, reference()) < 1e-5
-        kinds = list(zip(GATHERS, (PARAMS, BOTH, BOTH, PARAMS), strict=True))
-        for gathers, offload in kinds[dist.get_world_size() - 2 :: 2]:  # each on some number
-            assert same(trained(3, **gathers, **offload), wanted), (gathers, offload)
-        # The same where an optimizer rounds into the shards itself.
-        optimizer = {"offload_optimizer": {"device": "cpu"}}
-        wanted = adam_trained("bf16", **optimizer)
-        assert same(adam_trained("bf16", **GATHERS[0], **BOTH), wanted)
 
 
 class TestOnStreams(DistributedTest):

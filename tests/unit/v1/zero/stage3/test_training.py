@@ -29,7 +29,8 @@
 | 17 | gathered memory kept | `test_nothing_is_whole_after_a_step...`, `test_memory_stays`, |
 | | | `TestEmptied` of `test_lifetimes` |
 | 18 | saving whole, tied weights | `TestWhole` of `checkpoint/test_stage3` |
-| 19 | buffers too small | `TestSameBits` and `TestCosts` of `offload/test_stage3_offload` |
+| 19 | buffers too small | `TestPairs` of `offload/test_product`, |
+| | | `TestCosts` of `offload/test_stage3_offload` |
 | 20 | compiled models | `TestCompiled` of `zero/test_compiled` |
 """
 
