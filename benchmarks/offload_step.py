@@ -2,14 +2,16 @@
 interleaved in one run.
 
     TORCH_EXTENSIONS_DIR=/an/empty/folder python benchmarks/offload_step.py --upstream-python
-    /path/to/python [--stage 3 --folder FOLDER]
+    /path/to/python [--stage 3 --folder FOLDER [--params]]
 
 Both train the same GPT with bf16 weights, accumulation, `offload_optimizer` on "cpu" (`--folder`:
 on "nvme", with upstream's pipelining of reads and writes) and their own DeepSpeedCPUAdam, in
-processes of one thread each over gloo, on the CPU: there "offloaded" state lies beside the model,
-no byte crosses a bus, and what is compared is the work that the step does. Systems take turns as in
-`train_step.py`, and a ratio is taken within a round. `step` is the whole training step; `update` is
-the part of it in `engine.step()` at the boundary.
+processes of one thread each over gloo. With `--params` parameters are in files too, sizes of stage
+3 are to the model what the defaults are to one of 7e9 elements, and this project runs a second time
+by `engine.train_batch` ("vertical"). All is on the CPU: there
+"offloaded" state lies beside the model, no byte crosses a bus, and what is compared is the work
+that the step does. Systems take turns as in `train_step.py`, and a ratio is taken within a round.
+`step` is the whole training step; `update` is the part of it in `engine.step()` at the boundary.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ import json
 import statistics
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
 from turns import UPSTREAM_PREFIX, Ranks, Rounds, median_ms, middle_half, paired_ratios, print_log
 
-OURS, UPSTREAM = "ours", f"{UPSTREAM_PREFIX}deepspeed"
-CASES = ("step", "update")
+OURS, VERTICAL, UPSTREAM = "ours", "ours, vertical", f"{UPSTREAM_PREFIX}deepspeed"
+CASES = {OURS: ("step", "update"), VERTICAL: ("step",), UPSTREAM: ("step", "update")}
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Result:
     """One line of the table.
 
     Attributes:
-        ranks, case: What was measured.
+        ranks, system, case: What was measured.
         ours_ms, upstream_ms: Median times; upstream's is None if it was not run.
         ratio: Median over rounds of upstream's time over ours.
         low, high: What the middle half of the rounds' ratios lies between.
@@ -42,6 +44,7 @@ class Result:
     """
 
     ranks: int
+    system: str
     case: str
     ours_ms: float
     upstream_ms: float | None = None
@@ -51,31 +54,30 @@ class Result:
     cpu_ratio: float | None = None
 
 
-# For each case and system: rounds of wall times, and of processor times.
+# For each system and case: rounds of wall times, and of processor times.
 Times = dict[str, dict[str, tuple[Rounds, Rounds]]]
 
 
 def measure(
-    systems: dict[str, str], num_ranks: int, options: argparse.Namespace, stderr: IO[str]
+    commands: dict[str, list[str]], num_ranks: int, options: argparse.Namespace, stderr: IO[str]
 ) -> Times:
-    """Let the systems (name -> interpreter) take turns; their processes have ended when this
+    """Let the systems (name -> command) take turns; their processes have ended when this
     returns.
     """
-    times: Times = {case: {name: ([], []) for name in systems} for case in CASES}
+    times: Times = {name: {case: ([], []) for case in CASES[name]} for name in commands}
     running: dict[str, Ranks] = {}
     try:
-        for name, python in systems.items():
-            command = worker(python, options)
+        for name, command in commands.items():
             running[name] = Ranks(name, command, num_ranks, stderr)
             running[name].wait_until_ready()
             print(f"ready: {name} {running[name].versions}", file=sys.stderr)
-        names = list(systems)
+        names = list(commands)
         for number in range(options.rounds):
             for name in names if number % 2 == 0 else reversed(names):
-                for case in CASES:
+                for case, (walls, cpus) in times[name].items():
                     wall, cpu = running[name].timed(case, options.steps, options.warmup)
-                    times[case][name][0].append(wall)
-                    times[case][name][1].append(cpu)
+                    walls.append(wall)
+                    cpus.append(cpu)
             print(f"round {number + 1} of {options.rounds}", file=sys.stderr)
     finally:
         for ranks in running.values():
@@ -84,39 +86,38 @@ def measure(
 
 
 def summarize(times: Times, num_ranks: int) -> list[Result]:
-    """A result per case."""
+    """A result per system of this project and case."""
     results = []
-    for case, systems in times.items():
-        ours, ours_cpu = systems[OURS]
-        if UPSTREAM not in systems:
-            results.append(Result(num_ranks, case, median_ms(ours)))
-            continue
-        theirs, theirs_cpu = systems[UPSTREAM]
-        ratios = paired_ratios(theirs, ours)
-        cpu = statistics.median(paired_ratios(theirs_cpu, ours_cpu))
-        results.append(
-            Result(
-                num_ranks,
-                case,
-                median_ms(ours),
-                median_ms(theirs),
-                statistics.median(ratios),
-                *middle_half(ratios),
-                cpu,
+    theirs = times.get(UPSTREAM)
+    for system, case in (
+        (name, case) for name in times if name != UPSTREAM for case in times[name]
+    ):
+        wall, cpu = times[system][case]
+        result = Result(num_ranks, system, case, median_ms(wall))
+        if theirs is not None:
+            ratios = paired_ratios(theirs[case][0], wall)
+            low, high = middle_half(ratios)
+            result = replace(
+                result,
+                upstream_ms=median_ms(theirs[case][0]),
+                ratio=statistics.median(ratios),
+                low=low,
+                high=high,
+                cpu_ratio=statistics.median(paired_ratios(theirs[case][1], cpu)),
             )
-        )
+        results.append(result)
     return results
 
 
 def table(results: list[Result]) -> str:
     """The results as a Markdown table."""
     lines = [
-        "| ranks | part | ours (ms) | upstream (ms) | upstream / ours | middle half | processor, "
-        "upstream / ours |",
-        "|---:|---|---:|---:|---:|---:|---:|",
+        "| ranks | system | part | it (ms) | upstream (ms) | upstream / it | middle half | "
+        "processor, upstream / it |",
+        "|---:|---|---|---:|---:|---:|---:|---:|",
     ]
     for result in results:
-        cells = [str(result.ranks), result.case, f"{result.ours_ms:.1f}"]
+        cells = [str(result.ranks), result.system, result.case, f"{result.ours_ms:.1f}"]
         if result.upstream_ms is None:
             cells += ["-"] * 4
         else:
@@ -130,10 +131,11 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-def worker(python: str, options: argparse.Namespace) -> list[str]:
+def worker(system: str, options: argparse.Namespace) -> list[str]:
     """The command of a rank."""
+    python = options.upstream_python if system == UPSTREAM else sys.executable
     told = ["--workload", json.dumps(workload(options)), "--stage", str(options.stage)]
-    return [python, "offload_worker.py", *told]
+    return [python, "offload_worker.py", *told, *(["--vertical"] if system == VERTICAL else [])]
 
 
 def workload(options: argparse.Namespace) -> dict[str, Any]:
@@ -149,6 +151,8 @@ def workload(options: argparse.Namespace) -> dict[str, Any]:
         "wide_products": not options.narrow_products,
         "width": options.width,
         "folder": options.folder,
+        "params": options.params,
+        "scaled": options.params,  # at upstream's defaults all of a small model stays in memory
     }
 
 
@@ -160,6 +164,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ranks", default="1,2", help="numbers of ranks, separated by commas")
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--folder", default="", help="for the state; empty: it is in host memory")
+    parser.add_argument("--params", action="store_true", help="parameters are in files too")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument(
@@ -179,19 +184,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--warmup", type=int, default=1, help="untimed steps at the start of each block"
     )
-    parser.add_argument(
-        "--profile", choices=(OURS, UPSTREAM), help="profile this system alone instead"
-    )
+    parser.add_argument("--profile", choices=tuple(CASES), help="profile this system alone instead")
     parser.add_argument("--json", help="file for all times")
     return parser.parse_args(argv)
 
 
 def profile(options: argparse.Namespace) -> None:
     """Print where one system's host time goes."""
-    python = sys.executable if options.profile == OURS else options.upstream_python
     num_ranks = int(options.ranks.split(",")[0])
-    command = worker(python, options)
-    ranks = Ranks(options.profile, command, num_ranks, sys.stderr)
+    ranks = Ranks(options.profile, worker(options.profile, options), num_ranks, sys.stderr)
     try:
         ranks.wait_until_ready()
         ranks.tell(f"profile step {options.steps * options.rounds}")
@@ -205,16 +206,14 @@ def main(argv: list[str] | None = None) -> int:
     if options.profile:
         profile(options)
         return 0
-    systems = {
-        OURS: sys.executable,
-        **({UPSTREAM: options.upstream_python} if options.upstream_python else {}),
-    }
+    wanted = {OURS: True, VERTICAL: options.params, UPSTREAM: bool(options.upstream_python)}
+    commands = {name: worker(name, options) for name in CASES if wanted[name]}
     record: dict[str, Any] = {"workload": workload(options), "seconds": {}}
     results: list[Result] = []
     for num_ranks in map(int, options.ranks.split(",")):
         with tempfile.TemporaryFile("w+") as stderr:
             try:
-                times = measure(systems, num_ranks, options, stderr)
+                times = measure(commands, num_ranks, options, stderr)
             except RuntimeError as error:
                 print_log(stderr, error)
                 return 1

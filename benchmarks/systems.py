@@ -50,6 +50,7 @@ class Workload:
         scaled: Buckets and the sizes of stage 3 are to the model what the defaults of `deepspeed`
             are to one of `SCALED_TO` elements, in all systems; False: everybody's defaults.
         folder: Where `-offload` keeps the optimizer's state in files; empty: in host memory.
+        params: Parameters are in files of that folder too.
     """
 
     model: str
@@ -65,6 +66,7 @@ class Workload:
     scaled: bool = False
     heads: int = 4
     folder: str = ""
+    params: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -230,6 +232,10 @@ def deepspeed_config(work: Workload, variant: str, torch_adam: bool) -> dict[str
         # Upstream's default is to move and update one after another.
         ahead = {"pipeline_read": True, "pipeline_write": True}
         zero["offload_optimizer"] = {"device": "nvme", "nvme_path": work.folder, **ahead}
+        if work.params:
+            # By default a billion elements stay in memory; upstream fails with its 5 buffers.
+            places = {"device": "nvme", "nvme_path": work.folder, "max_in_cpu": 0}
+            zero["offload_param"] = {**places, "buffer_count": 64, "buffer_size": 2_000_000}
     if "overlap" in options:
         zero["overlap_comm"] = True
     if "sharded" in options:
@@ -287,14 +293,23 @@ def build_deepspeed(work: Workload, variant: str, torch_adam: bool) -> Step:
     return step
 
 
-def build_offload(work: Workload, stage: int) -> dict[str, Callable[[], float | None]]:
+def build_offload(
+    work: Workload, stage: int, vertical: bool
+) -> dict[str, Callable[[], float | None]]:
     """Offload at a stage, in two cases: the whole training step, and the time of `engine.step()` at
-    the boundary alone.
+    the boundary alone. With `vertical` the step is one call of `engine.train_batch`, and there is
+    no second case.
 
     Systems differ in what of a gradient's way they leave to that call, so the second says less.
     """
     engine = build_engine(work, f"zero{stage}-offload", torch_adam=False)
     batches = _inputs(work, dist.get_rank(), work.dtype)
+    if vertical:
+
+        def at_once() -> None:
+            engine.train_batch(iter(batches))
+
+        return {"step": at_once}
 
     def update() -> float:
         for batch in batches:
