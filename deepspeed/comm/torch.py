@@ -49,9 +49,10 @@ class TorchBackend:
             arguments: dict[str, Any] = (
                 {"store": store} if store is not None else {"init_method": init_method}
             )
-            torch_dist.init_process_group(
-                backend, timeout=timeout, rank=rank, world_size=world_size, **arguments
-            )
+            with process_groups.yielding_threads(backend):
+                torch_dist.init_process_group(
+                    backend, timeout=timeout, rank=rank, world_size=world_size, **arguments
+                )
         self.single_gpu_mode = torch_dist.get_world_size() == 1
 
     # staticmethod: torch's functions must not receive this object as their first argument.

@@ -7,12 +7,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from deepspeed import comm as dist
-from deepspeed.comm import discovery, initialization, utils
+from deepspeed.comm import discovery, initialization, process_groups, utils
 from deepspeed.comm.discovery import first_slurm_host
 from unit.comm.starts import verdict
 from unit.common import DistributedTest, get_master_port, python_path
@@ -233,6 +234,19 @@ class TestAlone(DistributedTest):
         dist.destroy_process_group()
         dist.init_distributed("gloo")
         assert dist.get_world_size() == 1
+
+    @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="threads cannot yield there")
+    def test_threads_of_gloo_interrupt_nobody(self) -> None:
+        # Kills: threads that are scheduled as others are, and others that are scheduled as these.
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))  # as ranks outside of tests
+        for make in (partial(dist.init_distributed, "gloo"), partial(dist.new_group, [0])):
+            there = set(os.listdir("/proc/self/task"))
+            make()
+            added = set(os.listdir("/proc/self/task")) - there
+            assert {os.sched_getscheduler(int(thread)) for thread in added} == {os.SCHED_BATCH}
+            assert os.sched_getscheduler(0) == os.SCHED_OTHER
+        with process_groups.yielding_threads("nccl"):
+            assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 def test_forked_and_spawned_ranks_start_and_end() -> None:
