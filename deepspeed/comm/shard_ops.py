@@ -93,16 +93,19 @@ def _exchange(
     """Send `slices[sending[peer]]` to every peer and receive `into[peer]` from it: nearest peer
     first, so that not every rank talks to rank 0 at once. Ranks agree on emptiness, so empty
     messages are left out.
+
+    The send goes first. While gloo sends what the peer waits for it holds the connection; if more
+    came in meanwhile, its own thread would ask for that without end.
     """
     works: list[Any] = []
     world = len(slices)
     for step in range(1, world):
         peer = (rank + step) % world
         other = dist.get_global_rank(group, peer)
-        if into[peer].numel():
-            works.append(dist.irecv(into[peer], src=other, group=group, tag=tag))
         if slices[sending[peer]].numel():
             works.append(dist.isend(slices[sending[peer]], dst=other, group=group, tag=tag))
+        if into[peer].numel():
+            works.append(dist.irecv(into[peer], src=other, group=group, tag=tag))
     return works
 
 

@@ -42,6 +42,22 @@ class TestOperations(DistributedTest):
         dist.inference_all_reduce(tensor, op=getattr(dist.ReduceOp, op))
         assert tensor.tolist() == [expected] * 2
 
+    def test_slices_are_sent_before_they_are_received(self) -> None:
+        # Kills: what makes gloo's thread ask for a lock without end.
+        names: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("isend", "irecv"):
+                original = getattr(collectives.torch_dist, name)
+
+                def recorded(*args: Any, name: str = name, original: Any = original) -> Any:
+                    names.append(name)
+                    return original(*args)
+
+                patch.setattr(collectives.torch_dist, name, recorded)
+            reduce_to_owners(_mine(6))
+            gather_from_owners(_mine(3))
+        assert names == ["isend", "irecv"] * 4
+
     def test_dtypes_reduce_and_broadcast(self) -> None:
         for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.int64):
             tensor = _mine().to(dtype)

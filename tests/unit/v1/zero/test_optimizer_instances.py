@@ -251,7 +251,7 @@ def recording() -> Iterator[list[Call]]:
 
 
 def buckets(calls: list[Call]) -> str:
-    """Reductions of buckets: R and S for a slice inside the instance, A for one across."""
+    """Reductions of buckets: S and R for a slice inside the instance, A for one across."""
     letters = {("inside", "irecv"): "R", ("inside", "isend"): "S", ("across", "all_reduce"): "A"}
     return "".join(letters.get(call[:2], "") for call in calls)
 
@@ -259,9 +259,9 @@ def buckets(calls: list[Call]) -> str:
 def expected_order(num_buckets: int, overlap: bool) -> str:
     """What `buckets` sees."""
     if not overlap:
-        return "RSA" * num_buckets
+        return "SRA" * num_buckets
     # The next bucket is on its way inside while one is waited for to be reduced between instances.
-    return "RS" + "RSA" * (num_buckets - 1) + "A"
+    return "SR" + "SRA" * (num_buckets - 1) + "A"
 
 
 def train_step(engine: Any) -> None:

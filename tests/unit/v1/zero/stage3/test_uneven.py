@@ -442,7 +442,7 @@ class TestUneven(DistributedTest):
             (shape, r"all_reduce.* of float32\[2\]", r"all_reduce.* of float32\[3\]"),
             (early_exit, "the gather of inlet", "barrier"),
             # What one rank gathers for its backward the others gather for their next forward.
-            (generation, r"the gather of \w+", "the gather of left|irecv of"),
+            (generation, r"the gather of \w+", "the gather of left|isend of"),
         )
         for act, others, own in kinds if last == 1 else kinds[::4]:
             text = self._failure(act)
