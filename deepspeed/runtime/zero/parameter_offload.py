@@ -284,7 +284,7 @@ class DeepSpeedZeRoOffload:
         if not self._frames:
             recomputes = in_backward()
             self.begin_forward(recomputes)
-            if not recomputes:
+            if not recomputes and self.units:  # memory of what persists is never another's
                 self.saved.start()
         place = self.backward_order.here
         external = self._external(module)

@@ -49,6 +49,7 @@ from deepspeed.comm.watch import intent
 from deepspeed.profiling.flops_profiler.report import get_module_params
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.gathering import gather_unit
+from deepspeed.runtime.zero.gathering.saved_tensors import SavedTensors
 from deepspeed.runtime.zero.parameters.zero_parameter import record_of
 from unit.common import DistributedTest
 from unit.models import seeded
@@ -334,6 +335,13 @@ class TestOnTwoRanks(DistributedTest):
         assert kept["small"].isnan().all()
         engine.reload_states()
         train(engine, 1, first=1)
+        end_as_one_process(engine)
+
+    def test_nothing_is_packed_where_all_persists(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Kills: hooks on all that autograd saves, in a model of which nothing goes.
+        monkeypatch.delattr(SavedTensors, "hooks")
+        engine, _ = started()
+        train(engine)
         end_as_one_process(engine)
 
     def test_another_order_every_time(self) -> None:
