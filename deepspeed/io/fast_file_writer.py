@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -22,7 +23,8 @@ class FastFileWriterConfig:
         dnvme_handle: Writes; its block size, queue depth and threads are the file's.
         pinned_tensor: The buffer, contiguous, of any dtype; best from `new_cpu_locked_tensor`.
         double_buffer: Fill one half while the other is written.
-        num_parallel_writers, writer_rank: One writer writes a file here: 1 and 0.
+        num_parallel_writers, writer_rank: How many writers, each with a file of its own, share what
+            `save_torch_storage_object_list` writes, and which of them this is.
         global_rank: Whom messages are from; nothing depends on it.
     """
 
@@ -38,14 +40,15 @@ class FastFileWriter(BaseFileWriter):
     """Gathers bytes in buffers and writes each by the handle, an existing file anew.
 
     Raises:
-        ValueError: the buffer has less than a block of 4,096 bytes, or there are other writers.
+        ValueError: the buffer has less than a block of 4,096 bytes, or there is no such writer.
     """
 
     def __init__(self, file_path: str, config: FastFileWriterConfig) -> None:
         super().__init__(file_path)
-        num = config.num_parallel_writers
-        if num != 1:
-            raise ValueError(f"num_parallel_writers={num}: one writer writes a file; use 1")
+        self._num, self._rank = config.num_parallel_writers, config.writer_rank
+        if not 0 <= self._rank < self._num:
+            numbers = f"writer_rank={self._rank} of num_parallel_writers={self._num}"
+            raise ValueError(f"{numbers}: ranks are 0 to num_parallel_writers - 1")
         memory = config.pinned_tensor.view(-1).view(torch.uint8)
         size = memory.numel() // (1 + config.double_buffer) // _BLOCK * _BLOCK
         if not size:
@@ -57,6 +60,27 @@ class FastFileWriter(BaseFileWriter):
         self._is_open = True
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         os.close(os.open(file_path, flags, 0o666))
+
+    def save_torch_storage_object_list(
+        self, storage_obj_list: Sequence[tuple[torch.UntypedStorage, torch.dtype]], save_size: bool
+    ) -> int:
+        """Write this writer's share of the bytes of storages: the shares of all writers, in the
+        order of ranks, are what one writer would write. Each storage comes with its dtype; with
+        `save_size` 8 bytes before it say how many elements it has. Returns the bytes of the share.
+        """
+        pieces = []
+        for storage, dtype in storage_obj_list:
+            if save_size:
+                pieces.append(torch.tensor([storage.nbytes() // dtype.itemsize]).view(torch.uint8))
+            pieces.append(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+        size, more = divmod(sum(map(len, pieces)), self._num)
+        begin = self._rank * size + min(self._rank, more)
+        end = begin + size + (self._rank < more)
+        at = 0
+        for piece in pieces:
+            self.write(piece[max(0, begin - at) : max(0, end - at)].cpu().numpy().data)
+            at += len(piece)
+        return end - begin
 
     def close(self) -> None:
         """Write what is left and return once all is on disk."""

@@ -205,6 +205,9 @@ io/test_file_writers.py -k full_disk
 io/test_file_writers.py -k have_the_bytes
   each buffer goes to the beginning of the file
     FastFileWriter._drain: self._written += self._filled -> pass
+io/test_file_writers.py -k several_writers
+  each of several writers begins with the first storage
+    FastFileWriter.save_torch_storage_object_list: max(0, begin - at) -> 0
 v1/offload/test_nvme_offload.py -k read_ahead
   no window is read while the one before is updated
     Windows._enter: self._begin(following) -> pass
