@@ -1,38 +1,4 @@
-"""Stage 3 trains as one process does, in all its modes. What its users hit most a test holds:
-
-| | What goes wrong elsewhere | Held by |
-|---|---|---|
-| 1 | a recorded order that is stale | `test_another_order_every_time` |
-| 2 | ranks that part, and hang | `test_every_kind_raises_on_all_ranks_...` of `test_uneven` |
-| 3 | experts of some ranks | `test_experts_...`, `test_experts_are_one_unit` of `test_units` |
-| 4 | a parameter used elsewhere | `Net.scale` of `models`, `test_a_sharded_parameter_and_...` |
-| 5 | edits lost, duplicates | `test_no_edit_is_lost`, `test_edits_and_...`, `test_a_sharded_...`, |
-| | | `TestEdits` of `test_lifetimes` |
-| 6 | a gather during accumulation | `test_gathers_during_accumulation_...`, `TestEdits` there |
-| 7 | shape `(0,)` in code | `test_a_sharded_...`, `test_attributes_passed_on_and_...`; |
-| | | Muon: `TestMuonIsNeverOffUnsaid` of `v1/optimizers/test_whole_parameters` |
-| 8 | embeddings resized, adapters late | `TestAdapters` of `test_lifetimes`, |
-| | | `test_resize_train_generate_save` of `clients/test_zero3_models` |
-| 9 | adapters of another dtype | `test_a_base_in_bf16_and_adapters_in_fp32` of `test_lifetimes` |
-| 10 | wrappers that pass attributes on | `test_attributes_passed_on_and_...` |
-| 11 | frozen weights and recomputation | `..._frozen_blocks_that_are_recomputed`, |
-| | | `test_recomputation_and_frozen_behind_...` of `test_uneven` |
-| 12 | padding summed | the planted fault "padding is not zero", `test_what_is_let_go_is_nan` |
-| 13 | shards of another step | the planted fault "what is gathered stays over a step", |
-| | | `test_changes_inside_and_between_passes_...` of `test_hybrid` |
-| 14 | composite and packed models | `test_same_weights_as_without_and_...`, |
-| | | `test_an_architecture_equals_plain_torch` of `clients/test_zero3_models` |
-| 15 | loading | `test_each_rank_reads_what_it_owns` of `checkpoint/test_safetensors` |
-| 16 | `generate()` slow, or hanging | `test_attributes_passed_on_and_...`, |
-| | | `test_resize_train_generate_save`; a number of steps of each rank's own: |
-| | | `test_every_kind_raises_on_all_ranks_...` of `test_uneven` |
-| 17 | gathered memory kept | `test_nothing_is_whole_after_a_step...`, `test_memory_stays`, |
-| | | `TestEmptied` of `test_lifetimes` |
-| 18 | saving whole, tied weights | `TestWhole` of `checkpoint/test_stage3` |
-| 19 | buffers too small | `TestPairs` of `offload/test_product`, |
-| | | `TestCosts` of `offload/test_stage3_offload` |
-| 20 | compiled models | `TestCompiled` of `zero/test_compiled` |
-"""
+"""Stage 3 trains as one process does, in all its modes."""
 
 from __future__ import annotations
 
