@@ -23,8 +23,8 @@ from torch import nn
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
-from deepspeed.ops.state_files import NUM_WINDOWS, WINDOW_NUMEL
-from deepspeed.runtime.sharding.publisher import NUM_STAGED, UPDATE_NUMEL
+from deepspeed.runtime.sharding.publisher import UPDATE_NUMEL
+from deepspeed.runtime.zero.estimates.kept_state import KeptState, staged
 from deepspeed.runtime.zero.estimates.stage3 import ModelShape, plan_sharded_parameters
 
 MIB = 1 << 20
@@ -89,10 +89,9 @@ def formula(engine: Any) -> tuple[int, int]:
     """Bytes of the host's part, and of what a device would have of the model."""
     offload = engine.parameter_offload
     shape = ModelShape.of(engine.module, offload.resources.settings)
-    windows = NUM_WINDOWS * ADAM_TENSORS * WINDOW_NUMEL * 4
-    staged = NUM_STAGED * UPDATE_NUMEL * 2
     shard = max(unit.shard.nbytes for unit in offload.units)
-    host = 2 * shape.trained + windows + staged + 3 * shard
+    state = KeptState(grad=2, in_files=True).host(shape.trained, ADAM_TENSORS - 1)
+    host = state + staged(0, UPDATE_NUMEL, 2) + 3 * shard
     device = plan_sharded_parameters(shape, 1, offload.resources.settings, offload_ratio=1.0).device
     return host, device
 

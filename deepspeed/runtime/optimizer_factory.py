@@ -37,7 +37,7 @@ from deepspeed.runtime.optimizers.replicated_optimizer import ReplicatedOptimize
 from deepspeed.runtime.optimizers.settings import ShardSettings, StepSettings
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.sharding.group import expert_group_of
-from deepspeed.runtime.sharding.low_precision import LowPrecision
+from deepspeed.runtime.sharding.low_precision import LowPrecision, low_precision_key
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
@@ -349,31 +349,11 @@ def _check_accumulation(
         )
 
 
-def _low_precision_key(config: DeepSpeedConfig) -> str | None:
-    """Which key asks for masters in the model's dtype."""
-    fp16, bf16 = config.tree.fp16, config.tree.bf16
-    if fp16.enabled and fp16.fp16_master_weights_and_grads:
-        return "fp16.fp16_master_weights_and_grads"
-    if bf16.enabled and bf16.bf16_master_weights_and_grads:
-        return "bf16.bf16_master_weights_and_grads"
-    return None
-
-
-def _low_precision(config: DeepSpeedConfig) -> LowPrecision | None:
-    if _low_precision_key(config) is None:
-        return None
-    bf16 = config.tree.bf16
-    narrow = bf16.enabled and bf16.bf16_optimizer_states
-    return LowPrecision(
-        torch.bfloat16 if narrow else torch.float32, bf16.enabled and bf16.stochastic_rounding
-    )
-
-
 def _check_low_precision(
     basic: torch.optim.Optimizer, config: DeepSpeedConfig, elementwise: bool
 ) -> None:
     """Refuse what masters in a short type do not go with."""
-    tree, key = config.tree, _low_precision_key(config)
+    tree, key = config.tree, low_precision_key(config.tree)
     if key is None:
         for name in ("bf16_optimizer_states", "stochastic_rounding"):
             if tree.bf16.enabled and getattr(tree.bf16, name):
@@ -561,7 +541,8 @@ def _reduction(context: WrapContext) -> ReductionSettings:
 
 
 def _shards(context: WrapContext, accumulation: torch.dtype | None) -> ShardSettings:
-    zero, low_precision = context.config.tree.zero_optimization, _low_precision(context.config)
+    tree = context.config.tree
+    zero, low_precision = tree.zero_optimization, LowPrecision.of(tree)
     short = None if low_precision is None else context.model_dtype
     return ShardSettings(
         instances=context.ranks.parallel_map.optimizer_instances(zero.num_optimizer_instances),

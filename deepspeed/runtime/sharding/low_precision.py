@@ -9,13 +9,16 @@ import hashlib
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from deepspeed.accelerator import runs_ahead
 from deepspeed.ops.host_optimizer import HostOptimizer, load_moments
 from deepspeed.runtime.sharding.group import ShardedGroup
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.config_models.training import TrainingConfig
 
 # Elements in fp32 at a time: what is small beside a model, or stays in a host's cache.
 DEVICE_NUMEL, HOST_NUMEL = 1 << 23, 1 << 17
@@ -27,11 +30,31 @@ _GAMMA, *_FACTORS = (
 )
 
 
+def low_precision_key(tree: TrainingConfig) -> str | None:
+    """Return which key asks for masters in the model's dtype."""
+    if tree.fp16.enabled and tree.fp16.fp16_master_weights_and_grads:
+        return "fp16.fp16_master_weights_and_grads"
+    if tree.bf16.enabled and tree.bf16.bf16_master_weights_and_grads:
+        return "bf16.bf16_master_weights_and_grads"
+    return None
+
+
 class LowPrecision(NamedTuple):
     """How state is kept whose masters are not in fp32."""
 
     state_dtype: torch.dtype  # of moments
     at_random: bool  # round bf16 at random, not to the nearest
+
+    @classmethod
+    def of(cls, tree: TrainingConfig) -> LowPrecision | None:
+        """Read the keys; None: masters are in fp32."""
+        if low_precision_key(tree) is None:
+            return None
+        narrow = tree.bf16.enabled and tree.bf16.bf16_optimizer_states
+        return cls(
+            torch.bfloat16 if narrow else torch.float32,
+            tree.bf16.enabled and tree.bf16.stochastic_rounding,
+        )
 
 
 class ElementBits:

@@ -117,8 +117,15 @@ def test_upstreams_functions(capsys: pytest.CaptureFixture[str]) -> None:
     assert offloaded_host == max(4 * 10**9, 16 * 10**9 // 16) * 8
     # The slice of the first bucket is still on its way to the host when the second is received.
     assert offloaded_device == device - 10**9 + slices // 16
+    short = ("enabled", "bf16_master_weights_and_grads", "bf16_optimizer_states")
+    twice = {"offload_optimizer": {"device": "cpu", "speculative_update": True}}
+    config = {"bf16": dict.fromkeys(short, True), "zero_optimization": twice}
+    changed, _ = zero.estimate_zero2_model_states_mem_needs(2 * 10**9, 1, config=config)
+    buffers = 2 * (4 * 2**22 + 2 * 2**21)
+    assert changed == 1.5 * (2 * (2 + 6 + 6) * 10**9 + buffers)
     zero.estimate_zero2_model_states_mem_needs_all_cold(10**9, 8, 2)
     out = capsys.readouterr().out
+    assert "offload_optimizer=nvme, in files 5.59GB" in out
     assert f"{host / 2**30:.2f}GB" in out
     assert "2 nodes, 8 GPUs per node" in out
     assert "1000M total" in out
@@ -137,16 +144,37 @@ def test_upstreams_functions_of_stage_3(capsys: pytest.CaptureFixture[str]) -> N
     with_state = stage3.estimate_zero3_model_states_mem_needs(
         10**9, 10**8, 8, 2, cpu_offload_params=False, additional_buffer_factor=1.0
     )
-    assert with_state[:2] == (10**9 * 8, device - 10**9 + layer * 2 // 16)
+    # Gradients and weights on their way.
+    buffers = 2 * (4 * 2**22 + 2 * 2**21)
+    assert with_state[:2] == ((10**9 + buffers) * 8, device - 10**9 + layer * 2 // 16)
     everything = stage3.estimate_zero3_model_states_mem_needs(
         10**9, 10**8, 8, 2, zero_init=False, additional_buffer_factor=1.0
     )
     assert everything[:2] == (4 * 10**9 * 8, with_state[1] - 2 * 10**9 // 16)
     stage3.estimate_zero3_model_states_mem_needs_all_cold(10**9, 10**8, 8, 2)
     out = capsys.readouterr().out
-    assert "1000M total params, 100M largest layer params" in out and len(out.splitlines()) == 10
+    assert "1000M total params, 100M largest layer params" in out and len(out.splitlines()) == 14
     row = "offload_param=none, offload_optimizer=none, zero_init=1"
     assert f"{host / 2**30:8.2f}GB | {device / 2**30:6.2f}GB | {row}" in out
+    # In files: windows, gradients in 16 bits, and buffers that shards are read into.
+    place = {"device": "nvme", "nvme_path": "/nvme"}
+    config: dict[str, Any] = {
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "bf16"},
+        "zero_optimization": {"offload_optimizer": place, "offload_param": place},
+    }
+    in_files = stage3.estimate_zero3_model_states_mem_needs(
+        10**10, 10**8, 8, 2, additional_buffer_factor=1.0, config=config
+    )
+    read = 5 * 2 * 10**8 // 16
+    assert in_files[0] == (2 * 10**10 // 16 + 72 * MIB + buffers + read) * 8
+    stage3.estimate_zero3_model_states_mem_needs_all_cold(10**10, 10**8, 8, 2, 1.0, config=config)
+    row = "offload_param=nvme, offload_optimizer=nvme, zero_init=1, in files"
+    disk = 14 * 10**10 * 8 // 16 / 2**30
+    out = capsys.readouterr().out
+    assert (
+        f"{in_files[0] / 2**30:8.2f}GB | {in_files[1] / 2**30:6.2f}GB | {row} {disk:.2f}GB" in out
+    )
     model = nn.Sequential(*(nn.Linear(1000, 1000) for _ in range(100)))
     model[1:].requires_grad_(False)
     stage3.estimate_zero3_model_states_mem_needs_all_live(model)

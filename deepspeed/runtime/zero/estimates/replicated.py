@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from deepspeed.runtime.gradients.local_accumulator import WIDENED_NUMEL
 from deepspeed.runtime.optimizers.group_layout import SHARD_ALIGNMENT
 from deepspeed.runtime.sharding.fragments import FragmentTable
-from deepspeed.runtime.zero.estimates.stages_1_and_2 import ADAM_MOMENTS, FP32_BYTES
+from deepspeed.runtime.zero.estimates.kept_state import FP32_BYTES
+from deepspeed.runtime.zero.estimates.stages_1_and_2 import ADAM_MOMENTS
 
 
 @dataclass(frozen=True)

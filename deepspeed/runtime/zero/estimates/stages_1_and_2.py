@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 
@@ -19,11 +20,17 @@ from deepspeed.runtime.gradients.sink import HOST_CHUNK
 from deepspeed.runtime.optimizers.group_layout import SHARD_ALIGNMENT
 from deepspeed.runtime.sharding.fragments import FragmentTable
 from deepspeed.runtime.streams import MAX_KEPT
+from deepspeed.runtime.zero.estimates.kept_state import (
+    FP32_BYTES,
+    FP32_STATE,
+    Config,
+    KeptState,
+    staged,
+)
 from deepspeed.runtime.zero.stage_1_and_2 import MAX_IN_FLIGHT
 from deepspeed.runtime.zero.zero_optimizer import in_memory
 
 GB = 2**30
-FP32_BYTES = 4
 ADAM_MOMENTS = 2
 # The configuration's defaults (`zero_optimization`).
 BUCKET_NUMEL = 500_000_000
@@ -48,15 +55,17 @@ class ModelStates:
 
     Attributes:
         params: The flat model-precision buffer.
-        masters: fp32 masters of the owned shard; 0 where the parameters are their own.
-        grads: fp32 gradient of the owned shard, reduced.
+        masters: Those of the owned shard; 0 where the parameters are their own.
+        grads: Gradient of the owned shard, reduced.
         moments: Optimizer state of the owned shard.
         frozen: Parameters that are not trained.
         buffers: Bucket buffers, which stay from step to step.
         reduction: Most that gradients, and what is received, take beside them during a backward.
         building: Most at construction beside the flat buffer: the model's parameters, which move
             there.
-        offload: Whether masters, grads and moments lie on the host.
+        host: What offload has in host memory; with it masters, grads and moments are not on the
+            device.
+        disk: What it has in files.
     """
 
     params: int
@@ -67,27 +76,19 @@ class ModelStates:
     buffers: int
     reduction: int
     building: int
-    offload: bool
-
-    @property
-    def sharded(self) -> int:
-        """What is divided by the number of ranks."""
-        return self.masters + self.grads + self.moments
+    host: int
+    disk: int
 
     @property
     def step(self) -> int:
         """Peak of a step on the device."""
-        resident = self.params + self.frozen + self.buffers + (0 if self.offload else self.sharded)
-        return resident + self.reduction
+        sharded = 0 if self.host else self.masters + self.grads + self.moments
+        return self.params + self.frozen + self.buffers + sharded + self.reduction
 
     @property
     def device(self) -> int:
         """Peak on the device: the larger of construction and a step."""
         return max(self.params + self.frozen + self.building, self.step)
-
-    @property
-    def host(self) -> int:
-        return self.sharded if self.offload else 0
 
 
 def plan_model_states(
@@ -103,6 +104,7 @@ def plan_model_states(
     overlap_comm: bool = False,
     gradient_accumulation_steps: int = 1,
     on_host: bool = False,
+    kept: KeptState = FP32_STATE,
 ) -> ModelStates:
     """Plan one rank of stage 1 or 2, the same for all. Updated parameters are gathered in place.
 
@@ -110,8 +112,9 @@ def plan_model_states(
         numels: Elements of each trainable parameter, in model order; they form one optimizer group.
         num_ranks: Ranks that share the state: the data-parallel ranks of an optimizer instance.
         model_bytes: Bytes of a model parameter and of its gradient, 2 or 4.
-        moments: fp32 numbers that the optimizer keeps per parameter (Adam: 2, momentum: 1).
+        moments: Numbers that the optimizer keeps per parameter (Adam: 2, momentum: 1).
         frozen_numel: Elements of parameters that are not trained.
+        kept: In how many bytes, and where on the host.
         on_host: Whether the model trains on the CPU, whose backend (gloo) exchanges slices
             pairwise.
     """
@@ -131,19 +134,22 @@ def plan_model_states(
     settings = _Settings(stage, model_bytes, overlap_comm, sums, on_host, num_ranks, offload)
     # Model and masters in one precision on one device share their memory, if the shard is one piece
     # of the flat buffer.
-    aliased = model_bytes == FP32_BYTES and not offload and is_one_piece
-    shard = table.shard_numel * FP32_BYTES
+    aliased = model_bytes == kept.master and not offload and is_one_piece
+    shard = table.shard_numel
+    largest = 0 if on_host else max((plan.own_numel for plan in plans), default=0)
+    buffers = staged(largest, 0 if on_host else shard, model_bytes)
     params = table.padded_numel * model_bytes
     return ModelStates(
         params=params,
-        masters=0 if aliased else shard,
-        grads=shard,
-        moments=moments * shard,
+        masters=0 if aliased else kept.master * shard,
+        grads=kept.grad * shard,
+        moments=moments * kept.moment * shard,
         frozen=frozen_numel * model_bytes,
         buffers=model_bytes * _buffers_numel(plans, settings),
         reduction=_reduction_bytes(table, plans, settings),
         building=table.numel * model_bytes,
-        offload=offload,
+        host=kept.host(shard, moments) + buffers if offload else 0,
+        disk=kept.disk(shard, moments) if offload else 0,
     )
 
 
@@ -264,12 +270,25 @@ class Nodes:
         return int(per_rank * self.gpus * self.host_factor)
 
 
-def _needs(numels: Sequence[int], frozen: int, nodes: Nodes, offload: bool) -> tuple[int, int]:
-    states = plan_model_states(numels, nodes.num_ranks, offload=offload, frozen_numel=frozen)
+class Needs(NamedTuple):
+    """Bytes: on the host of a node, on a device, in files of a node."""
+
+    host: int
+    device: int
+    disk: int
+
+
+def _needs(
+    numels: Sequence[int], frozen: int, nodes: Nodes, offload: bool, kept: KeptState
+) -> Needs:
+    states = plan_model_states(
+        numels, nodes.num_ranks, offload=offload, frozen_numel=frozen, kept=kept
+    )
     # Every process of a node builds the whole model in fp32 on the host first; that is gone when
     # the state has been made.
     building = FP32_BYTES * (sum(numels) + frozen)
-    return nodes.host(max(building, states.host)), states.device
+    host = nodes.host(max(building, states.host))
+    return Needs(host, states.device, nodes.gpus * states.disk)
 
 
 def _unknown_shapes(total_params: int) -> list[int]:
@@ -283,23 +302,30 @@ def estimate_zero2_model_states_mem_needs(
     num_nodes: int = 1,
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
+    *,
+    config: Config | None = None,
 ) -> tuple[int, int]:
     """Estimate memory of a model trained in 16 bits by Adam with ZeRO-2.
 
     Args:
         cpu_offload: Whether the optimizer's state is on the host.
         additional_buffer_factor: Margin on the host's number.
+        config: A configuration, of which is read in how many bits state is kept, whether
+            `offload_optimizer.device` is "nvme", and `speculative_update`.
 
     Returns:
         Bytes on the host of one node, with the margin, and bytes on each device at its peak,
             without activations.
     """
     nodes = Nodes(num_gpus_per_node, num_nodes, additional_buffer_factor)
-    return _needs(_unknown_shapes(total_params), 0, nodes, cpu_offload)
+    needs = _needs(_unknown_shapes(total_params), 0, nodes, cpu_offload, KeptState.of(config))
+    return needs[:2]
 
 
-def print_needs(model: str, nodes: Nodes, rows: Iterable[tuple[int, int, str]]) -> None:
-    """Print upstream's table on rank 0: bytes on a node's host and on each device, and options."""
+def print_needs(model: str, nodes: Nodes, rows: Iterable[tuple[Needs, str]]) -> None:
+    """Print upstream's table on rank 0: bytes on a node's host and on each device, and options with
+    the bytes of their files.
+    """
 
     def plural(count: int, what: str) -> str:
         return f"{count} {what}" if count == 1 else f"{count} {what}s"
@@ -310,15 +336,18 @@ def print_needs(model: str, nodes: Nodes, rows: Iterable[tuple[int, int, str]]) 
         f"SW: Model with {model}.",
         "  per CPU  |  per GPU |   Options",
     ]
-    lines += [f"{host / GB:8.2f}GB | {device / GB:6.2f}GB | {text}" for host, device, text in rows]
+    for (host, device, disk), options in rows:
+        in_files = f", in files {disk / GB:.2f}GB" if disk else ""
+        lines.append(f"{host / GB:8.2f}GB | {device / GB:6.2f}GB | {options}{in_files}")
     print_rank_0("\n".join(lines))
 
 
-def _print_table(numels: Sequence[int], frozen: int, nodes: Nodes) -> None:
-    rows = []
-    for offload in (True, False):
-        text = f"offload_optimizer={'cpu' if offload else 'none'}"
-        rows.append((*_needs(numels, frozen, nodes, offload), text))
+def _print_table(numels: Sequence[int], frozen: int, nodes: Nodes, config: Config | None) -> None:
+    kept, rows = KeptState.of(config), []
+    for device in ("nvme", "cpu", "none"):
+        there = kept._replace(in_files=device == "nvme")
+        needs = _needs(numels, frozen, nodes, device != "none", there)
+        rows.append((needs, f"offload_optimizer={device}"))
     model = f"{(sum(numels) + frozen) / 1e6:.0f}M total params"
     print_needs(model, nodes, rows)
 
@@ -328,10 +357,14 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
+    *,
+    config: Config | None = None,
 ) -> None:
-    """Print the estimates with and without offload, for a model of which only the size is known."""
+    """Print the estimates of every place of the optimizer's state, for a model of which only the
+    size is known; of `config` is read in how many bits state is kept, and `speculative_update`.
+    """
     nodes = Nodes(num_gpus_per_node, num_nodes, additional_buffer_factor)
-    _print_table(_unknown_shapes(total_params), 0, nodes)
+    _print_table(_unknown_shapes(total_params), 0, nodes, config)
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
@@ -339,9 +372,12 @@ def estimate_zero2_model_states_mem_needs_all_live(
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
+    *,
+    config: Config | None = None,
 ) -> None:
     """Print the same for a model at hand; parameters that need no gradient have no state."""
     params = list(model.parameters())
     numels = [param.numel() for param in params if param.requires_grad]
     frozen = sum(param.numel() for param in params if not param.requires_grad)
-    _print_table(numels, frozen, Nodes(num_gpus_per_node, num_nodes, additional_buffer_factor))
+    nodes = Nodes(num_gpus_per_node, num_nodes, additional_buffer_factor)
+    _print_table(numels, frozen, nodes, config)
