@@ -71,7 +71,7 @@ streams: static gradients
 streams: stage 1
   one of several producers waits for the copy => (?i)freed(.|\n)*_fill
     average_tensor: self.side_stream.release(producers) ->
-      self.side_stream.release(list(producers)[:1])
+      self.side_stream.release(sorted(producers, key=str)[:1])
 streams: stage 2, no overlap
   producers wait for what came before the copy => (?i)freed(.|\n)*_fill
     average_tensor: self.side_stream.release(producers) -> pass
