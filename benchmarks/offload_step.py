@@ -8,10 +8,10 @@ Both train the same GPT with bf16 weights, accumulation, `offload_optimizer` on 
 on "nvme", with upstream's pipelining of reads and writes) and their own DeepSpeedCPUAdam, in
 processes of one thread each over gloo. With `--params` parameters are in files too, sizes of stage
 3 are to the model what the defaults are to one of 7e9 elements, and this project runs a second time
-by `engine.train_batch` ("vertical"). All is on the CPU: there
-"offloaded" state lies beside the model, no byte crosses a bus, and what is compared is the work
-that the step does. Systems take turns as in `train_step.py`, and a ratio is taken within a round.
-`step` is the whole training step; `update` is the part of it in `engine.step()` at the boundary.
+by `engine.train_batch` ("vertical"). All is on the CPU: there "offloaded" state lies beside the
+model, no byte crosses a bus, and what is compared is the work that the step does. Systems take
+turns as in `train_step.py`, and a ratio is taken within a round. `step` is the whole training step;
+`update` is the part of it in `engine.step()` at the boundary.
 """
 
 from __future__ import annotations
@@ -186,7 +186,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--profile", choices=tuple(CASES), help="profile this system alone instead")
     parser.add_argument("--json", help="file for all times")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.params and not (options.folder and options.stage == 3):
+        parser.error("--params needs --folder and --stage 3: only there are parameters in files")
+    return options
 
 
 def profile(options: argparse.Namespace) -> None:

@@ -8,6 +8,10 @@ from typing import Any, NamedTuple
 from deepspeed.ops import state_files
 from deepspeed.runtime.config import read_tree
 from deepspeed.runtime.config_models.enums import OffloadDeviceEnum
+from deepspeed.runtime.config_models.zero import (
+    DeepSpeedZeroOffloadOptimizerConfig,
+    DeepSpeedZeroOffloadParamConfig,
+)
 from deepspeed.runtime.config_utils import parse_dtype
 from deepspeed.runtime.gradients.sink import STAGE_NUMEL
 from deepspeed.runtime.sharding import publisher
@@ -17,7 +21,9 @@ Config = str | os.PathLike[str] | dict[str, Any]
 
 FP32_BYTES, HALF_BYTES = 4, 2
 # The configuration's defaults (`offload_optimizer`, `offload_param`).
-GRADIENT_BUFFERS, READ_BUFFERS, READ_NUMEL = 4, 5, 100_000_000
+GRADIENT_BUFFERS = DeepSpeedZeroOffloadOptimizerConfig().buffer_count
+READ_BUFFERS = DeepSpeedZeroOffloadParamConfig().buffer_count
+READ_NUMEL = DeepSpeedZeroOffloadParamConfig().buffer_size
 
 
 class KeptState(NamedTuple):
