@@ -8,10 +8,7 @@ from typing import Any, NamedTuple
 from deepspeed.ops import state_files
 from deepspeed.runtime.config import read_tree
 from deepspeed.runtime.config_models.enums import OffloadDeviceEnum
-from deepspeed.runtime.config_models.zero import (
-    DeepSpeedZeroOffloadOptimizerConfig,
-    DeepSpeedZeroOffloadParamConfig,
-)
+from deepspeed.runtime.config_models.zero import DeepSpeedZeroOffloadOptimizerConfig
 from deepspeed.runtime.config_utils import parse_dtype
 from deepspeed.runtime.gradients.sink import STAGE_NUMEL
 from deepspeed.runtime.sharding import publisher
@@ -20,10 +17,7 @@ from deepspeed.runtime.sharding.low_precision import LowPrecision
 Config = str | os.PathLike[str] | dict[str, Any]
 
 FP32_BYTES, HALF_BYTES = 4, 2
-# The configuration's defaults (`offload_optimizer`, `offload_param`).
-GRADIENT_BUFFERS = DeepSpeedZeroOffloadOptimizerConfig().buffer_count
-READ_BUFFERS = DeepSpeedZeroOffloadParamConfig().buffer_count
-READ_NUMEL = DeepSpeedZeroOffloadParamConfig().buffer_size
+OPTIMIZER_DEFAULTS = DeepSpeedZeroOffloadOptimizerConfig()
 
 
 class KeptState(NamedTuple):
@@ -87,7 +81,7 @@ def staged(slice_numel: int, sent_numel: int, model_bytes: int) -> int:
     """Count page-locked bytes: gradients on their way to the host, of which a reduction brings
     `slice_numel`, and weights on their way from there, of a shard of `sent_numel`.
     """
-    gradients = GRADIENT_BUFFERS * min(STAGE_NUMEL, slice_numel)
+    gradients = OPTIMIZER_DEFAULTS.buffer_count * min(STAGE_NUMEL, slice_numel)
     return model_bytes * (
         gradients + publisher.NUM_STAGED * min(publisher.UPDATE_NUMEL, sent_numel)
     )

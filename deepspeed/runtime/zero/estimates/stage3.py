@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from deepspeed.ops.aio.handle import AsyncIOHandle
+from deepspeed.runtime.config_models.zero import DeepSpeedZeroOffloadParamConfig
 from deepspeed.runtime.sharding.publisher import UPDATE_NUMEL
 from deepspeed.runtime.zero.estimates.kept_state import (
     FP32_BYTES,
     FP32_STATE,
-    READ_BUFFERS,
-    READ_NUMEL,
     Config,
     KeptState,
     staged,
@@ -33,8 +32,9 @@ from deepspeed.utils.z3_leaf_module import z3_leaf_module
 MODEL_BYTES = 2
 # Devices of `offload_param` and `offload_optimizer` in the rows of upstream's table.
 OFFLOADS = (("nvme", "nvme"), ("cpu", "cpu"), ("none", "nvme"), ("none", "cpu"), ("none", "none"))
-# By the configuration's defaults, of which nothing is read through here.
-READS = ReadSettings(AsyncIOHandle, READ_BUFFERS, READ_NUMEL, True, 0)
+_DEFAULTS = DeepSpeedZeroOffloadParamConfig()
+# Nothing is read through these.
+READS = ReadSettings(AsyncIOHandle, _DEFAULTS.buffer_count, _DEFAULTS.buffer_size, True, 0)
 
 
 @dataclass(frozen=True)
