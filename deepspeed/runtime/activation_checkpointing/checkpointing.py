@@ -22,6 +22,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.state_files import StateFiles
 from deepspeed.runtime.activation_checkpointing import saved_inputs, settings, tensor_lists
 from deepspeed.runtime.activation_checkpointing.random_states import Surroundings
+from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.utils.logging import logger
 from deepspeed.utils.timer import SynchronizedWallClockTimer
 
@@ -92,9 +93,9 @@ def configure(
         profile=_chosen(profile, block, "profile", False),
         by_client=True,
     )
-    settings.choose(chosen)
     if chosen.cpu:
         _move_inputs_of_torchs()
+    settings.choose(chosen)
 
 
 def _chosen(argument: object, block: object, key: str, default: object) -> Any:
@@ -357,10 +358,20 @@ def _move_inputs_of_torchs() -> None:
 
     They have it by name: what is replaced is what it calls. Parts of inputs over tensor-parallel
     ranks are for those who ask for them, by our functions: such inputs must be equal on all ranks.
+
+    Raises:
+        DeepSpeedConfigError: torch's function calls something else, and would keep inputs on the
+            device without a word.
     """
-    generator = torchs._checkpoint_without_reentrant_generator
+    name = "_checkpoint_without_reentrant_generator"
+    if hasattr(torchs, f"{name}_impl"):  # torch 2.14: what it calls; the other is for outsiders
+        name = f"{name}_impl"
+    generator: Any = getattr(torchs, name, None)
+    calls = 0
 
     def hooks() -> contextlib.AbstractContextManager[None]:
+        nonlocal calls
+        calls += 1
         is_asked = settings.current().cpu
         return saved_inputs.store(whole=True).hooks() if is_asked else contextlib.nullcontext()
 
@@ -375,5 +386,16 @@ def _move_inputs_of_torchs() -> None:
         with contextlib.nullcontext() if isinstance(function, _Flat) else hooks():
             yield from generator(function, *args, **kwargs)
 
-    replacing = {"CheckpointFunction": Reentrant, generator.__name__: not_reentrant}
-    vars(torchs).update(replacing)
+    replaced = {"CheckpointFunction": torchs.CheckpointFunction, name: generator}
+    vars(torchs).update({"CheckpointFunction": Reentrant, name: not_reentrant})
+    for is_reentrant in (True, False):
+        number, tiny = calls, torch.zeros(1, device="cpu", requires_grad=True)
+        torchs.checkpoint(torch.sin, tiny, use_reentrant=is_reentrant, preserve_rng_state=False)
+        if calls == number:
+            vars(torchs).update(replaced)
+            raise DeepSpeedConfigError(
+                "activation_checkpointing.cpu_checkpointing: torch "
+                f"{torch.__version__} saves inputs of checkpoint(use_reentrant={is_reentrant}) in "
+                "a way that this release does not know, and they would stay on the device; set "
+                "cpu_checkpointing: false, or install a torch of docs/support.md"
+            )

@@ -17,6 +17,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.ops.state_files import place_in_file
 from deepspeed.runtime.activation_checkpointing import checkpointing, saved_inputs, settings
+from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.verify import check_streams
 
 kinds = pytest.mark.parametrize("call", TORCHS.values(), ids=TORCHS)
@@ -174,3 +175,24 @@ def test_an_input_that_is_changed_while_it_is_copied_is_refused(device: Any, lat
     loss.backward()
     one = torch.ones(numel)
     assert torch.allclose(x.grad, one.cos() + 6 * (3 * one).cos() + (2 * one).cos())
+
+
+@pytest.mark.parametrize("astray", [True, False])
+def test_a_torch_that_calls_other_functions_is_refused(
+    astray: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Kills: names replaced that nobody calls, so that inputs stay on the device in silence (torch
+    # 2.14 with the name of 2.13); replacements that stay after the refusal.
+    torchs = torch.utils.checkpoint
+    known = torchs.checkpoint
+
+    def other(function: Any, x: torch.Tensor, use_reentrant: bool, **options: Any) -> Any:
+        is_known = use_reentrant is not astray
+        return known(function, x, use_reentrant=use_reentrant, **options) if is_known else x.sin()
+
+    monkeypatch.setattr(torchs, "checkpoint", other)
+    before = dict(vars(torchs))
+    told = rf"cpu_checkpointing: torch .*use_reentrant={astray}.*set cpu_checkpointing: false"
+    with pytest.raises(DeepSpeedConfigError, match=told):
+        checkpointing._move_inputs_of_torchs.__wrapped__()
+    assert vars(torchs) == before
