@@ -24,12 +24,20 @@ MEMORY_LINES = 400
 
 
 @dataclass
+class _Page:
+    """What is read as one text: the launcher's stdout with its stderr, or a rank's file."""
+
+    open_line: "_Stream | None" = None  # the stream whose line at the end is unfinished
+
+
+@dataclass
 class _Stream:
     """One rank's stdout or stderr while it is read."""
 
     local_rank: int
     descriptor: int
     sink: BinaryIO
+    page: _Page
     prefix: bytes
     is_stderr: bool
     pending: bytes = b""
@@ -97,7 +105,6 @@ class RankLogs:
         self._on_start = on_start
         self._selector = selectors.DefaultSelector()
         self._files: list[BinaryIO] = []
-        self._open_line: _Stream | None = None
         self._thread = threading.Thread(target=self._pump, name="deepspeed-rank-logs", daemon=True)
         self._stopping = threading.Event()
         self._control_pending = b""
@@ -105,6 +112,7 @@ class RankLogs:
         self._control = self._make_pipe(self.control_path)
         self._selector.register(self._control, selectors.EVENT_READ, None)
         stamp = time.strftime("%Y%m%d%H%M%S")
+        page = _Page()
         for local_rank, rank in enumerate(global_ranks):
             sinks: tuple[BinaryIO, BinaryIO] = (sys.stdout.buffer, sys.stderr.buffer)
             prefix = f"[rank{rank}]: ".encode()
@@ -112,10 +120,10 @@ class RankLogs:
                 Path(log_dir).mkdir(parents=True, exist_ok=True)
                 file = open(Path(log_dir) / f"{stamp}_rank{rank}.log", "wb")  # noqa: SIM115 closed in stop()
                 self._files.append(file)
-                sinks, prefix = (file, file), b""
+                sinks, prefix, page = (file, file), b"", _Page()
             paths = (self.stdout_path(local_rank), self.stderr_path(local_rank))
             for path, sink, is_stderr in zip(paths, sinks, (False, True), strict=True):
-                stream = _Stream(local_rank, self._make_pipe(path), sink, prefix, is_stderr)
+                stream = _Stream(local_rank, self._make_pipe(path), sink, page, prefix, is_stderr)
                 self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
 
     def stdout_path(self, local_rank: int) -> Path:
@@ -239,11 +247,11 @@ class RankLogs:
         if stream.is_stderr:
             self._remember(stream.local_rank, text[:end])
         pieces = text[:end].splitlines(keepends=True)
-        lead = b""
-        if self._open_line is not None and self._open_line is not stream:
+        lead, page = b"", stream.page
+        if page.open_line is not None and page.open_line is not stream:
             lead = b"\n"
-            self._open_line.mid_line = False
-        self._open_line = None
+            page.open_line.mid_line = False
+        page.open_line = None
         marked = [pieces[0] if stream.mid_line else self._mark(stream, pieces[0])]
         marked.extend(self._mark(stream, piece) for piece in pieces[1:])
         stream.mid_line = False
@@ -255,8 +263,8 @@ class RankLogs:
             stream = key.data
             if not isinstance(stream, _Stream) or not stream.pending:
                 continue
-            lead = b""
-            if self._open_line is not None and self._open_line is not stream:
+            lead, page = b"", stream.page
+            if page.open_line is not None and page.open_line is not stream:
                 if not force:
                     continue
                 lead = b"\n"
@@ -266,7 +274,7 @@ class RankLogs:
             self._write(stream, lead + text + (b"\n" if force else b""))
             stream.pending = b""
             stream.mid_line = not force
-            self._open_line = None if force else stream
+            page.open_line = None if force else stream
 
     @staticmethod
     def _mark(stream: _Stream, line: bytes) -> bytes:

@@ -98,12 +98,19 @@ def test_no_rank_writes_into_anothers_line(logs: RankLogs, screens: Screens) -> 
 
 
 def test_each_rank_gets_its_file(tmp_path: Path, screens: Screens) -> None:
+    # Kills: a line that one rank has left unfinished ended in another rank's file.
     logs = RankLogs(tmp_path, [0, 1], log_dir=str(tmp_path / "logs"))
+    files = [next((tmp_path / "logs").glob(f"*_rank{rank}.log")) for rank in (0, 1)]
     logs.start()
+    write(logs.stdout_path(0), b"half")
+    until(lambda: files[0].read_bytes() == b"half")
     write(logs.stdout_path(1), b"out\n")
+    until(lambda: files[1].read_bytes() != b"")
+    write(logs.stdout_path(0), b" rest\n")
+    until(lambda: files[0].read_bytes().endswith(b"rest\n"))
+    write(logs.stderr_path(0), b"end\n")
     logs.stop()
-    (first,), (second,) = ((tmp_path / "logs").glob(f"*_rank{rank}.log") for rank in (0, 1))
-    assert (first.read_bytes(), second.read_bytes()) == (b"", b"out\n")
+    assert [file.read_bytes() for file in files] == [b"half rest\nend\n", b"out\n"]
     assert screens[0].text == ""
 
 
