@@ -227,8 +227,11 @@ def _summary(
     return {**said, "findings": [asdict(one) for one in findings], "parameters": parameters}
 
 
-def main(plan_path: str, folder: str) -> int:
-    """Run the plan on this rank; its number comes from the environment, as any launcher sets it."""
+def main() -> int:
+    """Run the plan on this rank, given its path and a folder by the command line; the rank's number
+    comes from the environment, as any launcher sets it.
+    """
+    plan_path, folder = sys.argv[1:]
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     plan = TypeAdapter(Plan).validate_json(Path(plan_path).read_text(encoding="utf-8"))
     with (Path(folder) / f"events-{rank}.jsonl").open("w", encoding="utf-8") as events:
@@ -250,4 +253,4 @@ def main(plan_path: str, folder: str) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1], sys.argv[2]))
+    raise SystemExit(main())

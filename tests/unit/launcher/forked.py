@@ -88,7 +88,7 @@ def run_python(command: Sequence[str]) -> None:
     sys.argv[:] = words[is_module:]
     if is_module:
         die_at_once()
-        importlib.import_module(sys.argv[0]).main()
+        sys.exit(importlib.import_module(sys.argv[0]).main())
     else:
         sys.path.insert(0, str(Path(sys.argv[0]).parent))
         runpy.run_path(sys.argv[0], run_name="__main__")
