@@ -312,6 +312,7 @@ COPIES = Stage3Case("bf16", ranks=4, copies=2)
 
 class TestStage3(DistributedTest):
     world_size = [2, 4]
+    exec_timeout = 180
     backend = "gloo"
 
     @mock.patch.object(low_precision, "DEVICE_NUMEL", LAYER // 8)
