@@ -91,7 +91,7 @@ CAMPAIGNS = (
         "reshard-matrix",
         "checkpoints of every division of ranks loaded into every other (minutes)",
         "DS_RESHARD_MATRIX",
-        *(f"tests/unit/v1/checkpoint/test_{name}.py" for name in ("matrix", "stage3", "instances")),
+        *(f"tests/unit/v1/checkpoint/test_{name}.py" for name in ("matrix", "ways")),
     ),
     corrupt_checkpoints(),
     printed(

@@ -1,10 +1,9 @@
-"""Checkpoints of stage 3: resumed bit for bit, by other ranks, at other stages, made whole."""
+"""Checkpoints of stage 3: resumed bit for bit, made whole, in part."""
 
 import gc
-import itertools
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -16,24 +15,21 @@ from deepspeed.runtime.checkpointing import whole_weights
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as fp32_weights
-from unit.common import DistributedFixture, DistributedTest
+from unit.common import DistributedTest
 from unit.models import seeded
 from unit.v1.zero.stage3.models import Net, config_of, train
 
 from . import runs
-from .runs import by_name, convert, decay_groups, differences, kept, of_kind, on_rank_0, refused
+from .runs import by_name, decay_groups, differences, of_kind, on_rank_0, refused
 
-WHOLE = "DS_RESHARD_MATRIX" in os.environ
 PRECISIONS = ("fp32", "bf16")
-STAGES = (0, 1, 2, 3)
-WORLDS = (1, 2, 3)
 
 
 def engine_of(precision: str, stage: int = 3, seed: int = 0, **more: Any) -> Any:
     """With two parameter groups, a frozen layer, tied weights and a parameter that no loss uses;
     what is not of `checkpoint` is of `zero_optimization`.
     """
-    files = {key: more.pop(key) for key in ("load_universal", "writer", "verify") if key in more}
+    files = {key: more.pop(key) for key in ("writer", "verify") if key in more}
     whole = {"stage3_gather_16bit_weights_on_model_save": True}
     at_stage_3 = {"stage3_param_persistence_threshold": 10, **whole} if stage == 3 else {}
     config = {**config_of(stage, **{**at_stage_3, **more}), "checkpoint": files}
@@ -221,92 +217,3 @@ class TestWhole(DistributedTest):
             frozen = {name: before[name] for name in ("weight.frozen.weight", "weight.frozen.bias")}
             assert differences({**wanted, **frozen}, held(other)) == []
             other.destroy()
-
-
-class Crossing(NamedTuple):
-    """A folder that this many ranks saved at this stage."""
-
-    precision: str
-    stage: int
-    world: int
-
-    @property
-    def name(self) -> str:
-        """Of its folder."""
-        return f"{self.precision}-{self.stage}-{self.world}"
-
-
-def crossings(stage: int, world: int) -> list[Crossing]:
-    """What `world` ranks load into `stage`: all in the campaign, else a share of each kind."""
-    every = itertools.product(PRECISIONS, STAGES if stage == 3 else (3,), WORLDS)
-    # The same stage and ranks are `TestResume`.
-    others = [Crossing(*one) for one in every if one[1:] != (stage, world)]
-    return [one for one in others if WHOLE or is_of_the_share(one, stage, world)]
-
-
-def is_of_the_share(one: Crossing, stage: int, world: int) -> bool:
-    if one.stage == stage:
-        return one.precision == PRECISIONS[one.world % 2] and one.world == 1 + world % 3
-    number = one.stage + stage
-    return one.precision == PRECISIONS[(number + 1) % 2] and one.world == 1 + (world + number) % 3
-
-
-NEEDED = {one for stage in STAGES for world in WORLDS for one in crossings(stage, world)}
-
-
-class saved_by_all(DistributedFixture):
-    """Folders of every stage, precision and number of ranks, with what they hold."""
-
-    world_size = list(WORLDS)
-    exec_timeout = 1200 if WHOLE else 240
-
-    def run(self, class_tmpdir: str) -> None:
-        for one in sorted(one for one in NEEDED if one.world == dist.get_world_size()):
-            engine = engine_of(one.precision, one.stage, seed=10 * one.world + one.stage)
-            train(engine, 2, first=one.stage)
-            folder = os.path.join(class_tmpdir, one.name)
-            engine.save_checkpoint(folder)
-            runs.keep(folder, held(engine))
-            engine.destroy()
-
-
-class TestOthers(DistributedTest):
-    """By other numbers of ranks, from and at other stages: equal bit for bit by name.
-
-    Kills: shards of other ranks loaded as they are, padding taken for elements, frozen parameters
-    that stay what they were, weights that are not their masters rounded, another group's moments.
-    """
-
-    world_size = list(WORLDS)
-    exec_timeout = 1200 if WHOLE else 240
-
-    def test(self, saved_by_all: None, class_tmpdir: str) -> None:
-        for stage in STAGES:
-            loaded = crossings(stage, dist.get_world_size())
-            for precision in sorted({one.precision for one in loaded}):
-                engine = engine_of(precision, stage, seed=77)
-                train(engine, 1, first=9)
-                for one in (one for one in loaded if one.precision == precision):
-                    folder = os.path.join(class_tmpdir, one.name)
-                    wanted = kept(folder)
-                    engine.load_checkpoint(folder, load_module_only=True)
-                    weights = (of_kind(seen, "weight") for seen in (wanted, held(engine)))
-                    assert differences(*weights) == [], (stage, one)
-                    engine.load_checkpoint(folder)
-                    found = differences(wanted, held(engine))
-                    assert found == [], (stage, one, found[:3])
-                engine.destroy()
-        if dist.get_world_size() == 2:  # no test of its own: the fixture runs for each
-            self.universal(class_tmpdir)
-
-    def universal(self, class_tmpdir: str) -> None:
-        # Kills: shards copied as if they were weights, a group's rates that are another's.
-        folder = os.path.join(class_tmpdir, "bf16-3-3")
-        on_rank_0(lambda: convert(folder))
-        for stage in (2, 3):
-            engine = engine_of("bf16", stage, seed=78, load_universal=True)
-            engine.load_checkpoint(folder)
-            found = differences(kept(folder), held(engine))
-            assert found == [], (stage, found[:3])
-            assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.01, 0.0]
-            engine.destroy()

@@ -1,10 +1,10 @@
-"""A checkpoint, as it is or made universal, goes on with other ranks, stages and groups: all is
-found by name. Slices of tensor-parallel ranks are joined and cut by the client's patterns.
+"""A checkpoint made universal goes on with other ranks, stages and groups: all is found by name.
+Slices of tensor-parallel ranks are joined and cut by the client's patterns.
 """
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,124 +22,21 @@ from unit.v1.tensor.megatron import CUT, Mpu, Parallel, batch
 
 from . import runs, test_experts
 from . import test_pipeline as pipeline
-from .runs import BF16, FP16, TAG, UNIVERSAL, convert, differences, keep, kept, refused, train, zero
-
-WORLDS = (1, 2, 4)
-STEPS = 2
-CASES: dict[str, dict[str, Any]] = {
-    "fp32-0": {},
-    "fp32-1": zero(1),
-    "fp32-2": zero(2),
-    "fp32-2-elastic": zero(2, elastic_checkpoint=True),
-    "fp32-2-dealt": zero(2, round_robin_gradients=True),
-    "bf16-0": BF16,
-    "bf16-1": {**BF16, **zero(1)},
-    "bf16-2": {**BF16, **zero(2)},
-    "accumulate-0": runs.ACCUMULATE,
-    "accumulate-1": {**runs.ACCUMULATE, **zero(1)},
-    "fp16-0": FP16,
-    "fp16-0-whole": {**FP16, **runs.TORCH_ADAM},
-    "fp16-2": {**FP16, **zero(2)},
-}
-# Files of the first become state of the second.
-ACROSS = [
-    ("fp32-0", "fp32-2"),
-    ("fp32-2", "fp32-0"),
-    ("fp32-2-dealt", "fp32-1"),
-    ("bf16-2", "bf16-0"),
-    ("bf16-0", "accumulate-1"),
-    ("accumulate-1", "bf16-2"),
-    ("fp16-0", "fp16-0-whole"),
-    ("fp16-0-whole", "fp16-2"),
-    ("fp16-2", "fp16-0"),
-]
-
-
-def loads() -> Iterator[tuple[str, int, str, int]]:
-    """What is saved in which world, and loaded as what in which other: each case in two worlds,
-    from one of the others; the same world is test_resume's.
-    """
-    for number, case in enumerate(CASES):
-        for place, world in enumerate(WORLDS):
-            if (number + place) % 3:
-                others = [saved for saved in WORLDS if saved != world]
-                yield case, others[number % 2], case, world
-    for number, (case, into) in enumerate(ACROSS):
-        yield case, WORLDS[number % 3], into, WORLDS[(number + number // 3 + 1) % 3]
-
-
-def make(case: str, seed: int = 1, **keys: Any) -> Any:
-    """An engine whose global batch is the same in every world."""
-    rows = 4 // dist.get_world_size()
-    sizes = {"train_micro_batch_size_per_gpu": rows, "gradient_accumulation_steps": 1}
-    return runs.start(seed, **CASES[case], **sizes, **keys)
-
-
-def expected(engine: Any) -> dict[str, Any]:
-    scaler = vars(engine.optimizer.loss_scaler) if engine.fp16_enabled() else {}
-    return {
-        **runs.by_name(engine),
-        "scaler": {key: value for key, value in scaler.items() if key.startswith("cur_")},
-        "counts": (engine.global_steps, engine.global_samples, engine.skipped_steps),
-        "rates": engine.get_lr(),
-        "data": engine.training_dataloader.state_dict(),
-    }
-
-
-def masters_and_moments(found: dict[str, Any]) -> dict[str, Any]:
-    kinds = ("master", "exp_avg", "counts", "rates")
-    return {key: value for key, value in found.items() if key.startswith(kinds)}
-
-
-class SavedByAll(DistributedFixture):
-    """All that is loaded, with what it held."""
-
-    world_size = list(WORLDS)
-    exec_timeout = 120
-
-    def run(self, class_tmpdir: Any) -> None:
-        world = dist.get_world_size()
-        for case in dict.fromkeys(case for case, saved, *_ in loads() if saved == world):
-            folder = f"{class_tmpdir}/{case}/{world}"
-            engine = make(case)
-            train(engine, STEPS)
-            engine.save_checkpoint(folder)
-            keep(folder, expected(engine))
-
-
-class TestOtherWorlds(DistributedTest):
-    """Kills: elements in others' places, padding taken for elements, a group's in one shard."""
-
-    world_size = list(WORLDS)
-    exec_timeout = 120
-
-    def test_the_same_by_name(self, SavedByAll: Any, class_tmpdir: Any) -> None:
-        for case, saved, into, world in loads():
-            if world == dist.get_world_size():
-                self.load(f"{class_tmpdir}/{case}/{saved}", case, into)
-
-    def load(self, folder: str, case: str, into: str) -> None:
-        engine = make(into, seed=2)
-        train(engine, 1)  # state that loading must replace
-        engine.load_checkpoint(folder)
-        wanted, found = kept(folder), expected(engine)
-        if case != into:
-            wanted, found = masters_and_moments(wanted), masters_and_moments(found)
-        assert differences(wanted, found) == [], (folder, into)
-
-
-# Made universal
+from .runs import BF16, TAG, UNIVERSAL, convert, differences, keep, kept, refused, train, zero
+from .test_ways import STEPS, held, make
 
 # Saved as the first, loaded as the second.
 CONVERTED = [
-    ("fp32-2-dealt", "fp32-1"),
-    ("fp32-0", "fp32-2"),
-    ("bf16-0", "bf16-0"),
-    ("bf16-2", "accumulate-1"),
-    ("fp16-2", "fp16-2"),
-    ("fp16-2", "fp16-0"),
-    ("fp16-0-whole", "fp16-2"),
-    ("fp32-2-elastic", "fp32-0"),
+    ("fp32: 2, dealt", "fp32: 1"),
+    ("fp32: 0", "fp32: 2"),
+    ("bf16: 0", "bf16: 0"),
+    ("bf16: 2", "bf16: 1, accumulate"),
+    ("bf16: 3", "bf16: 2"),
+    ("bf16: 3", "bf16: 3"),
+    ("fp16: 2", "fp16: 2"),
+    ("fp16: 2", "fp16: 0"),
+    ("fp16: 0, whole", "fp16: 2"),
+    ("fp32: 2, elastic", "fp32: 0"),
 ]
 BF16_1 = {**BF16, **zero(1)}
 PIPELINES = {"fp32-1": {**zero(1), "grouped": True}, "fp32-0": {}, "bf16-1": BF16_1}
@@ -156,7 +53,7 @@ class SavedByTwo(DistributedFixture):
         for case in sorted({case for case, _ in CONVERTED}):
             engine = make(case)
             train(engine, STEPS)
-            self.save(engine, f"{class_tmpdir}/{case}", expected(engine))
+            self.save(engine, f"{class_tmpdir}/{case}", held(engine))
         for case, keys in EXPERTS.items():
             engine = test_experts.make(2, 1, **keys)
             test_experts.train(engine, STEPS)
@@ -168,9 +65,9 @@ class SavedByTwo(DistributedFixture):
             self.save(engine, f"{class_tmpdir}/pipeline-{case}", pipeline.whole(engine))
 
     @staticmethod
-    def save(engine: Any, folder: str, held: Any) -> None:
+    def save(engine: Any, folder: str, seen: Any) -> None:
         engine.save_checkpoint(folder)
-        keep(folder, held)
+        keep(folder, seen)
         runs.on_rank_0(lambda: convert(folder))
 
 
@@ -200,10 +97,9 @@ class TestOtherDivisions(DistributedTest):
         for case, into in CONVERTED:
             engine = make(into, seed=2, **UNIVERSAL)
             train(engine, 1)  # state that loading must replace
-            wanted, found = load(engine, f"{folder}/{case}"), expected(engine)
-            if case != into:
-                wanted, found = masters_and_moments(wanted), masters_and_moments(found)
-            assert differences(wanted, found) == [], (case, into)
+            wanted = load(engine, f"{folder}/{case}")
+            assert differences(wanted, held(engine)) == [], (case, into)
+            assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.1, 0.0]
             train(engine, 1)
 
     def other_stages(self, folder: str) -> None:
@@ -230,12 +126,12 @@ class TestIncomplete(DistributedTest):
 
     def test_refused_and_nothing_changed(self, tmp_path: Path) -> None:
         unchecked = {"checkpoint": {"load_universal": True, "verify": "off"}}
-        engine = make("fp32-2", **unchecked)
+        engine = make("fp32: 2", **unchecked)
         train(engine, 1)
         engine.save_checkpoint(tmp_path, tag="t")
         convert(tmp_path)
         train(engine, 1)
-        before = expected(engine)
+        before = held(engine)
         bad = tmp_path / "bad" / UNIVERSAL_FOLDER
         first, last = bad / "first.bias", bad / "last.bias"
         damages: dict[str, Callable[[], Any]] = {
@@ -252,10 +148,10 @@ class TestIncomplete(DistributedTest):
             damage()
             with refused(message):
                 engine.load_checkpoint(tmp_path, tag="bad")
-            assert differences(before, expected(engine)) == []
+            assert differences(before, held(engine)) == []
             shutil.rmtree(bad.parent)
         engine.load_checkpoint(tmp_path)
-        assert differences(before, expected(engine)) != []
+        assert differences(before, held(engine)) != []
 
 
 # Another number of tensor-parallel ranks
@@ -330,8 +226,8 @@ class TestOtherTensorRanks(DistributedTest):
         path, client_state = engine.load_checkpoint(folder)
         assert os.path.basename(path) == (TAG if universal else "global_step2")
         assert client_state[UNIVERSAL_CHECKPOINT_INFO] == INFO
-        held, went_on = kept(folder)
-        assert differences(held, whole(engine)) == [], (folder, size, universal)
+        wanted, went_on = kept(folder)
+        assert differences(wanted, whole(engine)) == [], (folder, size, universal)
         # Sums over ranks are rounded otherwise.
         tolerance = 1e-5 if case.startswith("fp32") else 2e-2
         assert train_sliced(engine, 2) == pytest.approx(went_on, rel=tolerance)

@@ -211,6 +211,10 @@ KEYS: dict[str, dict[str, Any]] = {
     "offload": CPU,
     "elastic": ELASTIC,
     "elastic, offload": {**CPU, **ELASTIC},
+    "params": {"offload_param": {"device": "cpu"}},
+    "0.01": {"offload_optimizer": {"device": "cpu", "ratio": 0.01}},
+    "0.4": {"offload_optimizer": {"device": "cpu", "ratio": 0.4}},
+    "0.7": {"offload_optimizer": {"device": "cpu", "ratio": 0.7}},
 }
 
 
@@ -274,7 +278,16 @@ CASES += [
     Case(Layout(2, "one", 1), Layout(2, "lone", 2, keys="offload")),
     Case(Layout(2, "one", 1, keys="elastic"), Layout(2, "lone", 1, keys="elastic")),
     Case(Layout(1, "two", 1, keys="elastic, offload"), Layout(1, "two", 1, keys="elastic")),
+    Case(Layout(3, "one", 2), Layout(3, "one", 2, keys="params")),
+    Case(Layout(3, "one", 2, keys="params"), Layout(3, "one", 2)),
 ]
+# Parts of the optimizer on the host: none, some or almost none, and what goes from one to another.
+CASES += [
+    Case(Layout(3, "two", 2, keys=one), Layout(3, "two", 2, keys=other), optimizer)
+    for one, other in itertools.pairwise(("offload", "0.4", "0.01", "0.7", ""))
+    for optimizer in ("AdamW", "SGD")
+]
+CASES += [Case(Layout(2, "two", 2), Layout(3, "two", 2, keys="0.4"), "SGD")]
 
 
 def product() -> list[Case]:
@@ -336,7 +349,8 @@ class SavedOfAll(Saved):
 
 class TestUpdates(DistributedTest):
     """Kills: a step count that several states share; padding that resembles state; numbers taken
-    for a parameter's state; moments of another element.
+    for a parameter's state; moments of another element; parts of a partial offload in another order
+    than parameters, or one count of steps for both.
     """
 
     world_size = list(WORLDS)
