@@ -14,7 +14,6 @@ from torch import nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
 from deepspeed.accelerator.thread_state import KNOWS_SAVED_HOOKS
-from deepspeed.runtime.streams import SideStream
 from deepspeed.verify import check_streams
 from unit.common import DistributedTest
 from unit.v1.contract.matrix import Case
@@ -389,14 +388,3 @@ class TestTraining(DistributedTest):
         ):
             with simulate(schedule=schedule, backward_streams=2):
                 run_cases([case])
-
-    def test_undone_fix_1_is_not_a_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        # Kills: a simulation that forgives a reduction that waits for the last producer only.
-        wait_for = SideStream.wait_for
-
-        def only_current(self: SideStream, producers: Any) -> None:
-            wait_for(self, {self.current_stream()})
-
-        monkeypatch.setattr(SideStream, "wait_for", only_current)
-        with simulate(backward_streams=3), pytest.raises(AssertionError, match="off by nan"):
-            run_cases([SHARED_BUCKET])

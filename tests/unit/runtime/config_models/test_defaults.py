@@ -3,7 +3,6 @@
 import sys
 
 import pytest
-import torch
 
 import deepspeed.runtime.constants as constants
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -12,7 +11,6 @@ from deepspeed.runtime.config_models.getters import GETTERS
 from deepspeed.runtime.config_models.reader import known_fields
 from deepspeed.runtime.config_models.refusals import value_at
 from deepspeed.runtime.config_models.training import TrainingConfig
-from deepspeed.runtime.zero.config import ZeroStageEnum
 from unit.runtime.config_models.reading import config, zero_of
 
 
@@ -79,31 +77,6 @@ def test_every_key_is_documented():
                 yield from undocumented(inner, f"{path}{name}.")
 
     assert list(undocumented(TrainingConfig)) == []
-
-
-def test_upstreams_names_delegate():
-    read = config(
-        optimizer={"type": "AdamW", "params": {"lr": 1e-3}},
-        scheduler={"type": "WarmupLR"},
-        zero_optimization={"stage": 1},
-        communication_data_type="bf16",
-        gradient_clipping=0.5,
-        checkpoint={"tag_validation": "Fail"},
-        fp16={"enabled": True, "initial_scale_power": 4},
-    )
-    assert (read.optimizer_name, read.optimizer_params) == ("adamw", {"lr": 1e-3})
-    assert (read.scheduler_name, read.scheduler_params) == ("WarmupLR", None)
-    assert read.zero_enabled and read.zero_optimization_stage == ZeroStageEnum.optimizer_states
-    assert read.zero_config is read.tree.zero_optimization
-    assert read.communication_data_type is torch.bfloat16 and read.gradient_clipping == 0.5
-    assert read.checkpoint_tag_validation_enabled and read.checkpoint_tag_validation_fail
-    assert read.float16_config.dynamic_loss_scale_args()["init_scale"] == 16
-    assert read.float16_config.dynamic
-    assert read.monitor_config.enabled is False and read.timers_config.enabled
-    assert config(optimizer={"type": "Adadelta"}).optimizer_name == "Adadelta"
-    assert config().optimizer_name is None
-    with pytest.raises(AttributeError, match="no_such"):
-        _ = read.no_such
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 import deepspeed
 from deepspeed.runtime import config as config_module
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from unit.common import DistributedTest
 
@@ -314,6 +315,26 @@ def test_attributes_of_the_configuration() -> None:
     for name in ("zero_enabled", "zero_config", "optimizer_name"):
         with pytest.raises(AttributeError):
             setattr(read, name, None)
+
+
+def test_of_other_configurations() -> None:
+    read = DeepSpeedConfig(
+        {
+            "train_batch_size": 8,
+            "fp16": {"enabled": True, "initial_scale_power": 4},
+            "optimizer": {"type": "Adadelta"},
+            "scheduler": {"type": "WarmupLR"},
+            "zero_optimization": {"stage": 1},
+        }
+    )
+    assert (read.optimizer_name, read.scheduler_params) == ("Adadelta", None)
+    assert read.zero_optimization_stage == ZeroStageEnum.optimizer_states
+    assert read.float16_config.dynamic
+    assert read.float16_config.dynamic_loss_scale_args()["init_scale"] == 16
+    assert read.monitor_config.enabled is False and read.timers_config.enabled
+    assert DeepSpeedConfig({"train_batch_size": 8}).optimizer_name is None
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = read.no_such
 
 
 # Name -> what the method returns for FULL.
