@@ -6,7 +6,7 @@ import errno
 import gc
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.comm.watch import observation
 from deepspeed.ops import state_files
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.aio.engines import How, NativeEngine, Outcome, Transfer
@@ -32,6 +31,7 @@ from deepspeed.utils import (
 from unit.common import DistributedTest
 from unit.models import config_of, drawn
 from unit.one_process import mean_square, placed
+from unit.v1.gathering import collectives
 
 WIDTH = 96
 # A rank's shard has some 9,400 elements: ten windows, and pieces that end in the middle of one.
@@ -79,24 +79,6 @@ def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
-@contextmanager
-def counted() -> Iterator[list[str]]:
-    """The names of the operations between ranks within it."""
-
-    class Counting:
-        def run(self, call: observation.CollectiveCall, proceed: Callable[[], object]) -> object:
-            names.append(call.name)
-            return proceed()
-
-    names: list[str] = []
-    counting = Counting()
-    observation.add_observer(counting)
-    try:
-        yield names
-    finally:
-        observation.remove_observer(counting)
-
-
 class TestSameBits(DistributedTest):
     world_size = 2
 
@@ -113,7 +95,7 @@ class TestSameBits(DistributedTest):
             param = next(engine.module.parameters())
             safe_set_full_fp32_param(param, torch.full((WIDTH, WIDTH), 0.125))
             safe_set_full_optimizer_state(param, torch.full((WIDTH, WIDTH), 0.5), "exp_avg_sq")
-            with counted() as names:
+            with collectives() as names:
                 step(engine, 2, 1)
             counts.append(len(names))
             trained.append(state_of(engine))
