@@ -45,11 +45,14 @@ class Cut(NamedTuple):
         return f"dp{self.replicas}-pp{self.stages}-oi{self.instances}"
 
 
+TABLE = os.environ.get("DS_RESHARD_MATRIX")
 CUTS = [
     Cut(replicas, stages, instances)
     for stages, replicas, instances in itertools.product((1, 2), (1, 2, 3, 4), (1, 2))
     if replicas % instances == 0
 ]
+if not TABLE:
+    CUTS.append(Cut(1, 4, 1))  # stages between others, which the campaign leaves out
 
 
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": BF16, "fp16": FP16}
@@ -187,7 +190,6 @@ def by_cut(
         yield case, cut, [one for one in here if (one.case, getattr(one, which)) == (case, cut)]
 
 
-TABLE = os.environ.get("DS_RESHARD_MATRIX")
 EVERY = all_combinations()
 # More than four ranks are the campaign's alone.
 COMBINATIONS = (

@@ -1,4 +1,4 @@
-"""Checkpoints of pipelines of four stages go on with fewer, and the other way round.
+"""Files of pipelines' checkpoints; how they go on in other divisions shows `test_matrix`.
 
 Others train its small pipeline with tied weights, whose batches do not depend on how it is divided.
 """
@@ -14,12 +14,12 @@ from torch import nn
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from unit.common import DistributedFixture, DistributedTest
+from unit.common import DistributedTest
 from unit.models import drawn
 from unit.v1.gathering import from_all_ranks
 
 from . import runs
-from .runs import ACCUMULATE, BF16, TORCH_ADAM, by_name, decay_groups, differences, keep, kept, zero
+from .runs import BF16, TORCH_ADAM, by_name, decay_groups, differences, zero
 
 WIDTH = 6
 MICRO_BATCHES = 2
@@ -108,61 +108,6 @@ def whole(engine: Any) -> dict[str, Any]:
     for rank, own in enumerate(found):
         assert differences(own, {name: merged[name] for name in own}) == [], f"rank {rank} differs"
     return merged
-
-
-STAGES = {1: (1,), 2: (1, 2), 4: (2, 4)}
-ALL = [(world, stages) for world, several in STAGES.items() for stages in several]
-CASES: dict[str, dict[str, Any]] = {
-    "fp32-1": {**zero(1), "grouped": True},
-    "accumulate-1": {**ACCUMULATE, **zero(1)},
-}
-STEPS = 2
-
-
-class SavedPipelines(DistributedFixture):
-    """All cases, divided in all ways, saved after two steps, and how they went on."""
-
-    world_size = [1, 2, 4]
-    exec_timeout = 120
-
-    def run(self, class_tmpdir: Any) -> None:
-        for case, keys in CASES.items():
-            for stages in STAGES[dist.get_world_size()]:
-                name = f"{class_tmpdir}/{case}-{dist.get_world_size()}-{stages}"
-                engine = make(stages, **keys)
-                train(engine, STEPS)
-                engine.save_checkpoint(name)
-                keep(name, (whole(engine), train(engine, 2)))
-
-
-class TestOtherStages(DistributedTest):
-    """Kills: another stage's state, ties twice or from nowhere, a layer under a local number."""
-
-    world_size = [1, 2, 4]
-    exec_timeout = 120
-
-    def test_goes_on(self, SavedPipelines: Any, class_tmpdir: Any) -> None:
-        for number, (case, keys) in enumerate(CASES.items()):
-            for place, (saved_world, saved_stages) in enumerate(ALL):
-                name = f"{class_tmpdir}/{case}-{saved_world}-{saved_stages}"
-                held, went_on = kept(name)
-                if saved_world == dist.get_world_size():  # of each folder once
-                    assert runs.exported_otherwise(name, held) == [], name
-                for stages in STAGES[dist.get_world_size()]:
-                    into = ALL.index((dist.get_world_size(), stages))
-                    if 4 not in (saved_stages, stages) or (place + into) % 2 != number:
-                        continue
-                    engine = make(stages, seed=2, **keys)
-                    train(engine, 1)  # state that loading must replace
-                    engine.load_checkpoint(name)
-                    told = (name, stages)
-                    assert runs.otherwise(held, whole(engine)) == [], told
-                    counters = (engine.global_steps, engine.global_samples)
-                    assert counters == (STEPS, STEPS * BATCH), told
-                    # Partial sums over ranks and micro-batches are rounded otherwise: in the
-                    # model's dtype for activations.
-                    rel = 1e-5 if case.startswith("fp32") else 2e-2
-                    assert train(engine, 2) == [pytest.approx(s, rel=rel) for s in went_on], told
 
 
 class TestFiles(DistributedTest):
