@@ -22,6 +22,7 @@ from deepspeed.checkpoint.files import CheckpointError
 from unit.common import DistributedFixture, DistributedTest
 from unit.models import seeded
 from unit.one_process import train as train_on
+from unit.v1.contract.matrix import covering
 from unit.v1.gathering import from_all_ranks
 
 from . import runs
@@ -93,28 +94,15 @@ def all_combinations() -> list[Combination]:
 def pairwise(combinations: Sequence[Combination]) -> list[Combination]:
     """A share of them in which each two properties of a combination occur together at least once.
 
-    Greedy: always the next that shows most new pairs, of those one whose runs are made anyway,
-    with few ranks.
+    Those of few ranks come first: of several that show as much it is the first that is taken.
     """
-
-    def pairs(one: Combination) -> set[Any]:
-        properties = enumerate((*one.case.split("-"), *one.saved, *one.into))
-        return set(itertools.combinations(properties, 2))
-
-    def gain(one: Combination) -> tuple[int, int, int]:
-        shared = len({("saved", one.case, one.saved), ("into", one.case, one.into)} & begun)
-        return len(shown[one] & missing), shared, -one.saved.world - one.into.world
-
-    begun: set[Any] = set()
-    shown = {one: pairs(one) for one in combinations}
-    missing = set().union(*shown.values())
-    chosen = []
-    while missing:
-        best = max(combinations, key=gain)
-        chosen.append(best)
-        begun |= {("saved", best.case, best.saved), ("into", best.case, best.into)}
-        missing -= shown[best]
-    return chosen
+    fields = [f"{which} {field}" for which in ("saved", "into") for field in Cut._fields]
+    names = ("precision", "stage", *fields)
+    rows = []
+    for one in sorted(combinations, key=lambda one: one.saved.world + one.into.world):
+        properties = (*one.case.split("-"), *one.saved, *one.into)
+        rows.append({"one": one, **dict(zip(names, properties, strict=True))})
+    return [row["one"] for row in covering(rows, dict.fromkeys(names, ()))]
 
 
 class Plain(nn.Module):
