@@ -1,7 +1,6 @@
 """The simulated device: what is not ordered is wrong every time, the rest is the host's result."""
 
 import copy
-import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,9 +14,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import Sim_Accelerator, simulate
 from deepspeed.accelerator.thread_state import KNOWS_SAVED_HOOKS
 from deepspeed.verify import check_streams
-from unit.common import DistributedTest
-from unit.v1.contract.matrix import Case
-from unit.v1.contract.runner import run_cases
 
 
 @pytest.fixture
@@ -367,24 +363,3 @@ def test_a_mask_on_the_host_chooses(sim: Sim_Accelerator) -> None:
     # Kills: a result of as many elements as a mask without values would choose.
     device, mask = torch.arange(3.0), sim.pin_memory(torch.tensor([True, False, True]))
     assert device[mask].tolist() == [0.0, 2.0]
-
-
-# Several parameters per bucket, so that one bucket is filled from several streams.
-SHARED_BUCKET = Case(2, "bf16", 1, True, True, True, False, "exact", 2, "sgd")
-LOCAL_ACCUMULATION = Case(1, "fp16+fp32", 3, True, True, True, False, "tiny", 2, "sgd")
-
-
-class TestTraining(DistributedTest):
-    world_size = 2
-
-    @pytest.mark.parametrize("schedule", [0, 1])
-    def test_equals_one_process(self, schedule: int) -> None:
-        # Kills: a missing wait in engine or optimizer; zeroing the accumulator while the reduction
-        # stream still reads it.
-        for case in (
-            SHARED_BUCKET,
-            dataclasses.replace(SHARED_BUCKET, stage=1, offload=True),
-            LOCAL_ACCUMULATION,
-        ):
-            with simulate(schedule=schedule, backward_streams=2):
-                run_cases([case])
