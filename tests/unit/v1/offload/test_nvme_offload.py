@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import os
 import resource
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -114,27 +116,26 @@ class TestSameBits(DistributedTest):
         assert os.listdir(tmp_path / "swap") == []
 
 
-def cut(engine: Any) -> AbstractContextManager[None]:
-    """Somebody cuts a file of masters."""
-    address = engine.optimizer.masters.groups[0].master.data_ptr()
-    os.truncate(state_files._mappings[address].file.fileno(), 4096)
-    return nullcontext()
-
-
 @contextmanager
-def unreadable(engine: Any) -> Iterator[None]:
-    """A block in the midst of every file cannot be read."""
+def failing(is_write: bool, skipped: int, is_cut: bool = False) -> Iterator[None]:
+    """On rank 1 all transfers of one direction fail after the first `skipped`; or somebody cuts all
+    files.
+    """
 
     def run(self: Any, transfer: Transfer, how: How) -> Outcome:
-        is_there = transfer.is_write or transfer.offset < 4 * WINDOW * 3
-        return original(self, transfer, how) if is_there else Outcome(512, errno.EIO)
+        fails = transfer.is_write == is_write and next(count) >= skipped
+        return Outcome(512, errno.EIO) if fails else original(self, transfer, how)
 
-    original = NativeEngine.run
-    NativeEngine.run = run  # type: ignore[method-assign]
-    try:
+    count, original = itertools.count(), NativeEngine.run
+    if deepspeed.comm.get_rank() == 0:
         yield
-    finally:
-        NativeEngine.run = original  # type: ignore[method-assign]
+    elif is_cut:
+        for mapping in state_files._mappings.values():
+            os.truncate(mapping.file.fileno(), 4096)
+        yield
+    else:
+        with mock.patch.object(NativeEngine, "run", run):
+            yield
 
 
 class TestDiskErrors(DistributedTest):
@@ -153,11 +154,12 @@ class TestDiskErrors(DistributedTest):
         wanted = state_of(engine)
         is_mine = deepspeed.comm.get_rank() == 1
         for fault, code, reason in (
-            (unreadable, errno.EIO, "Input/output error: .* bytes are to be read from byte"),
-            (cut, errno.ENODATA, "the file ends at byte 4,096: .* bytes are to be read"),
-            (lambda _: files_of_at_most(8192), errno.EFBIG, "File too large: .* to be written"),
+            # In the midst of a pass over windows.
+            (failing(False, 12), errno.EIO, "Input/output error: .* bytes are to be read from"),
+            (failing(False, 0, True), errno.ENODATA, "the file ends at byte 4,096: .* to be read"),
+            (files_of_at_most(8192), errno.EFBIG, "File too large: .* to be written"),
         ):
-            with fault(engine) if is_mine else nullcontext():
+            with fault if is_mine else nullcontext():
                 with pytest.raises(OSError, match=f"{reason}.*rank 1.*{tmp_path}/swap") as caught:
                     step(engine, 3, 1)
             assert caught.value.errno == code

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import itertools
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,9 +14,7 @@ import torch
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.ops import state_files
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.ops.aio.engines import How, NativeEngine, Outcome, Transfer
 from deepspeed.ops.aio.handle import AsyncIOHandle
 from deepspeed.ops.state_files import place_in_file
 from deepspeed.runtime.sharding import publisher
@@ -30,6 +24,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from deepspeed.verify import check_streams
 from unit.common import DistributedFixture, DistributedTest
 from unit.v1.checkpoint.runs import UNIVERSAL, convert, keep, kept, on_rank_0
+from unit.v1.offload.test_nvme_offload import failing
 from unit.v1.zero.stage3.models import (
     BOUNDED,
     MIXED,
@@ -174,28 +169,6 @@ class TestScripts(DistributedTest):
         found |= {f"{k} saved": v for k, v in torch.load(folder / "pytorch_model.bin").items()}
         fp32 = get_fp32_state_dict_from_zero_checkpoint(str(folder))
         return found | {f"{name} of the folder": value for name, value in fp32.items()}
-
-
-@contextmanager
-def failing(is_write: bool, skipped: int, is_cut: bool = False) -> Iterator[None]:
-    """On rank 1 all transfers of one direction fail after the first `skipped`; or somebody cuts all
-    files.
-    """
-
-    def run(self: Any, transfer: Transfer, how: How) -> Outcome:
-        fails = transfer.is_write == is_write and next(count) >= skipped
-        return Outcome(512, errno.EIO) if fails else original(self, transfer, how)
-
-    count, original = itertools.count(), NativeEngine.run
-    if dist.get_rank() == 0:
-        yield
-    elif is_cut:
-        for mapping in state_files._mappings.values():
-            os.truncate(mapping.file.fileno(), 4096)
-        yield
-    else:
-        with mock.patch.object(NativeEngine, "run", run):
-            yield
 
 
 class TestDiskErrors(DistributedTest):

@@ -28,6 +28,7 @@ from unit.common import DistributedTest
 from unit.models import config_of, drawn
 from unit.one_process import mean_square, placed, train
 from unit.v1.gathering import collectives
+from unit.v1.offload.test_nvme_offload import same
 
 WIDTH = 24
 # A rank's shard of the model has 388 elements: 7 pieces.
@@ -77,10 +78,6 @@ def trained(
         values = [tensor.detach().clone() for tensor in kept]
         engine.destroy()
     return values
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
 
 
 class TestPieces(DistributedTest):

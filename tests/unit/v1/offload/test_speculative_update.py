@@ -36,6 +36,7 @@ from deepspeed.verify import check_streams
 from unit.common import DistributedTest
 from unit.models import config_of, drawn
 from unit.one_process import mean_square, placed
+from unit.v1.offload.test_nvme_offload import same
 
 WIDTH = 24
 WINDOW = 64  # elements: a shard has six of them
@@ -86,10 +87,6 @@ def everything(engine: Any) -> list[torch.Tensor]:
     kept = [value for own in states for _, value in sorted(own.items())]
     kept += [tensor for group in masters.groups for tensor in (group.master, group.flat)]
     return [torch.as_tensor(value).detach().clone() for value in kept]
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def counts(engine: Any) -> tuple[int, int]:
