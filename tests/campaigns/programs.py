@@ -71,6 +71,7 @@ CAMPAIGNS = (
         rounds=1000,
         part="wide: a share of all configurations (default); pipe: of pipelines; long: 120 runs of "
         "the demo's GPT",
+        kind='such as "fp16" or "fp16 adam" (default: all)',
         steps="optimizer steps of each run (default: 10, 4 of pipelines, 500 of the long part)",
         rows="file of finished runs, which are not run again; new ones are added",
         minutes="launch nothing later than this",

@@ -3,9 +3,10 @@
 python -m unit.v1.reproducibility.product --part long --rounds 120 --steps 500
 
 With `--rows FILE` finished configurations are kept there and not run again, so that several
-sessions complete a part (of one state of the package):
+sessions complete a part (of one state of the package, on one kind of processor, whose products
+of matrices have bits of their own):
 
-python -m unit.v1.reproducibility.product --part long --rounds 120 --rows long.jsonl --minutes 60
+python -m unit.v1.reproducibility.product --part long --kind fp16 --rows long.jsonl --minutes 60
 """
 
 import argparse
@@ -42,7 +43,7 @@ class Part(NamedTuple):
 PARTS = {
     "wide": Part(product_cases, digest_of, 10, 20),
     "pipe": Part(pipe_product, bits_of, 4, 20),
-    "long": Part(lambda: [*long_cases()], long_digest_of, 500, 1),
+    "long": Part(lambda: [*long_cases()], long_digest_of, 500, 4),
 }
 TIMEOUT_S = 6 * 3600.0
 PATH = ":".join(str(Path(__file__).resolve().parents[level]) for level in (3, 4))
@@ -92,9 +93,9 @@ def worker() -> None:
         Path("found").write_bytes(pickle.dumps(found))
 
 
-def chosen(part: str, rounds: int, seed: int) -> list[Any]:
+def chosen(part: str, kind: str, rounds: int, seed: int) -> list[Any]:
     """Cases of a part, in the order in which they run: by ranks, the plainest on one first."""
-    cases = PARTS[part].cases()
+    cases = [case for case in PARTS[part].cases() if case.kind.startswith(kind)]
     if rounds < len(cases):
         cases = random.Random(seed).sample(cases, rounds)
     alone = {case.kind: case.alone for case in cases}
@@ -114,6 +115,7 @@ def main(argv: list[str] | None = None) -> int:
     """Draw, train, compare; returns 1 if any has other bits, 2 if some are left to run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", choices=PARTS, default="wide")
+    parser.add_argument("--kind", default="", help='such as "fp16" or "fp16 adam"; default: all')
     parser.add_argument("--rounds", type=int, default=1000, help="how many of the product")
     parser.add_argument("--steps", type=int, help="default: 10, 4 of pipelines, 500 of long")
     parser.add_argument("--seed", type=int, help="draws them")
@@ -127,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     seed = random.randrange(10**6) if arguments.seed is None else arguments.seed
     name, part = arguments.part, PARTS[arguments.part]
     steps = arguments.steps or part.steps
-    cases = chosen(name, arguments.rounds, seed)
+    cases = chosen(name, arguments.kind, arguments.rounds, seed)
     rows = {row.key: row for row in read_rows(arguments.rows)}
     until = time.monotonic() + 60 * (arguments.minutes or float("inf"))
     left = [case for case in cases if (name, steps, case.name) not in rows]
