@@ -1,8 +1,6 @@
 """Ranks that take different ways: who waits says so, and where. Threads that look end in time."""
 
 import gc
-import itertools
-import logging
 import os
 import threading
 import time
@@ -17,16 +15,14 @@ import torch
 import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator.sim_accelerator import simulate
-from deepspeed.comm import process_groups
 from deepspeed.comm.watch import lone_waits
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.checkpointing import folders
 from deepspeed.runtime.checkpointing.save_job import SaveJob
 from unit.common import DistributedTest
-from unit.launcher.starting import until
 from unit.models import config_of, linears
 from unit.one_process import mean_square
-from unit.v1.zero.usage import Warnings
+from unit.v1.zero.usage import Reports
 
 WIDTH = 4
 REPORT_S = 0.5
@@ -36,37 +32,12 @@ LATE_S = 1.0
 LIMIT_S = 5.0 * max(1.0, os.getloadavg()[0] / (4 * (os.cpu_count() or 1)))
 
 
-class Reports(Warnings):
-    """Texts of waits, and since when there are any; other ranks can wait for that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.since = float("inf")
-        self.number = next(numbers)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        super().emit(record)
-        if self() and self.since == float("inf"):
-            self.since = time.monotonic()
-            process_groups.get_store().set(f"heard/{self.number}/{dist.get_rank()}", "")
-
-    def __call__(self) -> list[str]:
-        return self.about(" s for ")
-
-    def has_heard(self, rank: int) -> bool:
-        return process_groups.get_store().check([f"heard/{self.number}/{rank}"])
-
-
-# Of what is heard, on all ranks.
-numbers = itertools.count()
-
-
 @contextmanager
 def heard() -> Iterator[Reports]:
     """What the log says meanwhile of waits, which are soon reported."""
     lone_waits.watch.report_s = REPORT_S
     try:
-        with Reports() as said:
+        with Reports(" s for ") as said:
             yield said
     finally:
         lone_waits.watch.report_s = lone_waits.DEFAULT_REPORT_S
@@ -109,7 +80,7 @@ def one_that_is_late(act: Callable[[], Any], what: str, who: str) -> None:
     is_late = dist.get_rank() == 1
     with heard() as said:
         if is_late:
-            until(lambda: said.has_heard(0), LIMIT_S, lambda: "rank 0 said nothing")
+            said.await_others(LIMIT_S)
         started = time.monotonic()
         act()
         ended = time.monotonic()

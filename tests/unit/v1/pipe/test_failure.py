@@ -423,7 +423,7 @@ class Fragile(nn.Linear):
 
 
 def start(num_stages: int, schedule: str) -> PipelineEngine:
-    """An engine that has taken a step."""
+    """An engine that has taken a step, on all ranks."""
     layers = [Fragile(WIDTH, WIDTH) for _ in range(4)]
     how = {"loss_fn": nn.MSELoss(), "partition_method": "uniform"}
     sgd = {"type": "SGD", "params": {"lr": 0.1}}
@@ -432,6 +432,7 @@ def start(num_stages: int, schedule: str) -> PipelineEngine:
     module = PipelineModule(layers, num_stages=num_stages, **how)
     engine: PipelineEngine = deepspeed.initialize(model=module, config=config)[0]
     engine.train_batch(data(False))
+    dist.barrier()  # a failure in the next batch would end ranks that are still in this one
     return engine
 
 

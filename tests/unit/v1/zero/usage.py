@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+import time
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -98,6 +101,37 @@ class Warnings(logging.Handler):
 
     def __exit__(self, *error: object) -> None:
         logger.removeHandler(self)
+
+
+class Reports(Warnings):
+    """Those that have certain words; other ranks can wait for the first. All ranks make theirs.
+
+    Attributes:
+        since: When there was one, by `time.monotonic`.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, words: str) -> None:
+        super().__init__()
+        self.words, self.since = words, float("inf")
+        self._key = f"reports/{next(self._numbers)}"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        if self() and self.since == float("inf"):
+            self.since = time.monotonic()
+            dist.get_store().set(f"{self._key}/{dist.get_rank()}", "")
+
+    def __call__(self) -> list[str]:
+        return self.about(self.words)
+
+    def await_others(self, seconds: float) -> None:
+        """Return when each other rank has one."""
+        others = set(range(dist.get_world_size())) - {dist.get_rank()}
+        dist.get_store().wait(
+            [f"{self._key}/{rank}" for rank in others], timedelta(seconds=seconds)
+        )
 
 
 def data(index: int, rank: int | None = None) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import deepspeed
+from deepspeed import comm as dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.messages.failure import PipelinePeerError
@@ -227,6 +228,7 @@ class TestFourStages(Shapes):
         # rest; a rank that is not told.
         engine = make_engine(self.world_size, schedule, dynamic=False)  # type: ignore[arg-type]  # one number
         engine.train_batch(iter(fixed_batch(0, 3)))
+        dist.barrier()  # a failure in the next batch would end ranks that are still in this one
         for layer in engine.module.modules():
             if isinstance(layer, Grow):
                 layer.grown = where == "layer"

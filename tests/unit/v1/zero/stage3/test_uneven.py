@@ -2,7 +2,6 @@
 that take different ways all raise with the collective check, or it is told.
 """
 
-import logging
 import os
 import re
 import time
@@ -19,7 +18,6 @@ from deepspeed import comm as dist
 from deepspeed.comm.watch import intent, lone_waits
 from deepspeed.comm.watch.intent import CollectiveMismatchError, intent_store
 from deepspeed.runtime.zero import GatheredParameters, Init
-from deepspeed.utils.logging import logger
 from unit.common import DistributedTest
 from unit.models import drawn, seeded
 from unit.one_process import OneProcess, go_through
@@ -34,6 +32,7 @@ from unit.v1.zero.stage3.models import (
     engine_of,
     values_of,
 )
+from unit.v1.zero.usage import Reports
 
 WIDTH = 5
 STEPS = 2
@@ -484,10 +483,6 @@ class TestUneven(DistributedTest):
     @pytest.mark.world_size(3)
     def test_a_gather_that_stays_alone(self) -> None:
         # Kills: a silent wait; a report without the module, or where nobody waits long.
-        said: list[tuple[float, str]] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: said.append((time.monotonic(), record.getMessage()))  # type: ignore[method-assign]  # a list is all that is needed
-        logger.addHandler(handler)
         model = Forks()
         engine = engine_with(model, lone_gather_report=0.2)
         assert lone_waits.watch.report_s == 0.2
@@ -501,19 +496,15 @@ class TestUneven(DistributedTest):
             ),
         )
         for what, act in waits:
-            said.clear()
             dist.barrier()
             started = time.monotonic()
-            if is_late:
-                time.sleep(1.0)
-            act()
-            # It is written a moment after the others were asked what they wait for.
-            while not is_late and not said and time.monotonic() - started < LIMIT_S:
-                time.sleep(0.02)
-            found = [(at, text) for at, text in said if f"s for {what}, which not all" in text]
-            assert len(found) == (0 if is_late else 1), said
-            for at, text in found:
-                assert at - started >= 0.2
+            with Reports(f"s for {what}, which not all") as said:
+                if is_late:
+                    said.await_others(LIMIT_S)
+                act()
+            assert len(said()) == (0 if is_late else 1), said.texts
+            for text in said():
+                assert said.since - started >= 0.2
                 assert "test_uneven.py" in text
                 # On a busy machine it has, for something before.
                 whose = [
@@ -521,4 +512,3 @@ class TestUneven(DistributedTest):
                 ]
                 assert whose and not any(f"so long for {what}" in line for line in whose), text
         lone_waits.watch.report_s = lone_waits.DEFAULT_REPORT_S
-        logger.removeHandler(handler)
