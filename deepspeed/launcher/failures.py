@@ -16,8 +16,9 @@ TRACEBACK_WINDOW_SECONDS = 10.0
 # How long a killed process may take to be gone: its connections close first, then its device's
 # memory is cleared away. Its peers may have raised and ended by then.
 DYING_SECONDS = 5.0
-# In what a process says that aborts because a collective failed, as NCCL's watchdog does.
-LOST_PEER = (b"c10::Dist", b"gloo::")
+# In what a process says that ends because another one did: an exception of a transfer, or the abort
+# of NCCL's watchdog.
+LOST_PEER = (b"c10::Dist", b"gloo::", b"by peer", b"Broken pipe", b"ncclRemoteError")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Failure:
     # Number of the signal that ended it, unless a launcher sent that or it speaks of a lost peer;
     # else 0.
     signal: int = 0
+    is_of_lost_peer: bool = False  # it speaks of one
     # Sentences about processes that failed after it.
     others: list[str] = field(default_factory=list)
     heading: str = ""  # line above `last_words`
@@ -52,22 +54,25 @@ class End:
 
     moment: float  # monotonic seconds of its traceback, or else of its end
     ended: float  # of its end
-    signal: int = 0  # as in `Failure`
+    signal: int = 0  # this and the next as in `Failure`
+    is_of_lost_peer: bool = False
 
 
 def cause_of(ends: Sequence[End]) -> int:
     """Return the position of the end that caused the others: the first, or the signal behind it.
 
     A process that a signal ends closes its connections before its end can be seen, and its peers'
-    tracebacks may come in between. A signal of its own fault is no cause of what ended before it;
-    SIGKILL comes from outside, whatever else has happened.
+    tracebacks, and on a busy machine their ends, may come in between. A signal of its own fault is
+    no cause of what ended before it, unless that speaks of a lost peer; SIGKILL comes from outside,
+    whatever else has happened.
     """
     first = min(ends, key=lambda end: end.moment)
 
     def precedence(end: End) -> int:
         killed = end.signal == signal.SIGKILL
         late = end.moment > first.moment + TRACEBACK_WINDOW_SECONDS
-        if not end.signal or late or end.moment > first.ended + DYING_SECONDS * killed:
+        patience = DYING_SECONDS * (killed or first.is_of_lost_peer)
+        if not end.signal or late or end.moment > first.ended + patience:
             return 2
         return 0 if killed else 1
 
@@ -102,6 +107,7 @@ def make_failure(
         age=time.monotonic() - end.moment,
         lasted=end.ended - end.moment,
         signal=end.signal,
+        is_of_lost_peer=end.is_of_lost_peer,
         others=others,
         heading=wrote if seen.stderr_tail else f"{name} wrote nothing to stderr",
         last_words=[line.decode(errors="replace") for line in seen.last_traceback()],
@@ -151,15 +157,13 @@ def ends_of(
         # An old traceback was caught and logged; one from just before the first end is a cause.
         if raised is None or raised <= first_end - TRACEBACK_WINDOW_SECONDS:
             raised = None
-        own = code < 0 and not by_launcher and not _speaks_of_a_lost_peer(code, seen)
-        found = End(end if own or raised is None else min(raised, end), end, -code if own else 0)
+        said = b"\n".join(seen.stderr_tail)
+        is_of_lost_peer = any(word in said for word in LOST_PEER)
+        own = code < 0 and not by_launcher and not (code == -signal.SIGABRT and is_of_lost_peer)
+        moment = end if own or raised is None else min(raised, end)
+        found = End(moment, end, -code if own else 0, is_of_lost_peer)
         (consequences if by_launcher and raised is None else ends)[rank] = found
     return ends or consequences
-
-
-def _speaks_of_a_lost_peer(code: int, seen: RankHistory) -> bool:
-    said = b"\n".join(seen.stderr_tail)
-    return code == -signal.SIGABRT and any(word in said for word in LOST_PEER)
 
 
 def describe_exit(exit_code: int) -> str:

@@ -338,7 +338,10 @@ class Coordinator:
             return
         ordered = sorted(self._state.failures, key=lambda entry: entry[0])
         if ordered:
-            ends = [End(moment, moment + one.lasted, one.signal) for moment, _, one in ordered]
+            ends = [
+                End(moment, moment + one.lasted, one.signal, one.is_of_lost_peer)
+                for moment, _, one in ordered
+            ]
             ordered.insert(0, ordered.pop(cause_of(ends)))
         failures = [(label, failure) for _, label, failure in ordered]
         code = failures[0][1].code if failures else 0

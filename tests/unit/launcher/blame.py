@@ -44,7 +44,7 @@ if "PEER" in os.environ:
         try:
             peer.sendall(b"x")
             if not peer.recv(1):
-                raise ConnectionError("the peer is gone")
+                raise ConnectionError("Connection closed by peer")
         except ConnectionError:
             time.sleep(0.05)  # torch takes its time too
             raise

@@ -93,6 +93,17 @@ def test_a_killed_rank_is_the_cause_of_an_older_traceback(coordinator: Coordinat
     assert subjects(coordinator) == ["rank 3", "rank 0"]
 
 
+def test_what_speaks_of_a_lost_peer_is_no_cause_of_a_crash(coordinator: Coordinator) -> None:
+    # Kills: a report that loses this on its way.
+    stops: list[int | None] = []
+    with connect(coordinator, 0) as first, connect(coordinator, 1, stops) as second:
+        first.join(), second.join()
+        first.report_end(Failure("rank 0", "exit code 1", 1, age=2.5, is_of_lost_peer=True))
+        until(lambda: bool(stops))
+        second.report_end(Failure("rank 3", "signal SIGABRT (6)", 134, age=1.0, signal=6))
+        assert first.wait().code == 134
+
+
 def test_a_closed_connection_ends_the_others(coordinator: Coordinator) -> None:
     stops: list[int | None] = []
     with connect(coordinator, 0, stops) as first:

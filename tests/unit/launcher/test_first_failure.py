@@ -51,6 +51,17 @@ def test_the_cause(name: str) -> None:
     assert failure.how == ("an exception" if raised else describe_exit(code))
 
 
+def test_who_speaks_of_a_lost_peer_is_no_cause_of_a_crash() -> None:
+    # Kills: a busy machine, where a peer has raised and ended before the crash is seen.
+    history = [seen(50.3, 49.9), seen(50.4)]
+    history[0].stderr_tail.extend([b"Traceback", b"RuntimeError: Connection closed by peer [::1]"])
+    failure = make_failure({0: Exit(1, 1), 1: Exit(1, -6)}, history)
+    assert (failure.code, failure.signal) == (134, signal.SIGABRT)
+    history[1].exited_at = 56.0
+    failure = make_failure({0: Exit(1, 1), 1: Exit(1, -6)}, history)
+    assert failure.code == 1 and failure.is_of_lost_peer
+
+
 def test_an_abort_that_speaks_of_a_lost_peer_is_no_cause() -> None:
     # NCCL's watchdog aborts the peers of one that raised, which may take long to end.
     history = [seen(52.0, 49.9), seen(50.0)]
@@ -66,6 +77,7 @@ def test_the_cause_among_launchers() -> None:
         (End(50.0, 50.0, crash), End(49.9, 49.95), 1),
         (End(50.0, 50.0, kill), End(49.9, 49.95), 0),
         (End(50.0, 50.0, kill), End(30.0, 49.95), 1),
+        (End(50.0, 50.0, crash), End(49.9, 49.95, is_of_lost_peer=True), 0),
     ):
         assert cause_of([first, second]) == cause
 
