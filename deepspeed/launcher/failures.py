@@ -41,7 +41,7 @@ class Failure:
     # Number of the signal that ended it, unless a launcher sent that or it speaks of a lost peer;
     # else 0.
     signal: int = 0
-    is_of_lost_peer: bool = False  # it speaks of one
+    is_of_lost_peer: bool = False  # what it last wrote speaks of a lost peer
     # Sentences about processes that failed after it.
     others: list[str] = field(default_factory=list)
     heading: str = ""  # line above `last_words`
