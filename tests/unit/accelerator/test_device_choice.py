@@ -83,6 +83,7 @@ class TestEngine(DistributedTest):
     def _engine(self, several: Several, **args: int) -> None:
         set_accelerator(several)
         dist.init_distributed("gloo")
+        dist.barrier()  # rank 0, which may raise below, hosts the store by which others connect
         config = config_of(0, 1, optimizer={"type": "SGD", "params": {"lr": 0.1}})
         model, arguments = torch.nn.Linear(2, 2), argparse.Namespace(**args)
         deepspeed.initialize(args=arguments, model=model, config=config)
