@@ -16,9 +16,10 @@ TRACEBACK_WINDOW_SECONDS = 10.0
 # How long a killed process may take to be gone: its connections close first, then its device's
 # memory is cleared away. Its peers may have raised and ended by then.
 DYING_SECONDS = 5.0
-# In what a process says that ends because another one did: an exception of a transfer, or the abort
-# of NCCL's watchdog.
-LOST_PEER = (b"c10::Dist", b"gloo::", b"by peer", b"Broken pipe", b"ncclRemoteError")
+# In what a process says that aborts because a collective failed, as NCCL's watchdog does.
+LOST_COLLECTIVE = (b"c10::Dist", b"gloo::")
+# In the exception of one whose peer is gone.
+LOST_PEER = (*LOST_COLLECTIVE, b"by peer", b"Broken pipe", b"ncclRemoteError")
 
 
 @dataclass(frozen=True)
@@ -157,13 +158,20 @@ def ends_of(
         # An old traceback was caught and logged; one from just before the first end is a cause.
         if raised is None or raised <= first_end - TRACEBACK_WINDOW_SECONDS:
             raised = None
-        said = b"\n".join(seen.stderr_tail)
-        is_of_lost_peer = any(word in said for word in LOST_PEER)
+        is_of_lost_peer = _speaks_of_a_lost_peer(code, seen)
         own = code < 0 and not by_launcher and not (code == -signal.SIGABRT and is_of_lost_peer)
         moment = end if own or raised is None else min(raised, end)
         found = End(moment, end, -code if own else 0, is_of_lost_peer)
         (consequences if by_launcher and raised is None else ends)[rank] = found
     return ends or consequences
+
+
+def _speaks_of_a_lost_peer(code: int, seen: RankHistory) -> bool:
+    # The stack that an abort prints is long. What an exception follows may have been handled.
+    aborts = code == -signal.SIGABRT
+    words = LOST_COLLECTIVE if aborts else LOST_PEER
+    lines = seen.stderr_tail if aborts else seen.last_traceback()
+    return any(word in line for line in lines for word in words)
 
 
 def describe_exit(exit_code: int) -> str:

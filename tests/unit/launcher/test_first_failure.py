@@ -54,12 +54,18 @@ def test_the_cause(name: str) -> None:
 def test_who_speaks_of_a_lost_peer_is_no_cause_of_a_crash() -> None:
     # Kills: a busy machine, where a peer has raised and ended before the crash is seen.
     history = [seen(50.3, 49.9), seen(50.4)]
-    history[0].stderr_tail.extend([b"Traceback", b"RuntimeError: Connection closed by peer [::1]"])
+    start, lost = b"Traceback (most recent call last):", b"RuntimeError: Connection closed by peer"
+    history[0].stderr_tail.extend([start, lost])
+    history[1].stderr_tail.append(lost)  # of something that it could do without
     failure = make_failure({0: Exit(1, 1), 1: Exit(1, -6)}, history)
     assert (failure.code, failure.signal) == (134, signal.SIGABRT)
     history[1].exited_at = 56.0
     failure = make_failure({0: Exit(1, 1), 1: Exit(1, -6)}, history)
     assert failure.code == 1 and failure.is_of_lost_peer
+    # Kills: an exception taken for what was logged and handled before it.
+    history[1].exited_at = 50.4
+    history[0].stderr_tail.extend([b"", start, b"ValueError: boom"])
+    assert make_failure({0: Exit(1, 1), 1: Exit(1, -6)}, history).code == 1
 
 
 def test_an_abort_that_speaks_of_a_lost_peer_is_no_cause() -> None:
