@@ -130,6 +130,9 @@ def main(argv: list[str] | None = None) -> int:
     name, part = arguments.part, PARTS[arguments.part]
     steps = arguments.steps or part.steps
     cases = chosen(name, arguments.kind, arguments.rounds, seed)
+    if not cases:
+        kinds = sorted({case.kind for case in part.cases()})
+        parser.error(f"--kind {arguments.kind}: none of {', '.join(kinds)}")
     rows = {row.key: row for row in read_rows(arguments.rows)}
     until = time.monotonic() + 60 * (arguments.minutes or float("inf"))
     left = [case for case in cases if (name, steps, case.name) not in rows]
