@@ -95,10 +95,10 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return torch.get_rng_state()
 
     def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
 
     def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
 
     def initial_seed(self) -> int:
         return torch.initial_seed()

@@ -18,6 +18,7 @@ from torch import nn
 from deepspeed import comm as dist
 from deepspeed._absent import reason
 from deepspeed._lazy import lazy_attributes
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.initialization import ensure_distributed
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.activation_checkpointing.checkpointing import configure_for_engine
@@ -280,7 +281,10 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         number = micro_step * dist.get_world_size(group=ranks) + dist.get_rank(group=ranks)
         place = (self._config.tree.reproducibility.seed, self.global_steps, number, *within)
         digest = hashlib.sha256(repr(place).encode()).digest()
-        torch.manual_seed(int.from_bytes(digest[:8], "little"))
+        seed = int.from_bytes(digest[:8], "little")
+        # Not `torch.manual_seed`: it keeps a stack for each vendor's device, 0.5 ms a forward.
+        torch.default_generator.manual_seed(seed)
+        get_accelerator().manual_seed(seed)
 
     @overload
     def state_digest(self, per_parameter: Literal[False] = False) -> str: ...
