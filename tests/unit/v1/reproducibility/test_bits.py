@@ -8,6 +8,7 @@ import torch
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from unit.common import DistributedFixture, DistributedTest
 from unit.models import seeded
@@ -80,7 +81,10 @@ class TestTwo(DistributedTest):
     def test_seeds_reach_no_device_but_their_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = engine_of(Case(2))
         monkeypatch.delattr(torch, "manual_seed")  # 400 times as slow: it keeps three stacks
+        seeds: list[int] = []
+        monkeypatch.setattr(get_accelerator(), "manual_seed", seeds.append)
         engine(batch_of(0, dist.get_rank()))
+        assert seeds == [torch.initial_seed()]  # the device's and the host's
 
 
 def test_pairs_are_covered() -> None:
