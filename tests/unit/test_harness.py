@@ -130,7 +130,8 @@ class TestNoGroup(DistributedTest):
 class TestOverhead(DistributedTest):
     @pytest.mark.parametrize("repetition", range(4))
     def test(self, repetition):
-        # Of the processor, with that of the ranks before: on a busy machine the clock says little.
+        # Kills: ranks that import torch anew (3 s). Processor time, with that of the ranks before:
+        # on a busy machine the clock says little.
         server = psutil.Process().parent()
         used = sum(sum(each.cpu_times()[:4]) for each in (server, server.parent()))
         if repetition:
