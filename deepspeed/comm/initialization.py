@@ -1,8 +1,6 @@
 """Making the default process group, or adopting the one that is there."""
 
-import atexit
 import os
-import time
 from datetime import timedelta
 
 import torch.distributed as torch_dist
@@ -18,11 +16,6 @@ from deepspeed.comm.watch.logging_control import configure
 from deepspeed.utils.logging import log_once, logger
 
 __all__ = ["init_deepspeed_backend", "init_distributed", "set_backend"]
-
-# At exit: gloo's threads let go of the last operation's tensors a moment after it is complete, and
-# need the interpreter for it. While that ends they would abort the process ("terminate called
-# without an active exception"), after a run that has succeeded.
-_LET_GO_S = 0.02
 
 # The object that made or adopted the default process group; None before.
 cdb: TorchBackend | None = None
@@ -67,8 +60,6 @@ def init_deepspeed_backend(
         cdb = TorchBackend(ds_backend, timeout, init_method, rank, world_size, store=store)
     _follow_device()
     process_groups.set_group_timeout(timeout)
-    if "gloo" in ds_backend:
-        atexit.register(time.sleep, _LET_GO_S)
 
 
 def init_distributed(

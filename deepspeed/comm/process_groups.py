@@ -3,11 +3,9 @@ here because torch gives groups made later its own instead of that of the first.
 """
 
 import importlib
-import os
-import time
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +17,7 @@ from torch.distributed import distributed_c10d as _c10d
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.constants import default_pg_timeout
 from deepspeed.comm.utils import get_local_rank_from_launcher
+from deepspeed.comm.watch.backend_threads import wait_until_at_rest, yielding_threads
 from deepspeed.comm.watch.lookout import stop_all
 
 __all__ = [
@@ -47,10 +46,6 @@ __all__ = [
 Group = ProcessGroup | None  # None is the world where nothing else is said
 
 _group_timeout: timedelta = default_pg_timeout
-
-# A backend's thread that lets go of the last tensor needs the interpreter, which torch 2.6 holds
-# while it waits for that thread to end: the process would hang.
-_LET_GO_S = 0.01
 
 # Blocks of threads, each of which occupies one processor, of a communicator that carries messages:
 # enough for tens of GB/s.
@@ -203,31 +198,6 @@ def new_group(
         )
 
 
-@contextmanager
-def yielding_threads(backend: str) -> Iterator[None]:
-    """Let the threads that gloo starts in here push nobody off a processor when they wake.
-
-    While a thread posts a send or a receive it holds the connection, and until it lets go gloo's
-    own thread asks for it again and again, without waiting. Other ranks answer at once, so the post
-    wakes that thread, mostly where the poster runs: it is pushed off, and for the 3 ms of a turn
-    neither gets on.
-    """
-    policy = getattr(os, "SCHED_BATCH", None) if backend == "gloo" else None
-    if policy is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
-        yield
-        return
-    _schedule(policy)  # threads begin with the policy of who starts them
-    try:
-        yield
-    finally:
-        _schedule(os.SCHED_OTHER)
-
-
-def _schedule(policy: int) -> None:
-    with suppress(OSError):  # a sandbox may refuse it: then only time is lost
-        os.sched_setscheduler(0, policy, os.sched_param(0))
-
-
 def message_options() -> Any:
     """Options for groups that carry messages beside the computation, where there is a choice.
 
@@ -252,7 +222,9 @@ def destroy_process_group(group: Group = None) -> None:
             get_accelerator().synchronize()  # other ranks wait for what is still queued here
         if group is None:
             stop_all(if_idle=True)  # nothing is left to look at
-        time.sleep(_LET_GO_S)
+        # The thread that still holds a tensor needs the interpreter, which torch 2.6 holds while it
+        # waits for that thread to end: the process would hang.
+        wait_until_at_rest()
         torch_dist.destroy_process_group(group)
 
 

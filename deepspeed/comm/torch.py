@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as torch_dist
 
 from deepspeed.comm import group_creation, process_groups
+from deepspeed.comm.watch.backend_threads import yielding_threads
 
 # torch renames the flat-tensor variants and deprecates the old names; both take the same positional
 # arguments.
@@ -49,7 +50,7 @@ class TorchBackend:
             arguments: dict[str, Any] = (
                 {"store": store} if store is not None else {"init_method": init_method}
             )
-            with process_groups.yielding_threads(backend):
+            with yielding_threads(backend):
                 torch_dist.init_process_group(
                     backend, timeout=timeout, rank=rank, world_size=world_size, **arguments
                 )

@@ -25,7 +25,6 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import sys
-import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -36,7 +35,7 @@ import torch
 import torch.distributed as torch_dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from deepspeed.accelerator import get_accelerator, operators
+from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.call_stacks import capture, describe
 from deepspeed.accelerator.sim.issue_log import IssueLog
 from deepspeed.accelerator.sim.queues import Event, Scheduler, Stream, Work
@@ -50,11 +49,6 @@ from deepspeed.comm.watch.observation import CollectiveCall, add_observer
 # The host itself takes part in these.
 _BY_THE_HOST = ("all_gather_object", "broadcast_object_list", "barrier", "monitored_barrier")
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv")
-
-
-# What the backend's threads may still be about to let go of; see `_destroy_groups`.
-_recent: deque[list[torch.Tensor]] = deque(maxlen=16)
-_LET_GO_S = 2.0
 
 
 class _Issued:
@@ -96,7 +90,6 @@ class _Issued:
         if self.copies is not None:
             for target, value in zip(self.memory.writes, self.copies.writes, strict=True):
                 target.copy_(value)
-            _recent.append(list(operators.tensors_in(self.copies.args)))
         self.works, self.copies, self.call = [], None, None
 
 
@@ -400,21 +393,11 @@ def _leave_in_order() -> None:
 
 
 def _destroy_groups() -> None:
-    """Run what is queued before the interpreter ends, and let the backend's threads let go of its
-    tensors.
-
-    A thread that lets go of a tensor needs the interpreter, and aborts the process if that is
-    ending. On a host the last collective is usually long over by then; here it is carried out right
-    before.
-    """
+    """Run what is queued, and end the groups, before the interpreter ends."""
     # After an error other ranks may never come; see `Sim_Accelerator`.
     if hasattr(sys, "last_value"):
         return
     process_groups.destroy_process_group()
-    end = time.monotonic() + _LET_GO_S
-    shared: list[Any] = [tensor for tensors in _recent for tensor in tensors]
-    while time.monotonic() < end and any(tensor._use_count() > 1 for tensor in shared):
-        time.sleep(0.001)
 
 
 def start_issued() -> None:

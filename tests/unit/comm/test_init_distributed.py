@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from deepspeed import comm as dist
-from deepspeed.comm import discovery, initialization, process_groups, utils
+from deepspeed.comm import discovery, initialization, utils
 from deepspeed.comm.discovery import first_slurm_host
+from deepspeed.comm.watch.backend_threads import yielding_threads
 from unit.comm.starts import verdict
 from unit.common import DistributedTest, get_master_port, python_path
 from unit.launcher.starting import ROOT, until
@@ -245,7 +246,7 @@ class TestAlone(DistributedTest):
             added = set(os.listdir("/proc/self/task")) - there
             assert {os.sched_getscheduler(int(thread)) for thread in added} == {os.SCHED_BATCH}
             assert os.sched_getscheduler(0) == os.SCHED_OTHER
-        with process_groups.yielding_threads("nccl"):
+        with yielding_threads("nccl"):
             assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
