@@ -15,6 +15,7 @@ from deepspeed._absent_internals import (
     MODULE_NAMES,
     OPTIMIZER_METHODS,
     PIPELINE_METHODS,
+    SHARDING_METHODS,
 )
 
 
@@ -52,6 +53,7 @@ _SAID = {
             "OPTIMIZER_METHODS": OPTIMIZER_METHODS,
             "ENGINE_METHODS": ENGINE_METHODS,
             "PIPELINE_METHODS": PIPELINE_METHODS,
+            "SHARDING_METHODS": SHARDING_METHODS,
             "CONVERSION": CONVERSION,
             "HELPERS": HELPERS,
         }.items()
@@ -210,6 +212,10 @@ deepspeed\.runtime\.zero\.config\.DeepSpeedZeroConfig
         use engine.empty_partition_cache()
     @OPTIMIZER_METHODS
         @INTERNAL
+deepspeed\.runtime\.zero\.((init_context|partition_parameters)\.Init
+|parameter_offload\.DeepSpeedZeRoOffload)
+    @SHARDING_METHODS
+        @INTERNAL
 # The engine
 @ENGINE
     (sparse_all(reduce|_gather)\w*|zero_grad_hooks|clip_fp32_gradients|allreduce_(bucket|and_copy
@@ -228,7 +234,7 @@ deepspeed\.runtime\.zero\.config\.DeepSpeedZeroConfig
         use engine.load_checkpoint and save_checkpoint, which know experts too
     @ENGINE_METHODS
         @INTERNAL
-deepspeed\.runtime\.pipe\.engine\.PipelineEngine
+deepspeed\.runtime\.pipe\.(engine\.PipelineEngine|module\.PipelineModule)
     @PIPELINE_METHODS
         @INTERNAL
 deepspeed\.runtime\.engine\.\w+

@@ -513,7 +513,7 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         self._losses.forget()
         every = self._config.tree.steps_per_print
         if every and self.global_steps % every == 0:
-            self._reports.report_progress()
+            self._report_progress(self.global_steps)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget every gradient since the last step, accumulated and reduced ones too."""

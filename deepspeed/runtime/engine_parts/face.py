@@ -112,6 +112,8 @@ class EngineFace(EngineSettings):
     was_step_applied = of_part("_reports", EngineReports.was_step_applied)
     get_global_grad_norm = of_part("_reports", EngineReports.get_global_grad_norm)
     get_group_grad_norms = of_part("_reports", EngineReports.get_group_grad_norms)
+    # A name of upstream's that clients put functions of their own under.
+    _report_progress = of_part("_reports", EngineReports.report_progress)
     # Because the gradient was not finite. Reading it may wait for the device.
     skipped_steps: int = forwarded("_reports")
 

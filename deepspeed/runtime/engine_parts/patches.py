@@ -14,14 +14,18 @@ from deepspeed.utils.exceptions import MisuseError
 from deepspeed.utils.logging import warn_once
 
 HONOURED: dict[str, tuple[str, ...]] = {
-    "deepspeed.runtime.engine.DeepSpeedEngine": ("_broadcast_model", "_copy_recovery_script"),
+    "deepspeed.runtime.engine.DeepSpeedEngine": (
+        "_broadcast_model",
+        "_copy_recovery_script",
+        "_report_progress",
+    ),
     "deepspeed.runtime.pipe.module.PipelineModule": ("_count_layer_params",),
 }
 """Class -> methods that are there to be replaced."""
 
 
 def tell_of_patches(*things: object, raises: bool) -> None:
-    """Warn of what the program has put on an engine, its model and its optimizer in the place of
+    """Warn of what the program has put on an engine, its parts, or a class in the place of
     upstream's methods, once per name; with `raises` what nothing calls is an error.
     """
     for thing in things:
@@ -33,7 +37,7 @@ def tell_of_patches(*things: object, raises: bool) -> None:
 
 def _patches_of(thing: object) -> Iterator[tuple[str, bool]]:
     """Texts, and whether what they are about is called; attributes of derived classes count."""
-    kinds = type(thing).__mro__
+    kinds = (thing if isinstance(thing, type) else type(thing)).__mro__
     names = tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
     for place, holder in enumerate((thing, *kinds)):
         known = _known(names[max(place - 1, 0) :])

@@ -66,11 +66,11 @@ class EngineReports:
         sequence = self._engine._sequence
         return None if sequence is None else sequence.group_grad_norms
 
-    def report_progress(self) -> None:
+    def report_progress(self, step: int) -> None:
         # Asked for by steps_per_print, so it is shown whatever the log level.
         engine = self._engine
         print_dist(
-            f"step={engine.global_steps}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, "
+            f"step={step}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, "
             f"mom={engine.get_mom()}, grad_norm={engine.get_global_grad_norm()}, "
             f"{engine.timers.summary()}",
             ranks=[0],

@@ -18,6 +18,7 @@ from deepspeed.comm.watch.lookout import stop_all
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.engine_parts.patches import tell_of_patches
 from deepspeed.runtime.gradients.observer import UNOBSERVED
+from deepspeed.runtime.zero.init_context import Init
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config_models.features import VerifyConfig
@@ -84,11 +85,12 @@ def configure(engine: WatchedEngine, block: VerifyConfig) -> Callable[[], None]:
 
 
 def check_patches(engine: Any) -> None:
-    """Tell of what the program has put on the engine, its model and its optimizer that nothing
-    calls; an error if any check is wanted.
+    """Tell of what the program has put on the engine, its parts and `zero.Init` that nothing calls;
+    an error if any check is wanted.
     """
     raises = bool(wanted_checks(engine._config.tree.verify))
-    tell_of_patches(engine, engine.module, engine.optimizer, raises=raises)
+    parts = (engine.module, engine.optimizer, engine.parameter_offload, Init)
+    tell_of_patches(engine, *parts, raises=raises)
 
 
 def attach_ledger(engine: WatchedEngine, raises: bool = True) -> GradientLedger | None:

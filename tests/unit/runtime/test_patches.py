@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,23 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm as dist
+from deepspeed._absent_internals import (
+    ENGINE_METHODS,
+    OPTIMIZER_METHODS,
+    PIPELINE_METHODS,
+    SHARDING_METHODS,
+)
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.engine_parts.patches import tell_of_patches
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineError
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import groups
 from deepspeed.utils.exceptions import MisuseError
 from unit.common import DistributedTest
@@ -27,6 +38,15 @@ from unit.v1.gathering import from_all_ranks
 from unit.v1.zero.usage import Warnings
 
 PATCHED = "deepspeed.runtime.engine.DeepSpeedEngine.clip_fp32_gradients: gradients are .* clipped"
+
+
+# What upstream's classes have inside.
+PRIVATE: dict[type, Collection[str]] = {
+    DeepSpeedEngine: ENGINE_METHODS,
+    **dict.fromkeys((PipelineEngine, PipelineModule), PIPELINE_METHODS),
+    **dict.fromkeys((DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer), OPTIMIZER_METHODS),
+    **dict.fromkeys((Init, DeepSpeedZeRoOffload), SHARDING_METHODS),
+}
 
 
 def engine_of(stage: int = 2, model: nn.Module | None = None, **more: Any) -> Any:
@@ -64,10 +84,11 @@ def an_object(cls: type, **attributes: Any) -> object:
 
 def test_each_method_that_is_not_here_is_told() -> None:
     # Kills: absent methods that are replaced in silence by a derived class or on an object.
-    more = {"_save_moe_checkpoint": DeepSpeedEngine, "_get_expert_ckpt_name": DeepSpeedEngine}
-    more |= {"clip_fp32_gradients": PipelineEngine, "_reduce_outputs": PipelineEngine}
-    refused = [*refused_of_what_is_patched(), *((cls, name) for name, cls in more.items())]
-    assert len(refused) > 150
+    private = [(cls, name) for cls, names in PRIVATE.items() for name in names]
+    assert [both for both in private if hasattr(*both)] == []
+    more = [(DeepSpeedEngine, "_save_moe_checkpoint"), (PipelineEngine, "clip_fp32_gradients")]
+    refused = [*refused_of_what_is_patched(), *more, *private]
+    assert len(refused) > 900
     silent = []
     for cls, method in refused:
         with Warnings() as said:
@@ -139,6 +160,16 @@ class TestTold(DistributedTest):
             engine.save_checkpoint(str(tmpdir))
         told = said.about("reduce_ipg_grads")
         assert len(told) == (dist.get_rank() == 0), said.texts
+
+    def test_where_parameters_are_sharded(self) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Init, "_partition_param", client, raising=False)
+            with pytest.raises(MisuseError, match="_partition_param: .* never called"):
+                engine_of(3, verify={"ledger": True})
+        engine = engine_of(3, verify={"ledger": True})
+        engine.parameter_offload.mark_persistent_parameters = client
+        with pytest.raises(MisuseError, match="mark_persistent_parameters: .* never called"):
+            step(engine)
 
 
 def frozen_but_one() -> list[Any]:
@@ -236,3 +267,14 @@ class TestHonoured(DistributedTest):
         engine._copy_recovery_script = lambda save_path: Path(save_path, "own.py").touch()
         engine.save_checkpoint(str(tmpdir), tag="t")
         assert sorted(os.listdir(str(tmpdir))) == ["latest", "own.py", "t"]
+
+    def test_how_progress_is_told(self) -> None:
+        # Kills: this package's line beside the client's; a step that it is not told.
+        told: list[int] = []
+        with Warnings() as said, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DeepSpeedEngine, "_report_progress", lambda self, step: told.append(step))
+            engine = engine_of(steps_per_print=1, verify={"ledger": True})
+            step(engine)
+            step(engine)
+        assert told == [1, 2]
+        assert len(said.about("_report_progress")) == (dist.get_rank() == 0), said.texts
