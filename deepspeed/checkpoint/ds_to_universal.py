@@ -29,10 +29,9 @@ from deepspeed.checkpoint.files import (
     read_file,
     replace_folder,
     sync_folder,
-    write_latest,
 )
 from deepspeed.checkpoint.manifest import VERSION as MANIFEST_VERSION
-from deepspeed.checkpoint.manifest import merge_parts, read_manifest, write_part
+from deepspeed.checkpoint.manifest import merge_parts, read_manifest, write_latest, write_part
 from deepspeed.checkpoint.resharding.consolidation import ConsolidatedCheckpoint
 from deepspeed.checkpoint.resharding.cuts import ParallelDegrees
 from deepspeed.checkpoint.resharding.saved_optimizer import LABELS

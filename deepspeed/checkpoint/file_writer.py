@@ -37,6 +37,22 @@ class FileRecord(NamedTuple):
     checksum: str
 
 
+def write_bytes(path: str, data: bytes, flush: bool = True) -> None:
+    """Write a small file, by default to disk; one that does not fit is an OSError with the path and
+    the bytes.
+    """
+    try:
+        with open(path, "wb") as file:
+            file.write(data)
+            if flush:
+                file.flush()
+                os.fsync(file.fileno())
+    except OSError as error:
+        if error.filename is not None:  # it was not opened
+            raise
+        raise disk_error(error, path, len(data)) from error
+
+
 class Checksum:
     """The checksum of bytes that come in pieces; how they are cut makes no difference."""
 

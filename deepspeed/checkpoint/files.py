@@ -163,17 +163,6 @@ def _aside(final: str) -> str:
     return os.path.join(os.path.dirname(final), file_names.replaced(os.path.basename(final)))
 
 
-def write_latest(save_dir: str, tag: str, name: str = LATEST) -> None:
-    """Let the file `name` name `tag`, in one rename."""
-    temporary = os.path.join(save_dir, file_names.saving(name))
-    with open(temporary, "w") as file:
-        file.write(tag)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, os.path.join(save_dir, name))
-    sync_folder(save_dir)
-
-
 def read_latest(load_dir: str, name: str = LATEST) -> str | None:
     """The tag that the file `name` names; None if there is no such file."""
     path = os.path.join(load_dir, name)

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from deepspeed.checkpoint import file_names
-from deepspeed.checkpoint.constants import UNIVERSAL_FOLDER
+from deepspeed.checkpoint.constants import LATEST, UNIVERSAL_FOLDER
 from deepspeed.checkpoint.file_names import MANIFEST, manifest_part
-from deepspeed.checkpoint.file_writer import Checksum, FileRecord
+from deepspeed.checkpoint.file_writer import Checksum, FileRecord, write_bytes
 from deepspeed.checkpoint.files import CheckpointError, read_latest, sync_folder
 
 VERSION = 1
@@ -41,8 +41,10 @@ class Manifest(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether all ranks wrote into this folder; with node-local storage, a node's did."""
-        return len(self.parts) == self.head["world_size"]
+        """Whether all ranks wrote into this folder; with node-local storage, a node's did. What
+        `ds_to_universal` writes is of no ranks.
+        """
+        return len(self.parts) == self.head.get("world_size")
 
 
 def write_part(
@@ -56,8 +58,7 @@ def write_part(
         "files": {name: list(record) for name, record in files.items()},
         "description": {**description, "files": own},
     }
-    with open(os.path.join(folder, manifest_part(rank)), "wb") as file:
-        file.write(_dumped(content))
+    write_bytes(os.path.join(folder, manifest_part(rank)), _dumped(content), flush=False)
 
 
 def merge_parts(folder: str, ranks: Iterable[int], head: Mapping[str, Any]) -> None:
@@ -83,10 +84,7 @@ def merge_parts(folder: str, ranks: Iterable[int], head: Mapping[str, Any]) -> N
             files[name] = [*record, rank]
         parts[rank] = part["description"]
     body = _dumped({"version": VERSION, "head": head, "files": files, "parts": parts})[1:]
-    with open(os.path.join(folder, MANIFEST), "wb") as file:
-        file.write(_first_line(body) + body)
-        file.flush()
-        os.fsync(file.fileno())
+    write_bytes(os.path.join(folder, MANIFEST), _first_line(body) + body)
     for path in paths.values():
         os.remove(path)
     sync_folder(folder)
@@ -130,6 +128,14 @@ def _first_line(body: bytes) -> bytes:
     checksum = Checksum()
     checksum.update(body)
     return _FIRST_LINE % checksum.value().encode()
+
+
+def write_latest(save_dir: str, tag: str, name: str = LATEST) -> None:
+    """Let the file `name` name `tag`, in one rename."""
+    temporary = os.path.join(save_dir, file_names.saving(name))
+    write_bytes(temporary, tag.encode())
+    os.replace(temporary, os.path.join(save_dir, name))
+    sync_folder(save_dir)
 
 
 def published_tags(save_dir: str) -> list[str]:

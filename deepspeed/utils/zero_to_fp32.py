@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import gc
 import json
 import logging
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections import OrderedDict
@@ -45,6 +47,7 @@ from deepspeed.checkpoint.resharding.cuts import (
 )
 from deepspeed.checkpoint.resharding.saved_optimizer import FP32
 from deepspeed.checkpoint.resharding.saved_weights import SavedRank, tied_names
+from deepspeed.utils.exceptions import disk_error
 
 __all__ = ["zero3_partitioned_param_info"]
 
@@ -629,6 +632,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
     Raises:
         ImportError: `safe_serialization` without that package.
+        OSError: The disk is full, among others.
         ValueError: max_shard_size is no size; and as `get_fp32_state_dict_from_zero_checkpoint`.
     """
     stem, suffix = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
@@ -648,7 +652,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         weight_map = {}
         for name, shard in zip(names, shards, strict=True):
             logger.info("writing %s", os.path.join(output_dir, name))
-            stored = write({key: state[key] for key in shard}, os.path.join(folder, name))
+            with _disk_named(folder, name, sum(state[key].nbytes for key in shard)):
+                stored = write({key: state[key] for key in shard}, os.path.join(folder, name))
             weight_map.update(dict.fromkeys(stored, name))
         if count > 1:
             total = sum({id(tensor): tensor.nbytes for tensor in state.values()}.values())
@@ -658,6 +663,18 @@ def convert_zero_checkpoint_to_fp32_state_dict(
                 json.dump(index, file, indent=2, sort_keys=True)
         own = re.escape(stem) + r"(-\d{5}-of-\d{5})?" + re.escape(suffix) + r"(\.index\.json)?"
         _publish(folder, output_dir, names, re.compile(own))
+
+
+@contextlib.contextmanager
+def _disk_named(folder: str, name: str, size: int) -> Iterator[None]:
+    """Say so if writing fails of a full disk: torch and safetensors raise what names neither."""
+    try:
+        yield
+    except Exception as error:
+        if shutil.disk_usage(folder).free >= size:
+            raise
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise disk_error(full, os.path.join(folder, name), size) from error
 
 
 def _plan(state: Mapping[str, LazyTensor], limit: float) -> list[list[str]]:

@@ -34,9 +34,9 @@ from typing import Any
 
 from deepspeed import _lazy
 from deepspeed.checkpoint import file_names
-from deepspeed.checkpoint.file_writer import FileRecord
-from deepspeed.checkpoint.files import CheckpointError, replace_folder, write_latest
-from deepspeed.checkpoint.manifest import merge_parts, remove_oldest, write_part
+from deepspeed.checkpoint.file_writer import FileRecord, write_bytes
+from deepspeed.checkpoint.files import CheckpointError, replace_folder
+from deepspeed.checkpoint.manifest import merge_parts, remove_oldest, write_latest, write_part
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
     CheckpointCommitInfo,
     CheckpointEngine,
@@ -119,8 +119,7 @@ def put_converter(save_dir: str) -> None:
             if file.read() == source:
                 return
     temporary = os.path.join(save_dir, file_names.saving(os.path.basename(path)))
-    with open(temporary, "wb") as file:
-        file.write(source)
+    write_bytes(temporary, source, flush=False)
     try:
         os.chmod(temporary, 0o755)
     except OSError as error:  # Azure's and FUSE's file systems have no modes

@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from deepspeed import comm as dist
 from deepspeed.checkpoint import verification
 from deepspeed.checkpoint.cli import main as ds_checkpoint
-from deepspeed.checkpoint.file_writer import Checksum, FileRecord, file_checksum, file_record
+from deepspeed.checkpoint.file_writer import (
+    Checksum,
+    FileRecord,
+    file_checksum,
+    file_record,
+    write_bytes,
+)
 from deepspeed.checkpoint.manifest import Manifest, merge_parts, read_manifest, write_part
 from deepspeed.checkpoint.resharding.saved_optimizer import SavedOptimizer
 from deepspeed.checkpoint.verification import check_coverage, check_folder, verify_checkpoint
@@ -84,6 +90,10 @@ class TestFile:
         assert json.loads((folder / "manifest.json").read_text())["head"]["tag"] == "tag"
         assert check_folder(str(folder), manifest) == []
         assert read_manifest(str(tmp_path)) is None
+
+    def test_a_full_disk_is_named(self) -> None:
+        with pytest.raises(OSError, match="No space left on device: 2 bytes .* free: '/dev/full'"):
+            write_bytes("/dev/full", b"ab")
 
     def test_every_flip_and_every_truncation_shows(self, tmp_path: Path) -> None:
         """Kills: a checksum of parsed content, blind to blanks, or one that is not compared."""

@@ -19,6 +19,7 @@ from deepspeed.checkpoint.files import read_file
 from deepspeed.checkpoint.resharding.tensor_parallel import SlicePatterns, slice_of_rank
 from deepspeed.checkpoint.resharding.universal import UniversalCheckpoint
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
+from deepspeed.checkpoint.verification import verify_checkpoint
 
 from .runs import Call, refused
 from .test_interop import COMPAT, recordings
@@ -148,6 +149,9 @@ class TestFiles:
         assert common["param_groups"] == [{"lr": 0.01, "betas": (0.9, 0.95), "params": [0]}]
         assert "param_slice_mappings" not in common and common["clip_grad"] == 1.0
         assert (tmp_path / "latest_universal").read_text() == "universal"
+        assert verify_checkpoint(str(output)) == []
+        (output / "zero" / "row.w" / "fp32.pt").unlink()
+        assert "row.w/fp32.pt is missing" in verify_checkpoint(str(output))[0]
         assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
     def test_tensors_in_folders_of_dcp(self, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -431,7 +432,7 @@ def test_tied_weights_stay_tied(tmp_path: Path, safe: bool) -> None:
 
 
 def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kills: files written under their final names."""
+    """Kills: files written under their final names; a full disk told as torch does, or always."""
     saved, out = made(tmp_path)
     convert(saved, out, 430)
     before = contents(out)
@@ -440,11 +441,15 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.Mon
     def full(content: Any, path: str) -> None:
         calls.append(path)
         if len(calls) == 2:
-            raise OSError(28, "No space left on device")
+            raise RuntimeError("unexpected pos")
         save({name: value + 1 for name, value in content.items()}, path)
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(RuntimeError, match="unexpected pos"):
+        convert(saved, out, 430)
+    calls.clear()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=7))
+    with pytest.raises(OSError, match=r"No space .* bytes .*, 7 are free: '.*/pytorch_model-00002"):
         convert(saved, out, 430)
     assert contents(out) == before
 
