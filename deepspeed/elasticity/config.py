@@ -19,7 +19,7 @@ class ElasticityError(Exception):
     """Elastic training cannot be set up."""
 
 
-class ElasticityConfigError(ElasticityError):
+class ElasticityConfigError(ElasticityError, ValueError):
     """The `elasticity` block is wrong; the text names the key, the value and the remedy."""
 
 

@@ -99,7 +99,7 @@ def _compatible_batch(
     """Choose a batch for counts (of ranks, or of nodes) between two limits."""
     if max(config.micro_batches) > max_batch:
         text = f"{max_batch}, given micro_batch_sizes: {config.micro_batches}"
-        raise ValueError(
+        raise ElasticityConfigError(
             f"All micro batches must be less than or equal to max_acceptable_batch_size: {text}"
         )
     bases = [*config.micro_batches, math.lcm(*config.micro_batches)]
@@ -215,7 +215,6 @@ def compute_elastic_config(
             and unknown.
         ElasticityError: the target version, or the layout of nodes, does not allow elasticity.
         ElasticityIncompatibleWorldSize: the batch does not fit `world_size`.
-        ValueError: `ds_config` is no dict, or a micro-batch exceeds the largest batch.
         NotImplementedError: there is no such version of the algorithm.
     """
     config = _config_of(ds_config, target_deepspeed_version)
@@ -236,7 +235,7 @@ def compute_elastic_config(
 def _config_of(ds_config: dict[str, Any], target_deepspeed_version: str) -> ElasticityConfig:
     if not isinstance(ds_config, dict):
         text = f"but received a {type(ds_config)}, containing: {ds_config}"
-        raise ValueError(f"Expected ds_config to be a dictionary {text}")
+        raise ElasticityConfigError(f"Expected ds_config to be a dictionary {text}")
     remedy = "if running an elastic training job."
     if constants.ELASTICITY not in ds_config:
         text = f"'{constants.ELASTICITY}' is missing from config json, please add it {remedy}"

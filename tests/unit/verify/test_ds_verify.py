@@ -107,6 +107,7 @@ def test_ranks_that_a_configuration_cannot_have(tmp_path: Path, capsys: Capture)
     for config, text in (
         (config_of(1, tensor_parallel={"autotp_size": 2}), "--world-size 3: tensor_parallel"),
         (config_of(1, elasticity=ELASTIC), "World size (3)"),
+        (config_of(1, elasticity={**ELASTIC, "max_train_batch_size": 5}), "All micro batches"),
         (config_of(1, sequence_parallel_size=2), "--world-size 3: sequence_parallel_size is 2"),
     ):
         path.write_text(json.dumps(config))
