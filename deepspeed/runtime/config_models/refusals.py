@@ -309,6 +309,8 @@ def inert_keys_of(tree: TrainingConfig, given: Mapping[str, Any]) -> Iterator[st
             path = as_given(f"tensor_parallel.{key}", given)
             yield f"{path}={value!r} (has no effect without autotp_size)"
     zero = tree.zero_optimization
+    if zero.stage == ZeroStageEnum.disabled and not zero.ignore_unused_parameters:
+        yield "zero_optimization.ignore_unused_parameters=False (has no effect at stage 0)"
     for name, is_in_vain, where in (
         ("offload_optimizer", zero.stage == ZeroStageEnum.disabled, "at stage 0"),
         ("offload_param", not has_stage_3, f"without {STAGE_3}"),

@@ -14,7 +14,7 @@ from deepspeed import comm as dist
 from deepspeed.comm.parallel_map import OptimizerInstances, split_into_instances
 from deepspeed.ops.state_files import StateFiles
 from deepspeed.runtime.config_models.features import AioConfig
-from deepspeed.runtime.config_models.zero import DeepSpeedZeroConfig
+from deepspeed.runtime.config_models.zero import DeepSpeedZeroConfig, DeepSpeedZeroLeafModuleConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.runtime.sharding.flattening import in_pieces
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
@@ -80,10 +80,7 @@ def shard_model(
     agree_on_parameters(named, ranks.replicas, "deepspeed.initialize", apart, told_too=everyone)
     _take_from_other_engines(model)
     memory = _shard_memory(zero, aio)
-    leaves = zero.leaf_module
-    set_z3_leaf_modules(model, leaves.classes, raise_if_not_found=False)
-    set_z3_leaf_modules_by_name(model, leaves.names, raise_if_not_found=False)
-    set_z3_leaf_modules_by_suffix(model, leaves.name_suffixes, raise_if_not_found=False)
+    _mark_leaves(model, zero.leaf_module)
     _mark_fine_grained(model, zero.module_granularity_threshold)
     direct = (dict.values(module._parameters) for module in model.modules())
     params = [param for own in direct for param in own if param is not None]
@@ -157,6 +154,17 @@ def settings_of(
         ),
         secondary_group=near,
     )
+
+
+def _mark_leaves(model: nn.Module, leaves: DeepSpeedZeroLeafModuleConfig) -> None:
+    """Mark what the configuration names, and warn of what it names that the model has not."""
+    classes = [one for one in leaves.classes if not set_z3_leaf_modules(model, [one], False)]
+    _, names = set_z3_leaf_modules_by_name(model, leaves.names, raise_if_not_found=False)
+    endings = leaves.name_suffixes
+    _, suffixes = set_z3_leaf_modules_by_suffix(model, endings, raise_if_not_found=False)
+    for key, absent in (("classes", classes), ("names", names), ("name_suffixes", suffixes)):
+        if absent and key in leaves.model_fields_set:
+            warn_once(f"zero_optimization.leaf_module.{key}: the model has no module of {absent}")
 
 
 def _mark_fine_grained(model: nn.Module, threshold: int) -> None:

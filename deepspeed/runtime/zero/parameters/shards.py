@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
 import torch
@@ -91,10 +91,32 @@ def tell_saved() -> None:
     )
 
 
+# Of torch's functions whose names end like those that write.
+_NO_WRITES = frozenset(("requires_grad_", "share_memory_", "detach_"))
+
+
 class ShardedValue(torch.Tensor):
-    """`param.detach()` of a sharded parameter, which has no elements. To ask for a state dict is no
-    mistake, and clients do it who save otherwise; to save it, or a copy, is, and is told.
+    """`.data` and `.detach()` of a sharded parameter, which have no elements: writing to them is an
+    error that names the parameter. To ask for a state dict is no mistake, and clients do it who
+    save otherwise; to save it, or a copy, is, and is told.
     """
+
+    _refuse: Callable[[str], str] | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        name = getattr(func, "__name__", "")
+        if name.rstrip("_") + "_" == name and name not in _NO_WRITES:
+            refuse = getattr(args[0], "_refuse", None)
+            if refuse is not None and not args[0].numel():
+                raise RuntimeError(refuse(name))
+        return super().__torch_function__(func, types, args, kwargs or {})
 
     def data_ptr(self) -> int:
         """Say so where safetensors asks for the memory, and saves."""

@@ -7,6 +7,7 @@ computing with it raises by name. `gather_unit`, `parameter_offload` (training) 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
@@ -30,7 +31,8 @@ from deepspeed.runtime.zero.parameters.shards import (
     tell_saved,
 )
 
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor of C's
+_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # a descriptor of C's
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _ids = itertools.count()
 _placeholders: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
@@ -327,7 +329,9 @@ class ShardedParameter(ZeroParameter):
         name = getattr(func, "__name__", str(func))
         if name == "_has_compatible_shallow_copy_type" and isinstance(args[0], ShardedParameter):
             return _converted(args[0]._zero3, args[1].dtype)
-        if name == "__set__" and func == _SET_DATA and args[1].numel() == 0:
+        if name == "__set__" and func == _SET_DATA:
+            if args[1].numel():
+                name = ".data = ..."
             # The device is the engine's choice: a module on its way to another leaves shards.
             args = (args[0], placeholder(args[1].dtype, args[0]._zero3.device))
         if name not in _ALLOWED:
@@ -339,8 +343,9 @@ class ShardedParameter(ZeroParameter):
                 raise RuntimeError(refusal(sharded._zero3, name))
         with torch._C.DisableTorchFunctionSubclass():
             result: Any = func(*args, **(kwargs or {}))
-        if name == "detach" and args[0]._zero3.numel:
+        if (name == "detach" or func == _GET_DATA) and args[0]._zero3.numel:
             result = result.as_subclass(ShardedValue)
+            result._refuse = functools.partial(refusal, args[0]._zero3)
         return result
 
     def __reduce_ex__(self, protocol: object) -> Any:

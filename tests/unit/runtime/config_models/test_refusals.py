@@ -230,6 +230,10 @@ def test_what_only_stage_3_has_has_no_effect_below(warnings):
     assert "max_in_cpu=5 (has no effect without offload_param.device" in warnings[2]
     config(zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}})
     assert len(warnings) == 3
+    for stage in (0, 1):
+        config(zero_optimization={"stage": stage, "ignore_unused_parameters": False})
+    assert len(warnings) == 4
+    assert "ignore_unused_parameters=False (has no effect at stage 0)" in warnings[3]
 
 
 def test_what_only_stage_3_has_is_refused_below_it():

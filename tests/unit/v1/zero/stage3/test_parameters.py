@@ -28,6 +28,7 @@ from unit.v1.zero.stage3.models import (
     tokens_of,
     train,
 )
+from unit.v1.zero.usage import Warnings
 
 
 class Skipping(nn.Module):
@@ -215,6 +216,14 @@ class TestDisagreement(DistributedTest):
 class TestInterface(DistributedTest):
     world_size = 2
 
+    def test_leaves_that_are_not_there_are_told(self) -> None:
+        leaves = {"classes": ["Nope"], "names": ["embed"], "name_suffixes": ["nope", "embed"]}
+        with Warnings() as said:
+            started(**SHARDED, leaf_module=leaves)
+        told = [text.partition("leaf_module.")[2] for text in said.about("leaf_module")]
+        wanted = [f"{key}: the model has no module of" for key in ("classes", "name_suffixes")]
+        assert [text[: text.index(" [")] for text in told] == wanted * (dist.get_rank() == 0)
+
     def test_a_sharded_parameter_and_gathering(self) -> None:
         # Kills: a loss over placeholders that is silently zero, an initialization that is lost.
         model = built()
@@ -228,6 +237,9 @@ class TestInterface(DistributedTest):
             lambda: nn.init.ones_(param),
             lambda: nn.init.normal_(param),  # it goes on with keywords
             lambda: param + 1,
+            lambda: param.data.fill_(1.0),
+            lambda: param.detach().mul_(2),
+            lambda: setattr(param, "data", torch.ones(3, 4, 5)),
         ):
             with pytest.raises(RuntimeError, match=r"\(3, 4, 5\) is sharded"):
                 action()
