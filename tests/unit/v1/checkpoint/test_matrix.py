@@ -186,7 +186,7 @@ COMBINATIONS = (
     else pairwise([one for one in EVERY if max(one.saved.world, one.into.world) <= 4])
 )
 WORLDS = sorted({cut.world for one in COMBINATIONS for cut in (one.saved, one.into)})
-STEPS, AFTER = 2, 2
+STEPS, AFTER = 2, 4
 # Relative, of losses and norms. Other ranks add gradients in another order, in the model's dtype
 # within a micro-batch, and activations of micro-batches of another size may be rounded otherwise:
 # fp32 keeps 2**-24, bf16 2**-9, fp16 2**-12 of a value.

@@ -156,7 +156,7 @@ def train(engine: Any, steps: int) -> list[dict[str, torch.Tensor]]:
 # The layouts
 
 WORLDS = (1, 2)
-STEPS, AFTER = 2, 2
+STEPS, AFTER = 2, 4
 # The order of the operations on an element may differ by layout, not more; values are about 1.
 TOLERANCE = 2e-6
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.1}}}
