@@ -21,6 +21,26 @@ def linears(count: int, width: int, seed: int = 0, bias: bool = True) -> nn.Sequ
     return nn.Sequential(*(nn.Linear(width, width, bias=bias) for _ in range(count)))
 
 
+class TokenModel(nn.Module):
+    """The loss of tokens, times a factor, up to a length, which it writes down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(16, 8)
+        self.head = nn.Linear(8, 16)
+        self.lengths: list[int | None] = []
+
+    def forward(
+        self, tokens: torch.Tensor, factor: float = 1.0, curriculum_seqlen: int | None = None
+    ) -> torch.Tensor:
+        self.lengths.append(curriculum_seqlen)
+        tokens = tokens[:, :curriculum_seqlen]
+        scores = self.head(self.embedding(tokens))
+        loss = nn.functional.cross_entropy(scores.flatten(0, 1).float(), tokens.flatten())
+        return loss * factor
+
+
 def drawn(seed: int, *shape: int) -> torch.Tensor:
     """Normal numbers that depend on `seed` alone."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

@@ -22,29 +22,11 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.step_observers import step_figures
 from deepspeed.utils.timer import MAX_UNREAD
 from unit.common import DistributedTest
-from unit.models import tokens
+from unit.models import TokenModel, tokens
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-ACCUMULATION, ROWS, LENGTH, WIDTH = 2, 2, 4, 8
+ACCUMULATION, ROWS, LENGTH = 2, 2, 4
 BAD_STEP = 3
-
-
-class Model(nn.Module):
-    """The loss of tokens; infinite if it is asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.embedding = nn.Embedding(16, WIDTH)
-        self.head = nn.Linear(WIDTH, 16)
-
-    def forward(
-        self, input_ids: torch.Tensor, factor: float = 1.0, curriculum_seqlen: int | None = None
-    ) -> torch.Tensor:
-        input_ids = input_ids[:, :curriculum_seqlen]
-        scores = self.head(self.embedding(input_ids))
-        loss = nn.functional.cross_entropy(scores.flatten(0, 1).float(), input_ids.flatten())
-        return loss * factor
 
 
 def configuration(folder: Path, **keys: Any) -> dict[str, Any]:
@@ -59,7 +41,7 @@ def configuration(folder: Path, **keys: Any) -> dict[str, Any]:
 
 
 def make_engine(folder: Path, **keys: Any) -> Any:
-    model = Model()
+    model = TokenModel()
     groups: list[dict[str, Any]] = [{"params": [*model.head.parameters()], "name": "head"}]
     groups.append({"params": list(model.embedding.parameters())})
     config = configuration(folder, **keys)

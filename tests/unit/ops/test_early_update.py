@@ -175,10 +175,10 @@ def test_an_error_of_the_disk_ahead_is_the_steps(
             assert same(run, plain), (name, forgets)
 
 
-def written(of: Callable[[Run], torch.Tensor]) -> Callable[[Run], None]:
+def landed(change: Callable[[Run], object]) -> Callable[[Run], None]:
     def act(run: Run) -> None:
         run.land(ALL)
-        of(run).mul_(2.0)
+        change(run)
 
     return act
 
@@ -189,14 +189,6 @@ def in_between(run: Run) -> None:
     run.land([(5, NUMEL)])
 
 
-def with_other(name: str, value: object) -> Callable[[Run], None]:
-    def act(run: Run) -> None:
-        run.land(ALL)
-        run.optimizer.param_groups[0][name] = value
-
-    return act
-
-
 def with_factor(run: Run) -> None:
     run.land(ALL)
     run.factor = 0.5000000000000001
@@ -205,11 +197,6 @@ def with_factor(run: Run) -> None:
 def with_step(run: Run) -> None:
     run.land(ALL)
     run.optimizer.state[run.param]["step"] += 1
-
-
-def with_new_state(run: Run) -> None:
-    run.land(ALL)
-    run.optimizer.state[run.param]["exp_avg"] = run.state() * 2
 
 
 def with_new_memory(run: Run) -> None:
@@ -242,17 +229,19 @@ def failed(run: Run) -> None:
 def test_other_numbers_in_the_step_are_those_that_count(in_files: bool, files: StateFiles) -> None:
     # Kills: each of the comparisons that say whether the step would make the same, left out.
     cases = {
-        "gradient": written(lambda run: run.grad),
-        "its view": written(lambda run: run.grad[3:4]),
-        "state": written(lambda run: run.state()),
-        "master": written(lambda run: run.master[1:2]),
-        "parameter": written(lambda run: run.param.detach()),
+        "gradient": landed(lambda run: run.grad.mul_(2.0)),
+        "its view": landed(lambda run: run.grad[3:4].mul_(2.0)),
+        "state": landed(lambda run: run.state().mul_(2.0)),
+        "master": landed(lambda run: run.master[1:2].mul_(2.0)),
+        "parameter": landed(lambda run: run.param.detach().mul_(2.0)),
         "gradient in between": in_between,
-        "rate": with_other("lr", 0.2),
-        "decay": with_other("weight_decay", 0.0),
+        "rate": landed(lambda run: run.optimizer.param_groups[0].update(lr=0.2)),
+        "decay": landed(lambda run: run.optimizer.param_groups[0].update(weight_decay=0.0)),
         "factor": with_factor,
         "step": with_step,
-        "new state": with_new_state,
+        "new state": landed(
+            lambda run: run.optimizer.state[run.param].update(exp_avg=run.state() * 2)
+        ),
         "new memory": with_new_memory,
         "new gradient": with_new_gradient,
         "forgotten": forgotten,

@@ -7,7 +7,6 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -20,6 +19,7 @@ from deepspeed.runtime.config_models.training import SchedulerConfig
 from deepspeed.runtime.optimizer_factory import build_basic_optimizer
 from deepspeed.runtime.optimizers.muon_groups import check_whole_parameters, one_rate_for_both
 from deepspeed.runtime.sharding.model_ranks import ModelRanks
+from unit.operators import Operators
 
 STEPS = 4
 # Muon came with torch 2.9; Adam and AdamW became one class with a switch in 2.7.
@@ -230,25 +230,17 @@ def test_state_of_other_groups_is_refused() -> None:
 
 def test_adam_beside_muon_is_the_fused_kernel() -> None:
     # Kills: launches for every operator of AdamW; a count of steps that stays as it was loaded.
-    class Names(TorchDispatchMode):
-        seen: list[str] = []
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            self.seen.append(func.__name__)
-            return func(*args, **(kwargs or {}))
-
     param = parameters()[1]
     optimizer = MuonWithAuxAdam([param])
+    launched = Operators()
     for step in range(2):
         param.grad = gradients(step)[1]
-        with Names():
+        with launched:
             optimizer.step()
         state = copy.deepcopy(optimizer.state_dict())
         state["state"][0]["step"] = step + 1  # as a number, or on the host
         optimizer.load_state_dict(state)
-    assert Names.seen.count("_fused_adamw_.default") == 2
+    assert launched.names.count("_fused_adamw_.default") == 2
 
 
 def test_a_schedule_that_sets_one_rate_is_told_of() -> None:

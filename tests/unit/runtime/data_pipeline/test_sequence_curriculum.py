@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from unit.common import DistributedTest
-from unit.models import config_of, drawn, seeded, sgd, tokens
+from unit.models import TokenModel, config_of, drawn, seeded, sgd, tokens
 from unit.one_process import OneProcess, mean_square, of_all_ranks
 
 import deepspeed
@@ -29,31 +29,11 @@ SCHEDULE = {
 }
 
 
-class Model(nn.Module):
-    """The loss of tokens up to a length, which it writes down."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.embedding = nn.Embedding(16, 8)
-        self.head = nn.Linear(8, 16)
-        self.lengths: list[int | None] = []
-
-    def forward(
-        self, tokens: torch.Tensor, factor: float = 1.0, curriculum_seqlen: int | None = None
-    ) -> torch.Tensor:
-        self.lengths.append(curriculum_seqlen)
-        tokens = tokens[:, :curriculum_seqlen]
-        scores = self.head(self.embedding(tokens))
-        loss = nn.functional.cross_entropy(scores.flatten(0, 1).float(), tokens.flatten())
-        return loss * factor
-
-
 def make_engine(model: nn.Module | None = None, stage: int = 0, **keys: Any) -> Any:
     zero = {"stage3_param_persistence_threshold": 0}
     config = config_of(stage, ROWS, ACCUMULATION, optimizer=sgd(LR), zero_optimization=zero)
     config |= {"zero_allow_untested_optimizer": True, "curriculum_learning": SCHEDULE, **keys}
-    return deepspeed.initialize(model=model or Model(), config=config)[0]
+    return deepspeed.initialize(model=model or TokenModel(), config=config)[0]
 
 
 MOMENTUM = {"type": "SGD", "params": {"lr": LR, "momentum": 0.9}}
@@ -77,7 +57,7 @@ def train(engine: Any, steps: range, bad_step: int | None = None) -> list[float]
 
 def reference() -> list[torch.Tensor]:
     """Parameters after the same steps of one plain process, each on the whole batch."""
-    model = Model()
+    model = TokenModel()
     one = OneProcess(model, torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9))
     for step, length in enumerate(LENGTHS):
         one.step([torch.cat(of_all_ranks(tokens_of, step, ACCUMULATION))[:, :length]])

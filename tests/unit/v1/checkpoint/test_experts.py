@@ -25,7 +25,7 @@ from .runs import ACCUMULATE, BF16, FP16, TORCH_ADAM, UNIVERSAL, by_name, kept, 
 
 WIDTH = 6
 EXPERTS = 4
-ROWS, STEPS, AFTER = 16, 2, 2
+ROWS, STEPS, AFTER = 16, 2, 4
 # Ranks, and those that share one set of experts.
 DIVIDED = [(2, 1), (2, 2), (4, 2), (4, 4)]
 STAGE_3 = zero(3, stage3_param_persistence_threshold=10)
@@ -90,15 +90,12 @@ def loaded(number: int, case: str, division: tuple[int, int]) -> tuple[int, int]
 def make(ep_size: int, seed: int, **keys: Any) -> Any:
     """An engine whose experts start with other weights on each rank."""
     torch.manual_seed(10 * seed + dist.get_rank())
-    model = Net(ep_size)
-    configuration = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": 0.5,
-        "steps_per_print": 1000,
-        **TORCH_ADAM,
-        **keys,
-    }
-    return deepspeed.initialize(model=model, config=configuration)[0]
+    return engine_of(Net(ep_size), gradient_clipping=0.5, **{**TORCH_ADAM, **keys})
+
+
+def engine_of(model: Net, **keys: Any) -> Any:
+    config = {"train_micro_batch_size_per_gpu": 4, "steps_per_print": 1000, **keys}
+    return deepspeed.initialize(model=model, config=config)[0]
 
 
 def train(engine: Any, steps: int) -> None:

@@ -16,7 +16,7 @@ from unit.models import drawn
 from unit.one_process import go_through
 
 from .runs import UNIVERSAL, convert, differences, keep, kept, of_kind, on_rank_0, otherwise, zero
-from .test_experts import EXPERTS, Net, whole
+from .test_experts import EXPERTS, Net, engine_of, whole
 
 WIDTH = 5
 WHOLE = {"stage3_gather_16bit_weights_on_model_save": True}
@@ -59,14 +59,8 @@ def make(ep_size: int, seed: int, frozen: str, **keys: Any) -> Any:
         expert.seen.fill_(10.0 * seed + EXPERTS // ep_size * place + index)
     for name, param in model.named_parameters():
         param.requires_grad_(not name.startswith(FROZEN[frozen]))
-    configuration = {
-        "train_micro_batch_size_per_gpu": 4,
-        "steps_per_print": 1000,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
-        **STAGE_3,
-        **keys,
-    }
-    return deepspeed.initialize(model=model, config=configuration)[0]
+    adam = {"type": "Adam", "params": {"lr": 1e-2}}
+    return engine_of(model, optimizer=adam, **{**STAGE_3, **keys})
 
 
 def train(engine: Any, steps: int) -> None:

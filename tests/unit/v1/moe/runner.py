@@ -269,16 +269,20 @@ class CaseRun:
             masters = self._masters()
             self._compare(0, "first weight", masters, self.initial, 0.0)
             for step in range(STEPS):
-                with _disable_current_modes():  # it need not run on a simulated device
-                    expected = reference_step(masters, self.case, step, self.world)
-                self._backwards(step, expected)
-                grads = self._grads()
-                self.engine.step()
-                masters = self._masters()
-                self._compare_step(step, grads, masters, expected)
+                masters = self._train(step, masters)
         finally:
             self.engine.destroy()
         return [f"{self.case}: {failure}" for failure in self.failures]
+
+    def _train(self, step: int, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        with _disable_current_modes():  # it need not run on a simulated device
+            expected = reference_step(before, self.case, step, self.world)
+        self._backwards(step, expected)
+        grads = self._grads()
+        self.engine.step()
+        masters = self._masters()
+        self._compare_step(step, grads, masters, expected)
+        return masters
 
     def _compare_step(
         self, step: int, grads: Tensors, masters: Tensors, expected: Expected

@@ -25,7 +25,7 @@ from unit.common import DistributedTest
 from unit.models import drawn
 from unit.v1.looping import each
 from unit.v1.moe.slow_gate import Gate, Tensors, moe_forward
-from unit.v1.tensor.megatron import Copy, Mpu, Reduce, summed
+from unit.v1.tensor.megatron import Mpu, copied, reduced, summed
 
 EXPERTS = "deepspeed_moe.experts.deepspeed_experts"
 
@@ -153,8 +153,8 @@ class Expert(nn.Module):
         if self.size == 1:
             return two_layers(tokens, self.first, self.second)
         group = groups.get_tensor_model_parallel_group()
-        part = two_layers(Copy.apply(tokens, group), self.first, self.second)
-        return Reduce.apply(part, group)
+        part = two_layers(copied(tokens, group), self.first, self.second)
+        return reduced(part, group)
 
 
 def two_layers(tokens: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,6 @@ from unit.v1.moe.runner import (
     AUX_WEIGHT,
     NUM_EXPERTS,
     ROWS,
-    STEPS,
     WIDTH,
     Case,
     CaseRun,
@@ -189,17 +188,6 @@ class PipeRun(CaseRun):
                 original(*args)
 
         self.engine._take_model_step = observed
-
-    def run(self) -> list[str]:
-        """All steps; returns the failures."""
-        try:
-            masters = self._masters()
-            self._compare(0, "first weight", masters, self.initial, 0.0)
-            for step in range(STEPS):
-                masters = self._train(step, masters)
-        finally:
-            self.engine.destroy()
-        return [f"{self.case}: {failure}" for failure in self.failures]
 
     def _train(self, step: int, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         case = self.case

@@ -33,7 +33,6 @@ from unit.v1.gathering import masters_of
 from unit.v1.zero.stage3.models import (
     SHARDED,
     STEPS,
-    Net,
     Tensors,
     config_of,
     distance,
@@ -47,6 +46,7 @@ from unit.v1.zero.stage3.models import (
     trained,
     values_of,
 )
+from unit.verify.zero3_scenarios import groups_of
 
 PARAMS: dict[str, Any] = {"offload_param": {"device": "cpu"}}
 BOTH: dict[str, Any] = {**PARAMS, "offload_optimizer": {"device": "cpu"}}
@@ -236,17 +236,10 @@ def test_cut_in_parts() -> None:
     assert num_kept([[3], [5, 5]], 0.0) == [1, 2]
 
 
-def groups_of(model: Net) -> list[dict[str, Any]]:
-    """Two groups, so that units have parameters of both, on both sides of the cut."""
-    trained = [param for param in model.parameters() if param.requires_grad]
-    return [
-        {"params": [param for param in trained if param.dim() > 1], "weight_decay": 0.1},
-        {"params": [param for param in trained if param.dim() < 2]},
-    ]
-
-
 def make_engine(ratio: float, optimizer: str = "sgd", zero: Any = None, **more: Any) -> Any:
-    """With `ratio` of the optimizer on the host."""
+    """With `ratio` of the optimizer on the host; units have parameters of two groups, on both sides
+    of the cut.
+    """
     model = make_net()
     part = {"device": "cpu", "ratio": ratio}
     config = {**config_of(3, **{**SHARDED, "offload_optimizer": part, **(zero or {})}), **more}

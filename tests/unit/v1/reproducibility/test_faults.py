@@ -39,18 +39,25 @@ class Planted:
         return at and dist.get_rank() == RANK
 
 
+def instead(owner: Any, name: str, change: Callable[..., Any]) -> Any:
+    """Where the fault is in force call `change` with the function, and what that is given."""
+    original = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if Planted.is_now():
+            return change(original, *args, **kwargs)
+        return original(*args, **kwargs)
+
+    return mock.patch.object(owner, name, call)
+
+
 def on_leaves(change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Any:
     """Change what one call of `CanonicalSums.add` is given."""
-    original = CanonicalSums.add
 
-    def add(
-        self: CanonicalSums, target: torch.Tensor, parts: Any, factor: float, first: bool
-    ) -> None:
-        if Planted.is_now():
-            parts = change([part.clone() for part in parts])
-        original(self, target, parts, factor, first)
+    def add(original: Any, sums: Any, target: torch.Tensor, parts: Any, *rest: Any) -> None:
+        original(sums, target, change([part.clone() for part in parts]), *rest)
 
-    return mock.patch.object(CanonicalSums, "add", add)
+    return instead(CanonicalSums, "add", add)
 
 
 def doubled(parts: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -67,14 +74,12 @@ def nudged(parts: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def after_step(change: Callable[[Any], None]) -> Any:
     """Change the optimizer's state at the end of a step."""
-    original = StepSequence.step
 
-    def step(self: StepSequence) -> None:
-        original(self)
-        if Planted.is_now():
-            change(self)
+    def step(original: Any, sequence: StepSequence) -> None:
+        original(sequence)
+        change(sequence)
 
-    return mock.patch.object(StepSequence, "step", step)
+    return instead(StepSequence, "step", step)
 
 
 def master(sequence: Any) -> torch.Tensor:
@@ -106,60 +111,34 @@ def count_twice(sequence: Any) -> None:
 
 
 def by_reciprocal() -> Any:
-    original = torch.div
-
-    def div(total: torch.Tensor, divisor: float, out: torch.Tensor) -> torch.Tensor:
+    def div(_: Any, total: torch.Tensor, divisor: float, out: torch.Tensor) -> torch.Tensor:
         return torch.mul(total, 1.0 / divisor, out=out)
 
-    return mock.patch.object(
-        canonical.torch, "div", lambda *a, **k: (div if Planted.is_now() else original)(*a, **k)
-    )
+    return instead(canonical.torch, "div", div)
 
 
-def norm_one_off() -> Any:
-    original = ExactSquares.totals
-
-    def totals(self: ExactSquares, squares: torch.Tensor) -> torch.Tensor:
-        found = original(self, squares)
-        return found * (1 + 2**-20) if Planted.is_now() else found
-
-    return mock.patch.object(ExactSquares, "totals", totals)
-
-
-def factor_one_off() -> Any:
-    original = step_sequence.clip_factor
-
-    def clip_factor(norm: Any, max_norm: float) -> Any:
-        found = original(norm, max_norm)
-        return found * (1 + 2**-22) if Planted.is_now() else found
-
-    return mock.patch.object(step_sequence, "clip_factor", clip_factor)
+def off_by(factor: float, owner: Any, name: str) -> Any:
+    """A function gives so many times what it would give."""
+    return instead(owner, name, lambda original, *args: original(*args) * factor)
 
 
 def seeds_of_another_rank() -> Any:
-    original = DeepSpeedEngine._seed_forward
+    def seed_forward(original: Any, engine: DeepSpeedEngine, micro_step: int) -> None:
+        original(engine, micro_step)
+        torch.manual_seed(7)
 
-    def seed_forward(self: DeepSpeedEngine, micro_step: int) -> None:
-        original(self, micro_step)
-        if Planted.is_now():
-            torch.manual_seed(7)
-
-    return mock.patch.object(DeepSpeedEngine, "_seed_forward", seed_forward)
+    return instead(DeepSpeedEngine, "_seed_forward", seed_forward)
 
 
 def rate_one_off() -> Any:
-    original = StepSequence.step
-
-    def step(self: StepSequence) -> None:
-        groups = self.masters.optimizer.param_groups
-        if not Planted.is_now():
-            return original(self)
+    def step(original: Any, sequence: Any) -> None:
+        groups = sequence.masters.optimizer.param_groups
         rate = groups[0]["lr"]
         groups[0]["lr"] = rate * (1 + 2**-23)
-        original(self)
+        original(sequence)
         groups[0]["lr"] = rate
 
-    return mock.patch.object(StepSequence, "step", step)
+    return instead(StepSequence, "step", step)
 
 
 FAULTS: dict[str, Callable[[], Any]] = {
@@ -174,8 +153,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "a leaf rounded": lambda: on_leaves(lambda parts: [parts[0].bfloat16().float(), parts[1]]),
     "a leaf one off": lambda: on_leaves(nudged),
     "a product with the reciprocal": by_reciprocal,
-    "a norm one off": norm_one_off,
-    "a clip factor one off": factor_one_off,
+    "a norm one off": lambda: off_by(1 + 2**-20, ExactSquares, "totals"),
+    "a clip factor one off": lambda: off_by(1 + 2**-22, step_sequence, "clip_factor"),
     "seeds of another rank": seeds_of_another_rank,
     "a learning rate one off": rate_one_off,
     "a bit of a moment": lambda: after_step(flip_a_moment),

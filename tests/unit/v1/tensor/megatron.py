@@ -4,6 +4,7 @@ Forward and backward communicate by autograd functions (Megatron's f and g, and 
 parallelism their relatives). `Serial` is the same model in one process.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,55 +70,40 @@ def all_rows(value: torch.Tensor, group: Any) -> torch.Tensor:
     return whole
 
 
-class Copy(torch.autograd.Function):
+def rows_of_sum(value: torch.Tensor, group: Any) -> torch.Tensor:
+    return own_rows(summed(value, group), group)
+
+
+def as_it_is(value: torch.Tensor, group: Any) -> torch.Tensor:
+    return value.view_as(value)
+
+
+Exchange = Callable[[torch.Tensor, Any], torch.Tensor]
+
+
+class Exchanged(torch.autograd.Function):
+    """What one exchange over a group makes of a tensor; another one makes its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: torch.Tensor, group: Any, there: Exchange, back: Exchange
+    ) -> torch.Tensor:
+        ctx.group, ctx.back = group, back
+        return there(value, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ctx.back(grad, ctx.group), None, None, None
+
+
+def copied(value: torch.Tensor, group: Any) -> Any:
     """f: every rank computes with the same input, so its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return summed(grad, ctx.group), None
+    return Exchanged.apply(value, group, as_it_is, summed)
 
 
-class Reduce(torch.autograd.Function):
+def reduced(value: torch.Tensor, group: Any) -> Any:
     """g: the output is the sum of the ranks' parts; its gradient is that of each part."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: Any) -> torch.Tensor:
-        return summed(value, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad, None
-
-
-class GatherRows(torch.autograd.Function):
-    """Rows of all ranks; what follows differs on each (`sums`: gradients are parts), or not."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: Any, sums: bool) -> torch.Tensor:
-        ctx.group, ctx.sums = group, sums
-        return all_rows(value, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return own_rows(summed(grad, ctx.group) if ctx.sums else grad, ctx.group), None, None
-
-
-class ScatterSum(torch.autograd.Function):
-    """The own rows of the sum of the ranks' parts."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return own_rows(summed(value, group), group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return all_rows(grad, ctx.group), None
+    return Exchanged.apply(value, group, summed, as_it_is)
 
 
 class Serial(nn.Module):
@@ -168,12 +154,15 @@ class Parallel(nn.Module):
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if self.is_sequence_parallel:
             rows = own_rows(x, self.group)
-            part = F.gelu(self.column(GatherRows.apply(self.norm(rows), self.group, True)))
-            out = ScatterSum.apply(F.linear(part, self.row.weight), self.group) + self.row.bias
-            hidden = GatherRows.apply(rows + out, self.group, False)
+            # What follows differs on each rank: gradients are parts.
+            all_of = Exchanged.apply(self.norm(rows), self.group, all_rows, rows_of_sum)
+            part = F.linear(F.gelu(self.column(all_of)), self.row.weight)
+            out = Exchanged.apply(part, self.group, rows_of_sum, all_rows) + self.row.bias
+            # Here it does not.
+            hidden = Exchanged.apply(rows + out, self.group, all_rows, own_rows)
         else:
-            part = F.gelu(self.column(Copy.apply(self.norm(x), self.group)))
-            hidden = x + Reduce.apply(F.linear(part, self.row.weight), self.group) + self.row.bias
+            part = F.gelu(self.column(copied(self.norm(x), self.group)))
+            hidden = x + reduced(F.linear(part, self.row.weight), self.group) + self.row.bias
         return F.cross_entropy(self.head(hidden).float(), labels)
 
 

@@ -166,12 +166,14 @@ def goes_on(
         assert off <= (0 if saved_by == loaded_by else 1e-4 * moved + 1e-6), f"{key}: {off}"
 
 
-class TestArchitectures(DistributedTest):
+class FourRanks(DistributedTest):
     """One group of ranks for all: to start them takes longer than a check."""
 
     world_size = 4
     exec_timeout = 120
 
+
+class TestArchitectures(FourRanks):
     def test_four_ranks(self, class_tmpdir: str) -> None:
         self.check_train_like_one_process()
         self.check_resume_with_other_sizes(class_tmpdir=class_tmpdir)
@@ -220,12 +222,7 @@ def freeze(model: Any) -> None:
     model.model.embed_tokens.requires_grad_(False)
 
 
-class TestStage3(DistributedTest):
-    """One group of ranks for all: to start them takes longer than a check."""
-
-    world_size = 4
-    exec_timeout = 120
-
+class TestStage3(FourRanks):
     def test_four_ranks(self, class_tmpdir: str) -> None:
         self.check_trains_like_one_process()
         self.check_with_other_features()
@@ -390,12 +387,7 @@ def test_uneven_slices_that_do_not_fit_their_pieces_are_named() -> None:
     assert SlicePatterns(info).unmatched(["v"]) == ["w", "w"]
 
 
-class TestUneven(DistributedTest):
-    """One group of ranks for all: to start them takes longer than a check."""
-
-    world_size = 4
-    exec_timeout = 120
-
+class TestUneven(FourRanks):
     def test_four_ranks(self, class_tmpdir: str) -> None:
         self.check_sizes_on_four_ranks()
         self.check_trains_like_one_process()
