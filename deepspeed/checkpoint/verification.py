@@ -200,6 +200,8 @@ def verify_checkpoint(load_dir: str, tag: str | None = None, level: str = FULL) 
     """Check a checkpoint without a model and without ranks."""
     if level not in (FULL, SIZES):
         raise ValueError(f'level: {level!r} is not known; use "{FULL}" or "{SIZES}"')
+    if not os.path.isdir(load_dir):
+        return [f"{load_dir} is not there, or is no folder"]
     if tag is None and os.path.isfile(os.path.join(load_dir, MANIFEST)):
         load_dir, tag = os.path.split(os.path.abspath(load_dir))
     try:

@@ -75,7 +75,7 @@ _NAMES = {
     "get_numactl_cmd": "deepspeed.utils.numa",
 }
 
-__all__ = ["log_dist", "logger"]
+__all__ = ["groups", "log_dist", "logger", *_NAMES]
 
 __getattr__ = lazy_attributes(
     __name__,

@@ -102,3 +102,9 @@ class TestClientNames(DistributedTest):
         assert engine.sparse_gradients is False
         name = engine._get_optimizer_ckpt_name("out", "tag", 3)
         assert name == "out/tag/expp_rank_3_mp_rank_00_optim_states.pt"
+
+
+def test_all_names_of_utils_at_once() -> None:
+    found: dict[str, Any] = {}
+    exec("from deepspeed.utils import *", found)
+    assert {"groups", "logger", "safe_get_full_fp32_param", "z3_leaf_module"} <= found.keys()

@@ -249,6 +249,7 @@ class TestOffline:
         assert instead in verify_checkpoint(above, "nowhere")[0]
         (tmp_path / "latest").unlink()
         assert "has no file 'latest'" in verify_checkpoint(above)[0]
+        assert "nodir is not there" in verify_checkpoint(str(tmp_path / "nodir"))[0]
         with pytest.raises(ValueError, match="level: 'all' is not known"):
             verify_checkpoint(above, level="all")
         with pytest.raises(SystemExit):
