@@ -13,8 +13,8 @@ OPTIMIZER_METHODS = frozenset(
     _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads
     _add_full_reduction_to_compact_grad_partition _add_to_grad_partition_buffer
     _allreduce_noncontiguous_bucket_preserving_fp32 _apply_autoep_folding_tp_correction
-    _apply_muon_to_accumulated_grads _apply_muon_updates_cpu_offload _assert_same_partition_group
-    _autoep_expert_parallel_group _average_expert_grad_norms
+    _apply_distributed_muon_update _apply_muon_to_accumulated_grads _apply_muon_updates_cpu_offload
+    _assert_same_partition_group _autoep_expert_parallel_group _average_expert_grad_norms
     _buffered_reduce_fallback_preserving_fp32 _build_compact_grad_partition_buffer
     _build_muon_exchange_layout _check_overflow _checkpoint_group_state_dicts
     _clear_fp32_optimizer_param_groups _clear_hp_buffer_references _clear_lp_params_references
@@ -40,10 +40,10 @@ OPTIMIZER_METHODS = frozenset(
     _gradient_reduction_buffer_dtype _has_inf_or_nan _is_muon_group
     _lazy_init_hp_params_optimizer_state _link_all_hp_params _load_global_state
     _load_global_state_stage3 _load_legacy_checkpoint _load_universal_checkpoint
-    _loss_scale_update_and_overflow_cleanup _maybe_reduce_autoep_folding_tp_gradient
-    _model_parallel_all_reduce _move_to_flat_buffer _muon_all_gather_partitions
-    _muon_momentum_buffer _muon_param_batches _muon_staging_momentum _muon_update_lacks_loss_scale
-    _muon_update_sub_group _offload_grad_partition_at_boundary
+    _loco_err_buf_update _loss_scale_update_and_overflow_cleanup
+    _maybe_reduce_autoep_folding_tp_gradient _model_parallel_all_reduce _move_to_flat_buffer
+    _muon_all_gather_partitions _muon_momentum_buffer _muon_param_batches _muon_staging_momentum
+    _muon_update_lacks_loss_scale _muon_update_sub_group _offload_grad_partition_at_boundary
     _optimizer_states_and_gradient_swap_in _optimizer_states_and_gradient_swap_out _optimizer_step
     _overflow_check_and_loss_scale_update _overflow_clean_up _partition_all_parameters
     _partition_base_optimizer_state _partitioned_buffers_all_gather _partitioned_params_swap_out
@@ -69,7 +69,7 @@ OPTIMIZER_METHODS = frozenset(
     async_inplace_copy_grad_to_fp32_buffer_from_gpu buffered_reduce_fallback check_overflow
     checkpoint_event_epilogue checkpoint_event_prologue clear_backward_seen_flag
     clear_grad_attribute configure_autoep_folding_tp_gradient_reduction copy_grads_in_partition
-    create_reduce_and_remove_grad_hooks create_zenflow_hooks dump_post_step_gradients
+    create_reduce_and_remove_grad_hooks create_zenflow_hooks defragment dump_post_step_gradients
     dump_pre_step_gradients empty_partition_cache enter_backward fill_grad_accum_attribute
     finalize_gradient_accumulation_boundary flatten_and_print flatten_dense_tensors_aligned
     free_grad_in_param_list get_all_grad_tensors get_bit16_param_group get_data_parallel_partitions
@@ -86,8 +86,8 @@ OPTIMIZER_METHODS = frozenset(
     load_module_checkpoint_state_from_checkpoint_dir_stage3
     overlapping_partition_gradients_reduce_epilogue override_loss_scale partition_grads print_rank_0
     process_gradients quantize_nontrainable_params queue_post_backward_callback reduce_ipg_grads
-    reenter_backward_if_needed register_grad_acc_post_hook report_ipg_memory_usage
-    reset_cpu_buffers reset_partition_gradient_structures reset_swap_buffers run_grad_acc_post_hooks
+    reenter_backward_if_needed register_grad_acc_post_hook report_ipg_memory_usage reset_cpu_buffers
+    reset_partition_gradient_structures reset_swap_buffers run_grad_acc_post_hooks
     sequential_execution set_fp32_grad_for_param set_full_hp_param set_grad_positions
     set_local_grad_for_param set_local_hp_param set_lr set_none_gradients_to_zero
     set_norm_for_param_grad set_norm_for_param_grad_in_gpu setup_buckets
@@ -109,34 +109,36 @@ ENGINE_METHODS = frozenset(
     _change_recovery_script_permissions _check_for_duplicates _checkpoint_tag_validation
     _cleanup_deepcompile_native _commit_decoupled_checkpoint _common_checkpoint_state
     _configure_autoep_folding_optimizer_gradient_reduction _configure_basic_optimizer
-    _configure_bf16_optimizer _configure_checkpointing _configure_distributed_model
+    _configure_bf16_optimizer _configure_checkpointing _configure_compression_scheduler
+    _configure_curriculum_scheduler_legacy _configure_distributed_model _configure_eigenvalue
     _configure_expert_parallel _configure_fp16_optimizer _configure_lr_scheduler
-    _configure_optimizer _configure_python_gc _configure_random_ltd_scheduler
-    _configure_tensor_parallel _configure_tensor_parallel_states _configure_with_arguments
-    _configure_zero_optimizer _create_checkpoint_file _create_module_forward_post_hook
-    _create_module_forward_pre_hook _create_zero_checkpoint_files _deactivate_deepcompile
-    _do_args_sanity_check _do_optimizer_sanity_check _do_sanity_check
-    _flush_coalesced_reduction_zero12 _flush_coalesced_reduction_zero3 _forward_epilogue
-    _forward_prologue _get_all_ckpt_names _get_all_zero_checkpoint_names
-    _get_all_zero_checkpoint_state_dicts _get_all_zero_checkpoints _get_buffer_names _get_ckpt_name
-    _get_expert_ckpt_name _get_gradients_for_reduction _get_model_parameters
-    _get_mp_rank_zero_checkpoint_names _get_non_moe_state_dict _get_optimizer_loss_scale
-    _get_optimizer_param _get_param_fragment_func _get_param_shape_func _get_rank_zero_ckpt_name
-    _get_shared_params _get_zero_ckpt_name _get_zero_ckpt_prefix _get_zero_frozen_param_attributes
-    _get_zero_param_shapes _has_autoep_layers _initialize_deepcompile_native _is_same_process_group
-    _is_supported_optimizer _load_checkpoint _load_zero_checkpoint _make_autoep_folding_metadata
-    _mixed_precision_dtypes _muon_half_defaults _muon_param_groups _optimized_linear_offload_setup
-    _optimizer_has_ckpt_event_epilogue _optimizer_has_ckpt_event_prologue
-    _partition_autoep_zero3_experts _raise_if_autoep_zero3_consolidated_export
-    _reduce_autoep_folding_tp_replicated_gradients _reduce_expert_gradients
-    _reduce_non_expert_gradients _refine_include_states _release_deepcompile_compiled_backward_state
-    _release_deepcompile_dynamo_config _replace_module_consolidated_state_dict
-    _resolve_zero3_param_placement _save_checkpoint _save_zero_checkpoint _scale_loss_by_gas
-    _scheduler_from_config _set_client_model _set_deepcompile_active _set_distributed_vars
-    _start_timers _stop_timers _supported_optims _update_wall_clock_timers
-    _uses_autoep_zero3_partitioned_experts _validate_autoep_folding_checkpoint_metadata
-    _validate_autoep_zero3_partitioned_metadata _validate_zero3_moe_compatibility _write_monitor
-    collect_python_gc get_optimizer_configuration zero_compute_grad_norm zero_parameter_alignment
+    _configure_optimizer _configure_progressive_layer_drop _configure_python_gc
+    _configure_quantization _configure_random_ltd_scheduler _configure_tensor_parallel
+    _configure_tensor_parallel_states _configure_with_arguments _configure_zero_optimizer
+    _create_checkpoint_file _create_module_forward_post_hook _create_module_forward_pre_hook
+    _create_zero_checkpoint_files _deactivate_deepcompile _do_args_sanity_check
+    _do_optimizer_sanity_check _do_sanity_check _flush_coalesced_reduction_zero12
+    _flush_coalesced_reduction_zero3 _forward_epilogue _forward_prologue _get_all_ckpt_names
+    _get_all_zero_checkpoint_names _get_all_zero_checkpoint_state_dicts _get_all_zero_checkpoints
+    _get_buffer_names _get_ckpt_name _get_expert_ckpt_name _get_gradients_for_reduction
+    _get_model_parameters _get_mp_rank_zero_checkpoint_names _get_non_moe_state_dict
+    _get_optimizer_loss_scale _get_optimizer_param _get_param_fragment_func _get_param_shape_func
+    _get_rank_zero_ckpt_name _get_shared_params _get_zero_ckpt_name _get_zero_ckpt_prefix
+    _get_zero_frozen_param_attributes _get_zero_param_shapes _has_autoep_layers
+    _initialize_deepcompile_native _is_same_process_group _is_supported_optimizer _load_checkpoint
+    _load_zero_checkpoint _make_autoep_folding_metadata _mixed_precision_dtypes _muon_half_defaults
+    _muon_param_groups _optimized_linear_offload_setup _optimizer_has_ckpt_event_epilogue
+    _optimizer_has_ckpt_event_prologue _partition_autoep_zero3_experts
+    _raise_if_autoep_zero3_consolidated_export _reduce_autoep_folding_tp_replicated_gradients
+    _reduce_expert_gradients _reduce_non_expert_gradients _refine_include_states
+    _release_deepcompile_compiled_backward_state _release_deepcompile_dynamo_config
+    _replace_module_consolidated_state_dict _resolve_zero3_param_placement _return_mics_optimizer
+    _save_checkpoint _save_zero_checkpoint _scale_loss_by_gas _scheduler_from_config
+    _set_client_model _set_deepcompile_active _set_distributed_vars _start_timers _stop_timers
+    _supported_optims _update_wall_clock_timers _uses_autoep_zero3_partitioned_experts
+    _validate_autoep_folding_checkpoint_metadata _validate_autoep_zero3_partitioned_metadata
+    _validate_zero3_moe_compatibility _write_monitor collect_python_gc get_optimizer_configuration
+    zero_compute_grad_norm zero_parameter_alignment
     """.split()
 )
 """Of the engine, beside those that it has something else for."""
