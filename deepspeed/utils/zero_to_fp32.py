@@ -652,7 +652,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         weight_map = {}
         for name, shard in zip(names, shards, strict=True):
             logger.info("writing %s", os.path.join(output_dir, name))
-            with _disk_named(folder, name, sum(state[key].nbytes for key in shard)):
+            sizes = {id(state[key]): state[key].nbytes for key in shard}
+            with _disk_named(folder, name, sum(sizes.values())):
                 stored = write({key: state[key] for key in shard}, os.path.join(folder, name))
             weight_map.update(dict.fromkeys(stored, name))
         if count > 1:
@@ -668,10 +669,12 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 @contextlib.contextmanager
 def _disk_named(folder: str, name: str, size: int) -> Iterator[None]:
     """Say so if writing fails of a full disk: torch and safetensors raise what names neither."""
+    # Asked before: what is written in part takes room too, whatever it fails of.
+    fits = shutil.disk_usage(folder).free >= size
     try:
         yield
     except Exception as error:
-        if shutil.disk_usage(folder).free >= size:
+        if fits:
             raise
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         raise disk_error(full, os.path.join(folder, name), size) from error

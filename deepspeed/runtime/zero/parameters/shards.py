@@ -91,7 +91,9 @@ def tell_saved() -> None:
     )
 
 
-# Of torch's functions whose names end like those that write.
+# Torch's functions that write have names that end in one underscore, but for these that write too,
+# and those that do not.
+_WRITES = frozenset("__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __setitem__".split())
 _NO_WRITES = frozenset(("requires_grad_", "share_memory_", "detach_"))
 
 
@@ -112,9 +114,11 @@ class ShardedValue(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> object:
         name = getattr(func, "__name__", "")
-        if name.rstrip("_") + "_" == name and name not in _NO_WRITES:
-            refuse = getattr(args[0], "_refuse", None)
-            if refuse is not None and not args[0].numel():
+        if name in _WRITES or (name.rstrip("_") + "_" == name and name not in _NO_WRITES):
+            # torch.nn.init passes by keyword.
+            target: Any = next(iter((*args, *(kwargs or {}).values())), None)
+            refuse = getattr(target, "_refuse", None)
+            if refuse is not None and not target.numel():
                 raise RuntimeError(refuse(name))
         return super().__torch_function__(func, types, args, kwargs or {})
 

@@ -239,6 +239,9 @@ class TestInterface(DistributedTest):
             lambda: param + 1,
             lambda: param.data.fill_(1.0),
             lambda: param.detach().mul_(2),
+            lambda: param.data.__iadd__(1),
+            lambda: param.data.__setitem__(slice(None), 1.0),
+            lambda: nn.init.normal_(param.data),
             lambda: setattr(param, "data", torch.ones(3, 4, 5)),
         ):
             with pytest.raises(RuntimeError, match=r"\(3, 4, 5\) is sharded"):
