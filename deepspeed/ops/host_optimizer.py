@@ -15,6 +15,7 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.native import native_op
+from deepspeed.ops.parameter_runs import STATE_BY_PARAMETER, Run
 
 if TYPE_CHECKING:
     from deepspeed.ops.state_files import StateFiles
@@ -28,11 +29,19 @@ _ABSENT = (0, 0)
 Ranges = list[tuple[int, int]]
 
 
+class ScalarRun(NamedTuple):
+    """Elements `start` to `end` of a parameter, which are updated with these scalars."""
+
+    start: int
+    end: int
+    scalars: tuple[float, ...]
+
+
 class FlatUpdate(NamedTuple):
     """One update of all elements of a parameter, in place; tensors are contiguous, on the host and
     of equal size. States are fp32, or of the parameter's dtype; `out` receives the new parameter,
     rounded to bf16 or fp16; of `scalars`, which are rounded to fp32, the gradient's factor is the
-    first.
+    first. With `runs` only their elements are updated, each by scalars of its own.
     """
 
     param: torch.Tensor
@@ -40,10 +49,22 @@ class FlatUpdate(NamedTuple):
     states: list[torch.Tensor]
     out: torch.Tensor | None
     scalars: tuple[float, ...]
+    runs: Sequence[ScalarRun] | None = None
 
     def piece(self, start: int, end: int, out: torch.Tensor | None) -> FlatUpdate:
         flats = [tensor.view(-1)[start:end] for tensor in (self.param, self.grad, *self.states)]
-        return FlatUpdate(flats[0], flats[1], flats[2:], out, self.scalars)
+        runs = None
+        if self.runs is not None:
+            cut = ((max(start, run.start), min(end, run.end), run.scalars) for run in self.runs)
+            runs = [ScalarRun(a - start, b - start, scalars) for a, b, scalars in cut if a < b]
+        return FlatUpdate(flats[0], flats[1], flats[2:], out, self.scalars, runs)
+
+    def of_runs(self) -> Iterator[FlatUpdate]:
+        """Yield the update of each run by itself; `out` then has the rest already."""
+        for run in self.runs or ():
+            out = None if self.out is None else self.out.view(-1)[run.start : run.end]
+            piece = self.piece(run.start, run.end, out)
+            yield piece._replace(scalars=run.scalars, runs=None)
 
 
 class Delivery(Protocol):
@@ -145,6 +166,7 @@ class HostOptimizer(torch.optim.Optimizer):
         self._grad_factor = 1.0
         self._deliveries: Mapping[torch.Tensor, Delivery] = {}
         self._early: EarlyUpdate | None = None
+        self._runs: Mapping[torch.Tensor, Sequence[Run]] = {}
         super().__init__(model_params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -224,7 +246,7 @@ class HostOptimizer(torch.optim.Optimizer):
         self, update: FlatUpdate, delivery: Delivery | None, early: Taken | None = None
     ) -> None:
         assert self.state_files is not None, "asked before"
-        grads, whole = update.grad.view(-1), [(0, update.param.numel())]
+        whole = [(0, update.param.numel())]
         own = [update.param, *update.states]
         old, left = (early.old, early.left) if early else (own, None)
         with self.state_files.windows(old, own, left) as windows:
@@ -240,8 +262,8 @@ class HostOptimizer(torch.optim.Optimizer):
                         if rounded is not None:
                             rounded.copy_(param)
                         continue
-                    part = FlatUpdate(param, grads[first:last], states, rounded, update.scalars)
-                    self._run(part)
+                    part = update.piece(first, last, rounded)
+                    self._run(part._replace(param=param, states=states))
                     if out is None:
                         update.param.view(-1)[first:last].copy_(param)
                 if delivery is not None:
@@ -253,25 +275,34 @@ class HostOptimizer(torch.optim.Optimizer):
         grad_factor: float,
         deliveries: Mapping[torch.Tensor, Delivery],
         early: EarlyUpdate | None = None,
+        runs: Mapping[torch.Tensor, Sequence[Run]] | None = None,
     ) -> Iterator[None]:
         """Let `step` multiply gradients by `grad_factor`, clip factor / loss scale, and deliver new
         values of flat parameters while the rest is updated, in its one pass; not what was updated
-        `early`.
+        `early`. Of parameters in `runs` only these elements are updated.
         """
-        self._grad_factor, self._deliveries, self._early = grad_factor, deliveries, early
+        self._grad_factor = grad_factor
+        self._deliveries = deliveries
+        self._early = early
+        self._runs = runs or {}
         try:
             yield
         finally:
-            self._grad_factor, self._deliveries, self._early = 1.0, {}, None
+            self._grad_factor = 1.0
+            self._deliveries = {}
+            self._early = None
+            self._runs = {}
 
     def foreseen(
         self, param: torch.Tensor, grad: torch.Tensor, grad_factor: float
     ) -> FlatUpdate | None:
         """Return the update that `step` would make of `param` now; None if it would have to make or
-        convert state first.
+        convert state first, or parameters in it have missed steps.
         """
         group = next(one for one in self.param_groups if any(param is p for p in one["params"]))
         state = self.state[param] if param in self.state else {}
+        if STATE_BY_PARAMETER in state:
+            return None
         states: list[torch.Tensor] = []
         for slot in self._slots(group):
             own = state.get(slot)
@@ -347,11 +378,32 @@ class HostOptimizer(torch.optim.Optimizer):
                 "another amsgrad; load with load_optimizer_states=False to start it anew"
             )
         states = [self._state_tensor(state, slot, param) for slot in self._slots(group)]
+        if param in self._runs:
+            runs = self._scalar_runs(group, self._runs[param], grad_factor)
+            return FlatUpdate(param.data, grad, states, None, (), runs)
         state["step"] = int(state.get("step", 0)) + 1
         scalars = self._scalars(group, state["step"], grad_factor)
         return FlatUpdate(param.data, grad, states, None, scalars)
 
+    def _scalar_runs(
+        self, group: dict[str, Any], runs: Sequence[Run], grad_factor: float
+    ) -> list[ScalarRun]:
+        """Count a step of each history, and return its scalars for each of its runs."""
+        scalars: dict[int, tuple[float, ...]] = {}
+        for run in runs:
+            if id(run.shared) not in scalars:
+                run.shared["step"] = int(run.shared.get("step", 0)) + 1
+                step = run.shared["step"]
+                scalars[id(run.shared)] = self._scalars(group, step, grad_factor)
+        return [ScalarRun(run.start, run.end, scalars[id(run.shared)]) for run in runs]
+
     def _run(self, update: FlatUpdate) -> None:
+        if update.runs is not None:
+            if update.out is not None:
+                update.out.view(-1).copy_(update.param.view(-1))
+            for part in update.of_runs():
+                self._run(part)
+            return
         # A simulated device defers, orders and checks torch's operators; the native op would read
         # and write past it.
         op = None if get_accelerator().defers_collectives else native_op(self.op_name)

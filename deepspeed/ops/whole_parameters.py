@@ -8,12 +8,14 @@ answers are trivial.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import EllipsisType
 from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed.ops.parameter_runs import Runs
 from deepspeed.ops.squares import IN_ORDER, Squares
 
 
@@ -84,6 +86,7 @@ class WholeParameterOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._shards: dict[torch.Tensor, WholeParameters] = {}
         self.squares: Squares = IN_ORDER  # how norms are summed
+        self.runs: Runs = {}  # the elements that a step is about, of tensors where not all are
         super().__init__(params, defaults)
 
     def use_shards(
@@ -95,3 +98,21 @@ class WholeParameterOptimizer(torch.optim.Optimizer):
     def parameters_in(self, tensor: torch.Tensor) -> WholeParameters:
         found = self._shards.get(tensor)
         return OneParameter(tensor) if found is None else found
+
+    @contextmanager
+    def stepping(self, runs: Runs) -> Iterator[None]:
+        """Let `step` update only these elements of tensors in `runs`. All ranks take part in it as
+        in any other step, whatever is left out.
+        """
+        self.runs = runs
+        try:
+            yield
+        finally:
+            self.runs = {}
+
+    def is_stepped(self, tensor: torch.Tensor, part: Part) -> bool:
+        """Return whether a part of a parameter is updated in this step, which goes by runs."""
+        runs = self.runs.get(tensor)
+        if runs is None or isinstance(part.at, EllipsisType):
+            return True
+        return any(run.start <= part.at.start and part.at.stop <= run.end for run in runs)

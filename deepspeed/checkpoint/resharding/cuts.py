@@ -65,24 +65,30 @@ def zero3_partitioned_param_info(unpartitioned_numel: int, world_size: int) -> t
 
 
 class Run(NamedTuple):
-    """A parameter's elements from `start`, lying at `at` of a tensor that the optimizer updated."""
+    """A parameter's elements from `start`, lying at `at` of a tensor that the optimizer updated.
+
+    `filed_as`: its name in the file, where experts have the numbers that they have on their rank.
+    """
 
     name: str
     start: int
     at: int
     numel: int
+    filed_as: str
 
 
 class GroupCut(NamedTuple):
     """How the parameters of one group are cut over `ranks`, of which the rank is number `place`.
 
-    `firsts`: where the rank's experts begin in a parameter with a row for each of all.
+    `firsts`: where the rank's experts begin in a parameter with a row for each of all; `names`: the
+    names of parameters in the file.
     """
 
     shapes: Mapping[str, torch.Size]
     ranks: int
     place: int
     firsts: Mapping[str, int]
+    names: Sequence[str]
 
 
 def cuts_of(
@@ -95,7 +101,9 @@ def cuts_of(
 ) -> list[GroupCut] | None:
     """How each group is cut; None if that does not fit the number of files."""
     if isinstance(counts, int):
-        return [GroupCut(own, counts, rank, {}) for own in groups] if counts == ranks else None
+        if counts != ranks:
+            return None
+        return [GroupCut(own, counts, rank, {}, list(own)) for own in groups]
     if len(counts) != len(groups) or any(ranks % count for count in counts):
         return None
     per_rank = experts_per_rank(name for shapes in groups for name in shapes)
@@ -108,7 +116,7 @@ def cuts_of(
             name: packed.first_element(name, shape, rank, ranks, data_first)
             for name, shape in shapes.items()
         }
-        cuts.append(GroupCut(named, count, place, firsts))
+        cuts.append(GroupCut(named, count, place, firsts, list(shapes)))
     return cuts
 
 
@@ -152,15 +160,16 @@ def cut_runs(cuts: Sequence[GroupCut], starts: Sequence[int]) -> tuple[list[list
     """What lies in each of a rank's buffers, which begin at `starts`, and where all ends."""
     runs: list[list[Run]] = [[] for _ in starts[1:]]
     at = 0
-    for shapes, ranks, place, firsts in cuts:
-        for name, shape in shapes.items():
+    for shapes, ranks, place, firsts, names in cuts:
+        for (name, shape), filed_as in zip(shapes.items(), names, strict=True):
             cut, _ = zero3_partitioned_param_info(shape.numel(), ranks)
             first = firsts.get(name, 0) + place * cut
             done, own = 0, max(0, min(cut, shape.numel() - place * cut))
             while done < own and at + done < starts[-1]:
                 index = bisect_right(starts, at + done) - 1
                 numel = min(own - done, starts[index + 1] - at - done)
-                runs[index].append(Run(name, first + done, at + done - starts[index], numel))
+                in_buffer = at + done - starts[index]
+                runs[index].append(Run(name, first + done, in_buffer, numel, filed_as))
                 done += numel
             at += cut
     return runs, at

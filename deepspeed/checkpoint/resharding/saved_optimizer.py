@@ -34,6 +34,7 @@ from deepspeed.checkpoint.resharding.cuts import (
     cuts_of,
     data_ranks,
 )
+from deepspeed.ops.parameter_runs import STATE_BY_PARAMETER
 
 # The master weight, among the names of per-element state.
 FP32 = keys.FP32_WEIGHT_KEY
@@ -292,7 +293,7 @@ class SavedOptimizer:
             forms = list(named.values())
             for name, shape in named.items():
                 start = firsts.get(name, 0)
-                runs.append(Run(renumbered(name, offsets), start, at, shape.numel()))
+                runs.append(Run(renumbered(name, offsets), start, at, shape.numel(), name))
                 at += shape.numel()
             if keys.FP32_GROUPS_FLAT in state:
                 master = state[keys.FP32_GROUPS_FLAT][index]
@@ -410,7 +411,7 @@ def _shard(
     for local_name, address in state[keys.PARAM_SLICE_MAPPINGS][index].items():
         name, first = renumbered(local_name, offsets), firsts.get(local_name, 0)
         before = done.get((name, first), 0)
-        runs.append(Run(name, first + before, address.start, address.numel))
+        runs.append(Run(name, first + before, address.start, address.numel, local_name))
         done[name, first] = before + address.numel
     master = state[keys.SINGLE_PARTITION_OF_FP32_GROUPS][index]
     padded = master.numel() + state[keys.GROUP_PADDINGS][index]
@@ -440,8 +441,9 @@ def _fragments_in(tensor: _OptimizerTensor) -> Iterator[SavedFragment]:
     shared = {}
     for name, own in tensor.state.get(keys.STATE_OF_PARAMETERS, {}).items():
         yield SavedFragment(name, 0, 0, {}, own, tensor.options, tensor.group, is_state_alone=True)
+    by_parameter = tensor.state.get(STATE_BY_PARAMETER, {})
     for key, value in tensor.state.items():
-        if key == keys.STATE_OF_PARAMETERS:
+        if key in (keys.STATE_OF_PARAMETERS, STATE_BY_PARAMETER):
             continue
         if tensor.is_per_element(key, value):
             flat[key] = value.reshape(-1)
@@ -449,6 +451,7 @@ def _fragments_in(tensor: _OptimizerTensor) -> Iterator[SavedFragment]:
             shared[key] = value
     for run in tensor.runs:
         values = {key: value[run.at : run.at + run.numel] for key, value in flat.items()}
+        own = by_parameter.get(run.filed_as, shared)
         yield SavedFragment(
-            run.name, run.start, run.numel, values, shared, tensor.options, tensor.group
+            run.name, run.start, run.numel, values, own, tensor.options, tensor.group
         )

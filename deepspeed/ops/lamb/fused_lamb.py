@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -59,24 +60,44 @@ class FusedLamb(WholeParameterOptimizer):
         return loss
 
     def _step_tensor(self, tensor: torch.Tensor, group: dict[str, Any]) -> None:
-        state, grad = self.state[tensor], tensor.grad
-        if "step" not in state:
-            state.update(
-                step=0, exp_avg=torch.zeros_like(tensor), exp_avg_sq=torch.zeros_like(tensor)
-            )
-        state["step"] += 1
-        (beta1, beta2), eps = group["betas"], group["eps"]
-        state["exp_avg"].lerp_(grad, 1.0 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
-        correct1 = 1.0 - beta1 ** state["step"] if group["bias_correction"] else 1.0
-        correct2 = 1.0 - beta2 ** state["step"] if group["bias_correction"] else 1.0
-        second = state["exp_avg_sq"] / correct2
-        root = (second + eps).sqrt_() if self.eps_inside_sqrt else second.sqrt_().add_(eps)
-        update = (state["exp_avg"] / correct1).div_(root).add_(tensor, alpha=group["weight_decay"])
+        state = self.state[tensor]
+        for moment in ("exp_avg", "exp_avg_sq"):
+            if moment not in state:
+                state[moment] = torch.zeros_like(tensor)
+        runs = self.runs.get(tensor)
+        if runs is None:
+            state["step"] = state.get("step", 0) + 1
+            update = self._direction(tensor, group, ..., state["step"])
+        else:
+            update = torch.zeros_like(tensor)
+            counted: set[int] = set()
+            for run in runs:
+                if id(run.shared) not in counted:
+                    counted.add(id(run.shared))
+                    run.shared["step"] = run.shared.get("step", 0) + 1
+                at = slice(run.start, run.end)
+                update[at] = self._direction(tensor, group, at, run.shared["step"])
         whole = self.parameters_in(tensor)
         weight_norm, update_norm = whole.squares([tensor, update], self.squares).sqrt_()
         ratio = (weight_norm / update_norm).clamp_(group["min_coeff"], group["max_coeff"])
         # A zero norm says nothing about the scale of the layer: plain step.
         ratio = torch.where((weight_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio))
-        for param, at in whole.parts:
-            tensor[at].sub_(update[at] * ratio[param] * group["lr"])
+        for part in whole.parts:
+            if self.is_stepped(tensor, part):
+                tensor[part.at].sub_(update[part.at] * ratio[part.param] * group["lr"])
+
+    def _direction(
+        self, tensor: torch.Tensor, group: dict[str, Any], at: slice | EllipsisType, step: int
+    ) -> torch.Tensor:
+        """Bring the moments at a place up to date; return the update there, before its ratio."""
+        assert tensor.grad is not None, "a tensor without a gradient is left out"
+        grad, state = tensor.grad[at], self.state[tensor]
+        first, second = state["exp_avg"][at], state["exp_avg_sq"][at]
+        (beta1, beta2), eps = group["betas"], group["eps"]
+        first.lerp_(grad, 1.0 - beta1)
+        second.mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
+        correct1 = 1.0 - beta1**step if group["bias_correction"] else 1.0
+        correct2 = 1.0 - beta2**step if group["bias_correction"] else 1.0
+        scaled = second / correct2
+        root = (scaled + eps).sqrt_() if self.eps_inside_sqrt else scaled.sqrt_().add_(eps)
+        return (first / correct1).div_(root).add_(tensor[at], alpha=group["weight_decay"])

@@ -22,6 +22,7 @@ import torch
 from deepspeed.accelerator import runs_ahead
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.muon.newton_schulz import NS_METHODS, orthogonalize
+from deepspeed.ops.parameter_runs import stepped_by_runs
 from deepspeed.ops.squares import IN_ORDER
 from deepspeed.ops.whole_parameters import Part, WholeParameterOptimizer
 from deepspeed.utils.tensor_fragment import logical_shape
@@ -148,7 +149,9 @@ class MuonWithAuxAdam(WholeParameterOptimizer):
                     if tensor.grad is not None:
                         self._step_muon(tensor, group)
             else:
-                self._step_adamw(number, group)
+                runs = {one: self.runs[one] for one in group["params"] if one in self.runs}
+                with stepped_by_runs(self, runs):
+                    self._step_adamw(number, group)
         return loss
 
     def _step_muon(self, tensor: torch.Tensor, group: dict[str, Any]) -> None:
@@ -162,10 +165,14 @@ class MuonWithAuxAdam(WholeParameterOptimizer):
 
         # Part by part, which on the host are in its caches from one operation to the next.
         def direction(at: slice | EllipsisType) -> torch.Tensor:
+            if not self.is_stepped(tensor, Part(0, at)):
+                return torch.zeros_like(grad[at], dtype=torch.bfloat16)
             ahead = grad[at].lerp(momentum[at].lerp_(grad[at], 1 - beta), beta)
             return ahead.to(torch.bfloat16)
 
         def update(part: Part, found: torch.Tensor) -> None:
+            if not self.is_stepped(tensor, part):
+                return
             rate = group["lr"] * _scale(whole.shapes[part.param])
             tensor[part.at].mul_(decay).add_(found, alpha=-rate)
 
@@ -178,6 +185,8 @@ class MuonWithAuxAdam(WholeParameterOptimizer):
             own = {key: group[key] for key in ADAMW_KEYS}
             self._adamw[number] = FusedAdam(group["params"], **own)
         inner = self._adamw[number]
+        # Runs of the step before are gone.
+        inner.state.clear()
         # The outer group is what schedulers write to and what the engine hands masters to.
         inner.param_groups[0].update({key: group[key] for key in (*ADAMW_KEYS, "params")})
         # On the host torch's fused kernel rounds the end of a slice otherwise than its middle.

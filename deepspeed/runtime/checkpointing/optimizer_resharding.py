@@ -6,7 +6,7 @@ rank must be there once; until that is known nothing changes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from deepspeed.checkpoint.constants import STATE_OF_PARAMETERS
 from deepspeed.checkpoint.resharding.rank_slices import RankSlices
 from deepspeed.checkpoint.resharding.saved_optimizer import FP32, SavedFragment, SavedOptimizer
 from deepspeed.moe.expert_rows import first_element, whole_shape
+from deepspeed.ops.parameter_runs import STATE_BY_PARAMETER
 from deepspeed.runtime.optimizers.state_layout import OwnTensor, ParamRun
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.zero.sharded_state import CheckpointMismatchError
@@ -65,15 +66,18 @@ class _Place(NamedTuple):
 class _Target:
     """One tensor that this rank's optimizer updates, being filled.
 
-    `filled` counts elements found, `found` those with state; `likeness`: how alike padding is.
+    `filled` counts elements found, `found` those with state; `likeness`: how alike padding is;
+    `shared`: by parameter, state that is one value for all of its elements; `own_names`: the names
+    of parameters on this rank, by those in files, where experts are numbered over all ranks.
     """
 
     own: OwnTensor
     names: list[str]
+    own_names: dict[str, str]
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     filled: dict[str, int] = field(default_factory=dict)
     found: int = 0
-    shared: dict[str, Any] = field(default_factory=dict)
+    shared: dict[str, dict[str, Any]] = field(default_factory=dict)
     likeness: int = 0
 
     @property
@@ -98,12 +102,14 @@ class _Target:
             self.values[key][target : target + count].copy_(value[source : source + count])
             self.filled[key] = self.filled.get(key, 0) + count
         self.found += count
-        for key, value in fragment.shared.items() if self.own.has_state else ():
-            if not _same(self.shared.setdefault(key, value), value):
+        if not self.own.has_state:
+            return
+        known = self.shared.setdefault(fragment.name, dict(fragment.shared))
+        for key, value in fragment.shared.items():
+            if not _same(known.get(key, value), value):
                 raise CheckpointMismatchError(
-                    f"{fragment.name}: its optimizer state {key!r} is {value}, that of "
-                    f"{self.names[0]} {self.shared[key]}; here one tensor holds both and has one "
-                    "value"
+                    f"{fragment.name}: fragments of it have optimizer state {key!r} {value} and "
+                    f"{known[key]}"
                 )
 
     def _take_alone(self, fragment: SavedFragment) -> None:
@@ -115,7 +121,24 @@ class _Target:
                 "that of an optimizer which updates whole parameters, and this run's updates "
                 "shards: use the optimizer that saved it, or load_optimizer_states=False"
             )
-        self.shared.update(fragment.shared)
+        self.shared.setdefault(fragment.name, {}).update(fragment.shared)
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return the state that is one value for all elements; under `STATE_BY_PARAMETER`, that of
+        the parameters that have taken fewer steps than others.
+        """
+        distinct: list[dict[str, Any]] = []
+        by_parameter: dict[str, dict[str, Any]] = {}
+        for name, own in self.shared.items():
+            alike = next((one for one in distinct if _all_same(one, own)), own)
+            if alike is own:
+                distinct.append(own)
+            by_parameter[self.own_names.get(name, name)] = alike
+        if not distinct:
+            return {}
+        of_most_steps = max(distinct, key=lambda own: float(own.get("step", 0)))
+        fewer = {n: own for n, own in by_parameter.items() if own is not of_most_steps}
+        return {**of_most_steps, **({STATE_BY_PARAMETER: fewer} if fewer else {})}
 
     @property
     def is_padding(self) -> bool:
@@ -133,7 +156,7 @@ class _Target:
             key: torch.zeros(self.numel, dtype=value.dtype)
             for key, value in fragment.values.items()
         }
-        self.shared = dict(fragment.shared)
+        self.shared = {fragment.name: dict(fragment.shared)}
 
     def check(self) -> None:
         """Raise unless every element was found, with all state that any of them has."""
@@ -155,6 +178,10 @@ def _same(left: object, right: object) -> bool:
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return torch.equal(left, right)
     return bool(left == right)
+
+
+def _all_same(left: Mapping[str, object], right: Mapping[str, object]) -> bool:
+    return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -180,7 +207,9 @@ class _Resharding:
         # Of all ranks' parameters, so that all ranks say the same.
         self.has_masters = True
         for own in sequence.own_tensors():
-            target = _Target(own, [name_of(run.param) for run in own.runs])
+            names = [name_of(run.param) for run in own.runs]
+            here = [sequence.context.name_of(run.param) for run in own.runs]
+            target = _Target(own, names, dict(zip(names, here, strict=True)))
             self.targets.append(target)
             for run, name in zip(own.runs, target.names, strict=True):
                 whole = run._replace(start=first_element(run.param) + run.start)
@@ -275,7 +304,7 @@ class _Resharding:
                 for key, value in target.values.items()
                 if key != FP32
             }
-            own = {**target.shared, **moments}
+            own = {**target.shared_state(), **moments}
             if own and target.own.beside is None:
                 yield number, own
             elif own:  # a group's only shard has its number

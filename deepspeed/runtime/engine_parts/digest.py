@@ -19,6 +19,7 @@ from torch import nn
 from deepspeed import comm as dist
 from deepspeed.runtime.optimizers.master_weights import MasterWeights
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
+from deepspeed.runtime.sharding.parameter_histories import of_parameter
 
 # Odd, with bits everywhere (the finalizer of MurmurHash3 and the golden ratio), as int64.
 _FIRST, _SECOND, _NUMBER = -0x00AE502812AA7333, -0x3B314601E57A13AD, -0x61C8864680B583EB
@@ -94,7 +95,8 @@ def pieces(sequence: StepSequence, names: Mapping[nn.Parameter, str]) -> Iterato
                 continue
             name = names[param]
             yield Piece(name, "master", part.param_start, master[own])
-            yield from _state(name, part.param_start, state, own)
+            of_param = of_parameter(state, name, master)
+            yield from _state(name, part.param_start, of_param, own)
     if masters.owner_steps is not None:
         for tensor, number, index, _ in masters.owner_steps.owned():
             param, whole = masters.groups[number].params[index], slice(0, tensor.numel())

@@ -4,7 +4,8 @@ out flat and cut into shards; each rank keeps masters, moments and gradients of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.failures import raise_disk_error
 from deepspeed.ops.early_update import SpeculativeUpdate
 from deepspeed.ops.host_optimizer import HostOptimizer
+from deepspeed.ops.parameter_runs import Run, stepped_by_runs
 from deepspeed.ops.squares import IN_ORDER, ExactSquares
 from deepspeed.ops.state_files import mend
 from deepspeed.ops.whole_parameters import WholeParameterOptimizer
@@ -27,11 +29,12 @@ from deepspeed.runtime.optimizers.group_layout import GroupLayout
 from deepspeed.runtime.optimizers.owner_steps import OwnerSteps
 from deepspeed.runtime.optimizers.settings import ShardSettings, StepSettings
 from deepspeed.runtime.optimizers.state_layout import OwnTensor, ParamRun
-from deepspeed.runtime.optimizers.step_outcome import GradientScaling
+from deepspeed.runtime.optimizers.step_outcome import GradientScaling, takes_scaling
 from deepspeed.runtime.optimizers.step_sequence import StepSequence, forwarded
 from deepspeed.runtime.sharding.dealt_parameters import DealtParameters
 from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.runtime.sharding.low_precision import LowPrecisionStep
+from deepspeed.runtime.sharding.parameter_histories import ParameterHistories
 from deepspeed.runtime.sharding.publisher import Publisher
 from deepspeed.utils.tensor_fragment import logical_shape
 
@@ -206,6 +209,15 @@ class MasterWeights:
                 },
                 self._squares,
             )
+        self._histories: list[ParameterHistories] = []
+        if not per_param and self.owner_steps is None:
+            own = self.groups[: len(init_optimizer.param_groups)]
+            self._histories = [
+                ParameterHistories(group, self.names(number), init_optimizer)
+                for number, group in enumerate(own)
+            ]
+        self._left_out: Collection[nn.Parameter] = ()
+        self._runs: dict[torch.Tensor, list[Run]] = {}
 
     def link(self, sequence: StepSequence) -> None:
         for param, place in self.places.items():
@@ -296,23 +308,45 @@ class MasterWeights:
         """Whether the host waits for gradients anyway, because the update is there."""
         return self.cpu_offload or isinstance(self.optimizer, HostOptimizer)
 
+    def leave_out(self, params: Collection[nn.Parameter]) -> None:
+        """Have the next `update` leave these as they are; all ranks say the same. See [Note:
+        parameters that miss a step].
+        """
+        self._left_out = params
+        planned = {one.flat: one.begin(params) for one in self._histories}
+        self._runs = {flat: runs for flat, runs in planned.items() if runs is not None}
+
+    def takes_scaling(self) -> bool:
+        """Whether the optimizer can skip the next step on the device."""
+        begins = any(run.is_new for runs in self._runs.values() for run in runs)
+        return takes_scaling(self.optimizer) and not begins
+
     @torch.no_grad()
     def update(self, scaling: GradientScaling) -> None:
         self.publishing.await_parameters()
+        self._update(scaling)
+        for one in self._histories:
+            one.end()
+        self._runs = {}
+
+    def _update(self, scaling: GradientScaling) -> None:
         if self._low_precision is not None:
             tracker = self.context.tracker
             number = tracker.micro_steps // tracker.steps
-            self._low_precision.step(number, partial(scaling.step, self.optimizer))
+            run = partial(scaling.step, self.optimizer)
+            self._low_precision.step(number, run, self._runs)
             self.publishing.publish()
             return
         if isinstance(self.optimizer, HostOptimizer) and not self.per_param:
             publishers = self.publishing.publishers()
             masters = (group.masters[0] for group in self.groups)
             factor = float(scaling.factor)
+            # Updates that were made ahead are of whole shards.
+            early = None if self._runs else self.early
             disk_error = None
             try:
                 with self.optimizer.fused(
-                    factor, dict(zip(masters, publishers, strict=True)), self.early
+                    factor, dict(zip(masters, publishers, strict=True)), early, self._runs
                 ):
                     self.optimizer.step()
             except OSError as error:
@@ -329,11 +363,39 @@ class MasterWeights:
             views = group.param_views(grad) if self.per_param else [grad]
             for master, view in zip(group.masters, views, strict=True):
                 master.grad = view
-        scaling.step(self.optimizer, grads)
+        if self.per_param and self._left_out:
+            self._hide_gradients(groups)
+        with self._leaving_out():
+            scaling.step(self.optimizer, grads)
         for group in groups:
             for master in group.masters:
                 master.grad = None
         self.publishing.publish()
+
+    def _hide_gradients(self, groups: Sequence[ShardedGroup]) -> None:
+        """Have masters of single parameters that are left out without a gradient."""
+        for group in groups:
+            for master, param in zip(group.masters, group.params, strict=True):
+                if param in self._left_out:
+                    master.grad = None
+
+    def _leaving_out(self) -> AbstractContextManager[None]:
+        """Let the optimizer step all but what is left out."""
+        if isinstance(self.optimizer, OwnerSteps):
+            self.optimizer.leave_out(self._left_out_names())
+        elif isinstance(self.optimizer, WholeParameterOptimizer):
+            return self.optimizer.stepping(self._runs)
+        elif self._runs:
+            return stepped_by_runs(self.optimizer, self._runs)
+        return nullcontext()
+
+    def _left_out_names(self) -> set[str]:
+        return {
+            name
+            for number, group in enumerate(self.groups)
+            for name, param in zip(self.names(number), group.params, strict=True)
+            if param in self._left_out
+        }
 
     def _raise_disk_error(self, own: OSError | None) -> None:
         """Raise on all ranks what a file of state of one of them has failed of."""

@@ -12,7 +12,7 @@ In checkpoints that state is filed by parameter name, in the owner's file (`STAT
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -47,6 +47,11 @@ class OwnerSteps(WholeParameterOptimizer):
         self.inner = inner
         self._shards = {}
         self._made: list[list[_Owned]] | None = None
+        self._left_out: Collection[str] = ()
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Have the next step leave parameters of these names as they are."""
+        self._left_out = names
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -114,9 +119,9 @@ class OwnerSteps(WholeParameterOptimizer):
         ]
         for own, of, master, grad in zip(self._owned(), parameters, masters, grads, strict=True):
             wholes = zip(own, of.wholes(master), of.wholes(grad), strict=True)
-            for (tensor, _, _), (_, whole), (_, gradient) in wholes:
+            for (tensor, _, name), (_, whole), (_, gradient) in wholes:
                 tensor.data = whole
-                tensor.grad = gradient
+                tensor.grad = None if name in self._left_out else gradient
         with self._in_groups():
             self.inner.step()
         for own, of, master, shard in zip(self._owned(), parameters, masters, shards, strict=True):

@@ -6,7 +6,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from deepspeed.runtime.gradients.replicated_reduction import Replicated
 from deepspeed.runtime.gradients.scope import GradientPiece
 from deepspeed.runtime.optimizers.settings import StepSettings
 from deepspeed.runtime.optimizers.state_layout import OwnTensor, StateFiles
-from deepspeed.runtime.optimizers.step_outcome import GradientScaling
+from deepspeed.runtime.optimizers.step_outcome import GradientScaling, takes_scaling
 from deepspeed.runtime.optimizers.step_sequence import StepSequence, forwarded
 from deepspeed.runtime.sharding.group import expert_group_of
 
@@ -113,6 +113,14 @@ class ModelParameters:
     def _norm_of(self, squares: torch.Tensor) -> torch.Tensor:
         self.group_squares = squares
         return squares.sum(0, keepdim=True).sqrt_()
+
+    def leave_out(self, params: Collection[nn.Parameter]) -> None:
+        """Have the next `update` leave these as they are: torch does so without a gradient."""
+        for param in params:
+            param.grad = None
+
+    def takes_scaling(self) -> bool:
+        return takes_scaling(self.optimizer)
 
     @torch.no_grad()
     def update(self, scaling: GradientScaling) -> None:

@@ -6,7 +6,7 @@ scaler -> clear. Stages differ in their parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from deepspeed._absent import reason
 from deepspeed.accelerator import runs_ahead
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker, Window
+from deepspeed.runtime.gradients.idle import IdleParameters
 from deepspeed.runtime.gradients.norm import clip_factor
 from deepspeed.runtime.gradients.observer import GradientObserver
 from deepspeed.runtime.gradients.reduction import GradientContext, GradientReduction
@@ -26,7 +27,6 @@ from deepspeed.runtime.optimizers.step_outcome import (
     GradientScaling,
     Outcomes,
     UnreadNorms,
-    takes_scaling,
 )
 from deepspeed.utils import memory_names
 from deepspeed.utils.logging import log_once
@@ -79,6 +79,10 @@ class Updated(Protocol):
     def waits_for_gradients(self) -> bool: ...  # the host does anyway
     # Of the whole model's gradient as accumulated, fp32, shape `[1]`.
     def scaled_global_norm(self) -> torch.Tensor: ...
+    # Says which parameters the next `update` leaves as they are.
+    def leave_out(self, params: Collection[nn.Parameter]) -> None: ...
+    # Whether the optimizer can skip the next step on the device.
+    def takes_scaling(self) -> bool: ...
     def update(self, scaling: GradientScaling) -> None: ...
     def link(self, sequence: StepSequence) -> None: ...
     # In an order that is the same on all ranks.
@@ -129,6 +133,8 @@ class StepSequence:
         self.files = files
         self.outcomes = outcomes
         self.movable = movable
+        trained = [param for params in masters.numbered_params() for param in params]
+        self.idle = IdleParameters([param for param in trained if param.requires_grad])
         masters.link(self)
         memory_names.register(reduction)
 
@@ -230,6 +236,7 @@ class StepSequence:
 
     def backward_prologue(self) -> None:
         self.require_states("backward")
+        self.idle.backward_begins()
         self.reduction.backward_prologue()
 
     def local_gradient(self, param: torch.Tensor) -> torch.Tensor:
@@ -277,6 +284,7 @@ class StepSequence:
             self.reduction.reduce_gradients()
             self.reduction.exit_backward()
             self.reduction.finish_gradients()
+        self.masters.leave_out(self.idle.of_step())
         outcomes = self.outcomes
         step_factor = self._step_factor
         norm = (self.masters.scaled_global_norm() * step_factor).squeeze()
@@ -310,7 +318,7 @@ class StepSequence:
 
     def _device_decides(self, norm: torch.Tensor) -> bool:
         """Whether the step goes on without the host's knowing the norm; see [Note: who decides]."""
-        can_skip = not self.check_grad_overflow or takes_scaling(self.optimizer)
+        can_skip = not self.check_grad_overflow or self.masters.takes_scaling()
         return not self.masters.waits_for_gradients and runs_ahead(norm) and can_skip
 
     def _tell_settled(self, factor: float) -> None:
@@ -333,6 +341,7 @@ class StepSequence:
         """Forget every gradient, reduced or not. `param.grad` becomes None either way."""
         self.reduction.clear()
         self.tracker.window = Window()
+        self.idle.clear()
         self.observer.cleared()
 
     # What observers and checkpoints ask of gradients
@@ -362,7 +371,8 @@ class StepSequence:
         """Return what this rank has summed since the last step, reduced or not; no copies."""
         summed = self.reduction.window_state()
         grads = [param.grad for param in self._params()]
-        return {"gradients": grads, "divisor": self.accumulation_divisor, **summed}
+        kept = {"divisor": self.accumulation_divisor, "frozen": self.idle.window_state()}
+        return {"gradients": grads, **kept, **summed}
 
     @torch.no_grad()
     def load_window_state(self, saved: Mapping[str, Any]) -> None:
@@ -370,6 +380,7 @@ class StepSequence:
             if grad is not None:
                 self.reduction.make_gradient(param).copy_(grad)
         self.accumulation_divisor = saved["divisor"]
+        self.idle.load_window_state(saved.get("frozen"))
         self.reduction.load_window_state(saved)
 
     def destroy(self) -> None:

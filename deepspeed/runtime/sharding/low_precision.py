@@ -8,13 +8,14 @@ import copy
 import hashlib
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from deepspeed.accelerator import runs_ahead
 from deepspeed.ops.host_optimizer import HostOptimizer, load_moments
+from deepspeed.ops.parameter_runs import Run, Runs, is_by_element, shared_state
 from deepspeed.runtime.sharding.group import ShardedGroup
 
 if TYPE_CHECKING:
@@ -132,9 +133,9 @@ class LowPrecisionStep:
         load_moments(optimizer, self._loaded)
         self._loaded = {}
 
-    def step(self, number: int, run: Callable[[list[torch.Tensor]], None]) -> None:
+    def step(self, number: int, run: Callable[[list[torch.Tensor]], None], runs: Runs) -> None:
         """Step all groups; `number` is the step's. `run` steps the optimizer, whose gradients are
-        the tensors that it is given.
+        the tensors that it is given. Of masters in `runs` only these elements are updated.
         """
         optimizer = self._optimizer
         states, groups = optimizer.state, optimizer.param_groups
@@ -144,24 +145,38 @@ class LowPrecisionStep:
                 for options in groups:
                     options["params"] = []
                 own = states[group.masters[0]]
-                self._step_group(index, number, _Parts(optimizer, groups[index], own, run))
+                parts = _Parts(optimizer, groups[index], own, run)
+                self._step_group(index, number, parts, runs.get(group.masters[0]))
         finally:
             optimizer.state = states
             for options, params in zip(groups, masters, strict=True):
                 options["params"] = params
 
-    def _step_group(self, index: int, number: int, parts: _Parts) -> None:
+    def _step_group(
+        self, index: int, number: int, parts: _Parts, runs: Sequence[Run] | None
+    ) -> None:
         group = self._groups[index]
         parts.use_state(group.master, self._state_dtype)
+        if runs is None:
+            shared = shared_state(parts.state, group.master)
+            is_new = not parts.state
+            self._step_run(index, number, parts, Run(0, group.master.numel(), shared, is_new))
+            parts.state.update(shared)
+            return
+        for run in runs:
+            self._step_run(index, number, parts, run)
+
+    def _step_run(self, index: int, number: int, parts: _Parts, run: Run) -> None:
+        group = self._groups[index]
         size = DEVICE_NUMEL if runs_ahead(group.master) else HOST_NUMEL
-        end = group.master.numel()
-        for start in range(0, max(1, end), size):
-            part = slice(start, min(start + size, end))
-            values = parts.step(group.master, group.grad, part)
+        # Each part begins with the count of steps from before the first.
+        before = copy.deepcopy(run.shared)
+        for start in range(run.start, max(run.start + 1, run.end), size):
+            part = slice(start, min(start + size, run.end))
+            values = parts.step(group.master, group.grad, part, run, before)
             bits = None if self._bits is None else self._bits[index].of(number, start, part.stop)
             for place, (target, value) in enumerate(values):
                 self._round(target, value, bits, place)
-        parts.finish()
 
     def _round(
         self, target: torch.Tensor, value: torch.Tensor, bits: torch.Tensor | None, place: int
@@ -183,47 +198,46 @@ class _Parts:
         state: dict[str, Any],
         run: Callable[[list[torch.Tensor]], None],
     ) -> None:
-        self._optimizer, self._options, self._state, self._run = optimizer, options, state, run
-        # Each part begins with what was there before the first: with no state at all in the first
-        # step, and with the old count of steps, which is no value of elements.
-        self._old = dict(state)
-        self._rest: dict[str, Any] = {}
+        self._optimizer, self._options, self._run = optimizer, options, run
+        self.state = state
 
     def use_state(self, master: torch.Tensor, dtype: torch.dtype) -> None:
         """Keep values of elements in `dtype`: what was loaded may have another."""
         self._dtype = dtype
-        for key, value in self._state.items():
-            if _is_like(value, master):
-                self._old[key] = self._state[key] = value.to(dtype)
+        for key, value in self.state.items():
+            if is_by_element(value, master):
+                self.state[key] = value.to(dtype)
 
     def step(
-        self, master: torch.Tensor, grad: torch.Tensor, part: slice
+        self,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        part: slice,
+        run: Run,
+        shared: Mapping[str, Any],
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Step a part; yields where values have to be written to, and these in fp32: the master's
-        first, of the state only what is not there already.
+        """Step a part of `run`, whose `shared` state was this; yields where values have to be
+        written to, and these in fp32: the master's first, of the state only what is not there
+        already.
         """
         param = torch.nn.Parameter(master[part].float())
         param.grad = grad[part].float()
-        before = {
-            key: value[part].float() if _is_like(value, master) else copy.deepcopy(value)
-            for key, value in self._old.items()
-        }
+        before: dict[str, Any] = {}
+        if not run.is_new:
+            before = {
+                key: value[part].float()
+                for key, value in self.state.items()
+                if is_by_element(value, master)
+            }
+            before.update(copy.deepcopy(dict(shared)))
         self._options["params"] = [param]
         self._optimizer.state = defaultdict(dict, {param: before} if before else {})
         self._run([param.grad])
         yield master[part], param.data
         for key, value in self._optimizer.state[param].items():
-            if not _is_like(value, param):
-                self._rest[key] = value
+            if not is_by_element(value, param):
+                run.shared[key] = value
             elif value is not before.get(key) or self._dtype != torch.float32:
-                if key not in self._state:
-                    self._state[key] = torch.zeros_like(master, dtype=self._dtype)
-                yield self._state[key][part], value
-
-    def finish(self) -> None:
-        """Take over what the last part leaves behind."""
-        self._state.update(self._rest)
-
-
-def _is_like(value: object, param: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == param.shape
+                if not is_by_element(self.state.get(key), master):
+                    self.state[key] = torch.zeros_like(master, dtype=self._dtype)
+                yield self.state[key][part], value

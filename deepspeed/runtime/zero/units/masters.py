@@ -9,7 +9,7 @@ weight decay) it is a copy, which follows each update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -163,7 +163,8 @@ class CutMasters(ZeroMasters):
         self.parameter_offload = parameter_offload
         count = len(init_optimizer.param_groups)
         kept = self.groups[count:]
-        self.device_part = DevicePart(init_optimizer, kept) if kept else None
+        names = [self.names(count + number) for number in range(len(kept))]
+        self.device_part = DevicePart(init_optimizer, kept, names) if kept else None
         self.publishing = ShardPublishing(self.groups, self.settings, count, parameter_offload)
         for unit in (*parameter_offload.units, *parameter_offload.persistent_units):
             self.publishing.copied += self._place_shard(unit)
@@ -197,6 +198,11 @@ class CutMasters(ZeroMasters):
     def scaled_global_norm(self) -> torch.Tensor:
         self.parameter_offload.raise_disk_error()  # before the state of this step is touched
         return super().scaled_global_norm()
+
+    def leave_out(self, params: Collection[nn.Parameter]) -> None:
+        super().leave_out(params)
+        if self.device_part is not None:
+            self.device_part.leave_out(params)
 
     @torch.no_grad()
     def update(self, scaling: GradientScaling) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -21,9 +21,11 @@ from deepspeed.accelerator import runs_ahead
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.host_optimizer import HostOptimizer
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from deepspeed.ops.parameter_runs import STATE_BY_PARAMETER, Run, stepped_by_runs
 from deepspeed.runtime.optimizers.step_outcome import GradientScaling
 from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.runtime.sharding.loading_in_place import load_apart, load_in_place
+from deepspeed.runtime.sharding.parameter_histories import ParameterHistories
 
 State = Mapping[str, Any]
 
@@ -86,10 +88,26 @@ class DevicePart:
     may be empty; hyper-parameters are those of its groups.
     """
 
-    def __init__(self, host: torch.optim.Optimizer, groups: Sequence[ShardedGroup]) -> None:
+    def __init__(
+        self,
+        host: torch.optim.Optimizer,
+        groups: Sequence[ShardedGroup],
+        names: Sequence[Sequence[str]],
+    ) -> None:
         self._host = host
         self._groups = groups
         self.optimizer = _device_optimizer(host, [group.masters for group in groups])
+        self._histories = [
+            ParameterHistories(group, theirs, self.optimizer)
+            for group, theirs in zip(groups, names, strict=True)
+            if group.params
+        ]
+        self._runs: dict[torch.Tensor, list[Run]] = {}
+
+    def leave_out(self, params: Collection[nn.Parameter]) -> None:
+        """Have the next step leave these as they are."""
+        planned = {one.flat: one.begin(params) for one in self._histories}
+        self._runs = {flat: runs for flat, runs in planned.items() if runs is not None}
 
     @torch.no_grad()
     def step(self, scaling: GradientScaling) -> None:
@@ -100,9 +118,22 @@ class DevicePart:
         grads = [group.grad_for_step() for group in trained]
         for group, grad in zip(trained, grads, strict=True):
             group.masters[0].grad = grad
-        scaling.step(self.optimizer, grads)
+        self._step(scaling, grads)
+        for one in self._histories:
+            one.end()
         for group in trained:
             group.masters[0].grad = None
+
+    def _step(self, scaling: GradientScaling, grads: list[torch.Tensor]) -> None:
+        if not self._runs:
+            scaling.step(self.optimizer, grads)
+        elif isinstance(self.optimizer, HostOptimizer):
+            # Where the device is the host: the factor is a number there.
+            with self.optimizer.fused(float(scaling.factor), {}, runs=self._runs):
+                self.optimizer.step()
+        else:
+            with stepped_by_runs(self.optimizer, self._runs):
+                scaling.step(self.optimizer, grads)
 
     # State in files: that of an optimizer of both parts
 
@@ -159,6 +190,9 @@ def _is_per_element(value: object) -> bool:
 def _join(device: State, host: State) -> dict[str, Any]:
     """Join the state of the two parts of a shard; a part without elements may have none."""
     whole = {**device, **host}
+    own = {**device.get(STATE_BY_PARAMETER, {}), **host.get(STATE_BY_PARAMETER, {})}
+    if own:
+        whole[STATE_BY_PARAMETER] = own
     for key in device.keys() & host.keys():
         if _is_per_element(host[key]):
             whole[key] = torch.cat([device[key].cpu(), host[key].cpu()])
