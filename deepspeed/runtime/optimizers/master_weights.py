@@ -34,6 +34,7 @@ from deepspeed.runtime.optimizers.step_sequence import StepSequence, forwarded
 from deepspeed.runtime.sharding.dealt_parameters import DealtParameters
 from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.runtime.sharding.low_precision import LowPrecisionStep
+from deepspeed.runtime.sharding.model_writes import ModelWrites
 from deepspeed.runtime.sharding.parameter_histories import ParameterHistories
 from deepspeed.runtime.sharding.publisher import Publisher
 from deepspeed.utils.tensor_fragment import logical_shape
@@ -216,8 +217,12 @@ class MasterWeights:
                 ParameterHistories(group, self.names(number), init_optimizer)
                 for number, group in enumerate(own)
             ]
+        self.writes = self._watch_model()
         self._left_out: Collection[nn.Parameter] = ()
         self._runs: dict[torch.Tensor, list[Run]] = {}
+
+    def _watch_model(self) -> ModelWrites:
+        return ModelWrites(self.groups, [self.names(at) for at in range(len(self.groups))])
 
     def link(self, sequence: StepSequence) -> None:
         for param, place in self.places.items():
@@ -301,6 +306,19 @@ class MasterWeights:
         self.group_squares = self._squares.totals(squares)
         return self.group_squares.sum(0, keepdim=True).sqrt_()
 
+    # What scripts do to the model
+
+    def rejoin_model(self) -> None:
+        """Have parameters that were given other memory lie in the flat buffers again."""
+        self.writes.rejoin()
+
+    def follow_model(self) -> None:
+        """Let masters follow what scripts have written to parameters; called before masters are
+        used.
+        """
+        if self.writes.take_in() and self.early is not None:
+            self.early.lent()
+
     # Update
 
     @property
@@ -325,6 +343,7 @@ class MasterWeights:
     def update(self, scaling: GradientScaling) -> None:
         self.publishing.await_parameters()
         self._update(scaling)
+        self.writes.keep()
         for one in self._histories:
             one.end()
         self._runs = {}
@@ -411,6 +430,7 @@ class MasterWeights:
         """Model-precision parameters <- masters, on every rank."""
         self.publishing.await_parameters()
         self.publishing.publish()
+        self.writes.keep()
 
     def refresh_fp32_params(self) -> None:
         """Masters <- model-precision parameters (after loading or editing weights)."""

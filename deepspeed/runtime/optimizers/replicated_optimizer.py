@@ -22,6 +22,7 @@ from deepspeed.runtime.optimizers.state_layout import OwnTensor, StateFiles
 from deepspeed.runtime.optimizers.step_outcome import GradientScaling, takes_scaling
 from deepspeed.runtime.optimizers.step_sequence import StepSequence, forwarded
 from deepspeed.runtime.sharding.group import expert_group_of
+from deepspeed.runtime.sharding.model_writes import refused_memory
 
 
 class ReplicatedLink(NamedTuple):
@@ -70,6 +71,7 @@ class ModelParameters:
     ) -> None:
         self.optimizer = optimizer
         self.device = context.device
+        self._names = context.param_names
         self.norm_group = steps.norm_group
         self.num_norm_groups = steps.num_norm_groups or len(optimizer.param_groups)
         self.group_squares: torch.Tensor | None = None
@@ -113,6 +115,17 @@ class ModelParameters:
     def _norm_of(self, squares: torch.Tensor) -> torch.Tensor:
         self.group_squares = squares
         return squares.sum(0, keepdim=True).sqrt_()
+
+    def rejoin_model(self) -> None:
+        """Refuse parameters that were converted or moved: their gradients would not fit."""
+        for gradients in self._gradients:
+            trained = (gradients.flat.dtype, gradients.flat.device)
+            for param in gradients.params:
+                if (param.dtype, param.device) != trained:
+                    raise RuntimeError(refused_memory(self._names.get(param, "?"), param, *trained))
+
+    def follow_model(self) -> None:
+        """Do nothing: the model's parameters are what is trained."""
 
     def leave_out(self, params: Collection[nn.Parameter]) -> None:
         """Have the next `update` leave these as they are: torch does so without a gradient."""

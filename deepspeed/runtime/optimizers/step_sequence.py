@@ -79,6 +79,10 @@ class Updated(Protocol):
     def waits_for_gradients(self) -> bool: ...  # the host does anyway
     # Of the whole model's gradient as accumulated, fp32, shape `[1]`.
     def scaled_global_norm(self) -> torch.Tensor: ...
+    # Refuses a model that was converted, and has memory that was moved back in place.
+    def rejoin_model(self) -> None: ...
+    # Takes in what scripts have written to the model.
+    def follow_model(self) -> None: ...
     # Says which parameters the next `update` leaves as they are.
     def leave_out(self, params: Collection[nn.Parameter]) -> None: ...
     # Whether the optimizer can skip the next step on the device.
@@ -236,6 +240,7 @@ class StepSequence:
 
     def backward_prologue(self) -> None:
         self.require_states("backward")
+        self.masters.rejoin_model()
         self.idle.backward_begins()
         self.reduction.backward_prologue()
 
@@ -276,6 +281,7 @@ class StepSequence:
                 "call step()"
             )
         self._refuse_unfrozen()
+        self.masters.follow_model()
         self.reduction.finish_gradients()
         if not (self.tracker.window.is_reduced or self.has_reduced_gradients):
             # A client's own call: the engine has reduced before it steps. What lies in the buffers

@@ -14,6 +14,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.state_files import place_in_file
 from deepspeed.runtime.sharding.flattening import (
+    CONVERTED_NUMEL,
     flatten,
     joined,
     lies_on_host,
@@ -235,6 +236,21 @@ class ShardedGroup:
         """Fill the master shard from the model's (after weights were loaded or edited)."""
         if not self.aliased:
             self._write_master(self.master)
+
+    @torch.no_grad()
+    def follow(self, index: int) -> None:
+        """Let the master of parameter `index` be the model's values where it does not round to
+        them; elsewhere it keeps what 16 bits cannot hold.
+        """
+        owned = None if self.aliased else self.owned(index)
+        if owned is None:
+            return
+        for start in range(owned.shard_start, owned.in_shard.stop, CONVERTED_NUMEL):
+            end = min(start + CONVERTED_NUMEL, owned.in_shard.stop)
+            master = self.master[start:end]
+            model = self.own(start, end).to(master.device)
+            is_rounded = master.to(model.dtype) == model
+            master.copy_(torch.where(is_rounded, master, model.to(master.dtype)))
 
     @torch.no_grad()
     def release(self) -> None:

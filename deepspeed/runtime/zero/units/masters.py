@@ -26,6 +26,7 @@ from deepspeed.runtime.optimizers.step_outcome import GradientScaling
 from deepspeed.runtime.sharding.flattening import lies_on_host
 from deepspeed.runtime.sharding.fragments import ParameterCutTable
 from deepspeed.runtime.sharding.group import ShardedGroup
+from deepspeed.runtime.sharding.model_writes import ModelWrites
 from deepspeed.runtime.sharding.publisher import NUM_STAGED, Gather, Publisher
 from deepspeed.runtime.streams import StagingBuffers
 from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
@@ -169,6 +170,10 @@ class CutMasters(ZeroMasters):
         for unit in (*parameter_offload.units, *parameter_offload.persistent_units):
             self.publishing.copied += self._place_shard(unit)
         parameter_offload.fit_reads()
+
+    def _watch_model(self) -> ModelWrites:
+        """Watch nothing: a sharded parameter refuses to be written to, or tells of it."""
+        return ModelWrites((), ())
 
     def _place_shard(self, unit: GatherUnit) -> Copies:
         """Let a unit's shard be a view of a group's; otherwise return the pieces (to, from) by
