@@ -444,6 +444,8 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         sequence.reduce_gradients()
         is_reduced = self.tracker.is_boundary and not self.inside_no_sync_ctxt
         self.tracker.window.is_reduced = is_reduced
+        if is_reduced:
+            sequence.await_step()
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:

@@ -79,10 +79,14 @@ class Overlaid(Replicated):
         """
         if self._finished or not self._reduced:
             return
+        self._take_edits()
         self._finished = True
         for overlay, gradients in zip(self._overlays, self.gradients, strict=True):
             gradients.detach()
             overlay.widen()
+
+    def unread_gradients(self) -> list[nn.Parameter]:
+        return GradientReduction.unread_gradients(self) if self._finished else []
 
     @property
     def _owns_sums(self) -> bool:

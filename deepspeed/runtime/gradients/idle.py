@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 
 class IdleParameters:
-    """Notes which of `params`, all that are trained, are frozen during a whole window.
+    """Notes which trained parameters no gradient reaches in a window: those that are frozen during
+    all of it, and those whose gradient a script drops.
 
     What is frozen now counts when a backward begins: then autograd asks for it. A step that no
     backward came before leaves out what is frozen at the step.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
-        self._params = params
+    def __init__(self) -> None:
+        self._params: Sequence[nn.Parameter] = ()
         self._frozen: set[nn.Parameter] | None = None  # in each backward so far; None: none began
+        self._dropped: set[nn.Parameter] = set()
+
+    def watch(self, params: Sequence[nn.Parameter]) -> None:
+        """Take these for all parameters that are trained."""
+        self._params = params
+
+    def drop(self, params: Iterable[nn.Parameter]) -> None:
+        """Note that a script has dropped the gradient of these."""
+        self._dropped.update(params)
 
     def _frozen_now(self) -> set[nn.Parameter]:
         # Sharded parameters would ask their class for the flag, one by one.
@@ -30,10 +40,12 @@ class IdleParameters:
 
     def of_step(self) -> set[nn.Parameter]:
         """Return the parameters that a step leaves out."""
-        return self._frozen_now() if self._frozen is None else self._frozen
+        frozen = self._frozen_now() if self._frozen is None else self._frozen
+        return frozen | self._dropped
 
     def clear(self) -> None:
         self._frozen = None
+        self._dropped.clear()
 
     def window_state(self) -> list[int] | None:
         """Return the numbers of those frozen so far in this window; None: no backward began."""

@@ -9,7 +9,7 @@ Called in this order by `optimizers.step_sequence`: `backward_prologue`, gradien
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 
 from deepspeed import comm as dist
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker
+from deepspeed.runtime.gradients.idle import IdleParameters
 from deepspeed.runtime.gradients.local_accumulator import LocalAccumulator
 from deepspeed.runtime.gradients.observer import UNOBSERVED, GradientObserver
 from deepspeed.runtime.gradients.reduce_rule import ReduceRule
@@ -46,6 +47,17 @@ class ReductionSettings:
         return override or self.communication_data_type or param.dtype
 
 
+def refused_gradients(names: Sequence[str]) -> str:
+    """Return the error text for gradients that a script has assigned and nothing reads."""
+    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"param.grad of {listed} was assigned after the gradients had been reduced, and the step "
+        "would not use it. Change a reduced gradient by deepspeed.utils.safe_set_full_grad, clip "
+        "by the key gradient_clipping, and let gradients that the script computes itself "
+        "(torch.autograd.grad) come from a loss: engine.backward(loss)"
+    )
+
+
 def nobody() -> None:
     """Nobody wants to hear of a backward."""
 
@@ -66,6 +78,8 @@ class GradientContext:
     # called by the first hook of a backward that nobody announced
     backward_started: Callable[[], None] = nobody
     observer: GradientObserver = UNOBSERVED  # hears what happens to gradients
+    # parameters that the next step leaves as they are
+    idle: IdleParameters = field(default_factory=IdleParameters)
     # what a plain loss.backward() has left undivided; the engine sets it
     accumulation_divisor: float = 1.0
 
@@ -130,6 +144,11 @@ class GradientReduction:
         raise NotImplementedError
 
     @property
+    def holds_gradients(self) -> bool:
+        """Whether reduced gradients lie elsewhere than in `param.grad`."""
+        return True
+
+    @property
     def works_during_backward(self) -> bool:
         """Whether something is done with gradients, from hooks, before backward is over."""
         return False
@@ -142,6 +161,13 @@ class GradientReduction:
         second backward at the boundary, and a division per average would count twice.
         """
         return 1.0
+
+    def unread_gradients(self) -> list[nn.Parameter]:
+        """Return the parameters with a `.grad` that no backward has put there: averaged ones lie
+        elsewhere when gradients are finished.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            return [p for group in self.groups for p in group.params if p.grad is not None]
 
     def local_sum(self, param: torch.Tensor) -> torch.Tensor | None:
         """Where this rank's sum for `param` lies, if there is one."""

@@ -92,6 +92,20 @@ class FlatGradients:
         pairs = enumerate(self.params)
         self.collect_some([index for index, param in pairs if param.grad is not None])
 
+    @torch.no_grad()
+    def take_edits(self) -> list[torch.nn.Parameter]:
+        """Take in what a script has put in the place of averaged gradients; return the parameters
+        whose gradient it has dropped (`param.grad = None`).
+        """
+        edited = [
+            index
+            for index, (view, param) in enumerate(zip(self.views, self.params, strict=True))
+            if param.grad is not view
+        ]
+        dropped = [self.params[index] for index in edited if self.params[index].grad is None]
+        self.collect_some(edited)
+        return dropped
+
     def detach(self, indices: Iterable[int] | None = None) -> None:
         """Have gradients that arrive stay apart: the buffer, or parts of it, are in other use."""
         for index in range(len(self.params)) if indices is None else indices:

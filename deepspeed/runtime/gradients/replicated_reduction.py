@@ -29,6 +29,7 @@ from deepspeed.runtime.gradients.reduction import (
     GradientContext,
     GradientReduction,
     ReductionSettings,
+    refused_gradients,
 )
 from deepspeed.runtime.gradients.replicated import (
     FlatGradients,
@@ -58,6 +59,7 @@ class Replicated(GradientReduction):
         self._replicas = list(replicas)
         self.settings = settings
         self._in_flight: deque[Flight] = deque()
+        self._has_contributions = False  # whether this rank has reduced a gradient of its own
         self._hooks = BucketHooks(context, self._arrived)
         streams = SideStream(settings.overlap_comm)
         # The host computes with the cores that would communicate, and gathers gradients in one
@@ -129,6 +131,7 @@ class Replicated(GradientReduction):
         """Average, at the boundary, all gradients not averaged yet; the current stream has them."""
         if not self.reduces_now:
             return
+        self._has_contributions |= self._has_gradients()
         if not self._hooks.are_set or self._streams is None:
             for gradients in self.gradients:
                 gradients.collect()
@@ -147,6 +150,32 @@ class Replicated(GradientReduction):
         self._finish()
         for gradients in self.gradients:
             gradients.collect()  # what has no elements is in no bucket
+
+    def _has_gradients(self) -> bool:
+        return any(param.grad is not None for flat in self.gradients for param in flat.params)
+
+    def finish_gradients(self) -> None:
+        """Let the averages be what a script has made of them in `param.grad`."""
+        self._take_edits()
+
+    def _take_edits(self) -> None:
+        if not self._has_contributions and self._has_gradients():
+            self._refuse_own_gradients()
+        for gradients in self.gradients:
+            self.context.idle.drop(gradients.take_edits())
+
+    def _refuse_own_gradients(self) -> None:
+        """Refuse gradients that no backward of this rank has made, after the averaging: each rank
+        would step by its own.
+        """
+        names = [
+            self.context.name_of(param)
+            for gradients in self.gradients
+            for view, param in zip(gradients.views, gradients.params, strict=True)
+            if param.grad is not None and param.grad is not view
+        ]
+        if names:
+            raise RuntimeError(refused_gradients(names))
 
     def _send(self, bucket: int) -> None:
         """Start the all-reduce of a bucket after everything that has written to it."""
@@ -204,6 +233,10 @@ class Replicated(GradientReduction):
         return True
 
     @property
+    def holds_gradients(self) -> bool:
+        return False
+
+    @property
     def step_divisor(self) -> float:
         return self.context.accumulation_divisor
 
@@ -217,8 +250,13 @@ class Replicated(GradientReduction):
 
     # Clearing
 
+    def unread_gradients(self) -> list[nn.Parameter]:
+        """Return none: what is put in the place of a gradient is taken in."""
+        return []
+
     def clear(self) -> None:
         self._finish()
+        self._has_contributions = False
         for gradients in self.gradients:
             gradients.forget()
 

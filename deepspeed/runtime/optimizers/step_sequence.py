@@ -6,7 +6,7 @@ scaler -> clear. Stages differ in their parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,10 +17,15 @@ from deepspeed._absent import reason
 from deepspeed.accelerator import runs_ahead
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker, Window
+from deepspeed.runtime.gradients.asked import AskedGradient
 from deepspeed.runtime.gradients.idle import IdleParameters
 from deepspeed.runtime.gradients.norm import clip_factor
 from deepspeed.runtime.gradients.observer import GradientObserver
-from deepspeed.runtime.gradients.reduction import GradientContext, GradientReduction
+from deepspeed.runtime.gradients.reduction import (
+    GradientContext,
+    GradientReduction,
+    refused_gradients,
+)
 from deepspeed.runtime.gradients.scope import GradientPiece
 from deepspeed.runtime.optimizers.state_layout import OwnTensor, StateFiles, StateLayout
 from deepspeed.runtime.optimizers.step_outcome import (
@@ -29,7 +34,7 @@ from deepspeed.runtime.optimizers.step_outcome import (
     UnreadNorms,
 )
 from deepspeed.utils import memory_names
-from deepspeed.utils.logging import log_once
+from deepspeed.utils.logging import log_once, warn_once
 
 
 def tell_no_backward(what: str) -> None:
@@ -138,7 +143,11 @@ class StepSequence:
         self.outcomes = outcomes
         self.movable = movable
         trained = [param for params in masters.numbered_params() for param in params]
-        self.idle = IdleParameters([param for param in trained if param.requires_grad])
+        self.context.idle.watch([param for param in trained if param.requires_grad])
+        self._forget_leftovers(trained)
+        held = next((group.params[0] for group in reduction.groups if group.params), None)
+        is_held = held is not None and reduction.holds_gradients
+        self._asked = AskedGradient(held) if held is not None and is_held else None
         masters.link(self)
         memory_names.register(reduction)
 
@@ -154,6 +163,7 @@ class StepSequence:
             )
 
     tracker: AccumulationTracker = forwarded("context")
+    idle: IdleParameters = forwarded("context")
     device: torch.device = forwarded("context")
     dp_process_group: dist.Group = forwarded("context")
     observer: GradientObserver = forwarded("context")
@@ -240,9 +250,19 @@ class StepSequence:
 
     def backward_prologue(self) -> None:
         self.require_states("backward")
+        self._stop_asking()
         self.masters.rejoin_model()
         self.idle.backward_begins()
         self.reduction.backward_prologue()
+
+    def await_step(self) -> None:
+        """Warn scripts, until the step, that ask for gradients where they are no longer."""
+        if self._asked is not None:
+            self._asked.watch()
+
+    def _stop_asking(self) -> None:
+        if self._asked is not None:
+            self._asked.stop()
 
     def local_gradient(self, param: torch.Tensor) -> torch.Tensor:
         """Return this rank's sum of `param`'s gradients over micro-batches before any reduction,
@@ -280,6 +300,7 @@ class StepSequence:
                 "step(closure) is not supported: run forward and backward through the engine, then "
                 "call step()"
             )
+        self._stop_asking()
         self._refuse_unfrozen()
         self.masters.follow_model()
         self.reduction.finish_gradients()
@@ -290,6 +311,7 @@ class StepSequence:
             self.reduction.reduce_gradients()
             self.reduction.exit_backward()
             self.reduction.finish_gradients()
+        self._refuse_unread()
         self.masters.leave_out(self.idle.of_step())
         outcomes = self.outcomes
         step_factor = self._step_factor
@@ -343,8 +365,30 @@ class StepSequence:
                 "(deepspeed.initialize) after unfreezing, or freeze them again"
             )
 
+    def _forget_leftovers(self, params: Iterable[nn.Parameter]) -> None:
+        """Drop gradients from before the engine was made, which would join its first window."""
+        with torch._C.DisableTorchFunctionSubclass():
+            left = [param for param in params if param.grad is not None]
+            for param in left:
+                param.grad = None
+        if left:
+            names = [self.context.name_of(param) for param in left]
+            warn_once(
+                f"initialize() found param.grad of {', '.join(names[:3])}"
+                + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+                + ", from a backward before the engine was made, and has set it to None: it would "
+                "join the first step. Call backward after initialize()"
+            )
+
+    def _refuse_unread(self) -> None:
+        """Refuse gradients that a script has assigned where the step does not look for them."""
+        unread = self.reduction.unread_gradients()
+        if unread:
+            raise RuntimeError(refused_gradients([self.context.name_of(p) for p in unread]))
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget every gradient, reduced or not. `param.grad` becomes None either way."""
+        self._stop_asking()
         self.reduction.clear()
         self.tracker.window = Window()
         self.idle.clear()
@@ -390,6 +434,7 @@ class StepSequence:
         self.reduction.load_window_state(saved)
 
     def destroy(self) -> None:
+        self._stop_asking()
         if self.movable is not None:
             self.movable.reload_states()
         self.reduction.destroy()
