@@ -317,6 +317,11 @@ def wrap_optimizer(basic: torch.optim.Optimizer, context: WrapContext) -> StepSe
             "stage 0 or 1 is not supported: the accumulator does not tell an unused parameter from "
             "a zero gradient; use true, or stage 2"
         )
+    if refuses_unused and tree.zero_optimization.skip_unused_parameters:
+        raise DeepSpeedConfigError(
+            "zero_optimization.skip_unused_parameters: true with ignore_unused_parameters: false, "
+            "which refuses unused parameters: remove one of them"
+        )
     # BF16_Optimizer shards masters at stage 0 too, not for whole-parameter optimizers.
     is_bf16_summed = model_dtype == torch.bfloat16 and accumulation == torch.float32
     _check_low_precision(basic, context.config, elementwise)
@@ -512,6 +517,7 @@ def _steps(context: WrapContext, is_sharded: bool) -> StepSettings:
         num_norm_groups=context.num_norm_groups,
         device=context.device,
         allow_empty=ranks.has_parts,
+        skips_unused=tree.zero_optimization.skip_unused_parameters,
         backward_started=context.backward_started,
     )
 

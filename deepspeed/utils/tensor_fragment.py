@@ -65,6 +65,10 @@ class _Observer(Protocol):
     def replaced(self, param: nn.Parameter) -> None: ...
 
 
+class _Idle(Protocol):
+    def give(self, param: nn.Parameter) -> None: ...
+
+
 class _Masters(Protocol):
     """What is asked of an optimizer with sharded masters, which stands above this module."""
 
@@ -76,6 +80,9 @@ class _Masters(Protocol):
     def owner_steps(self) -> _OwnerSteps | None: ...
     @property
     def observer(self) -> _Observer: ...
+    @property
+    def idle(self) -> _Idle: ...
+    def follow_model(self) -> None: ...
     @property
     def has_reduced_gradients(self) -> bool: ...
     @property
@@ -130,6 +137,7 @@ def _shards(
     """List this rank's shards: the masters, or state `key` of the groups of `params`; others may
     lack it, and masters stand in their place.
     """
+    param_optimizer.follow_model()
     groups = param_optimizer.groups
     asked = {_require_link(param, "optimizer state")[1] for param in params}
     return [
@@ -287,6 +295,7 @@ def _gradients_to_replace(
     optimizer, _, _ = _require_link(param, what)
     optimizer.finish_gradients()
     optimizer.observer.replaced(param)
+    optimizer.idle.give(param)
     factor = optimizer.read_factor
     return [group.grad for group in optimizer.groups], value / factor if factor != 1.0 else value
 

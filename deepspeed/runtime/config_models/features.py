@@ -154,6 +154,11 @@ class VerifyConfig(DeepSpeedConfigModel):
         "reduction of gradients, saving, loading, ...) is written to the log; 0: never.",
         ge=0,
     )
+    masters: Bool = option(
+        False,
+        "Compare the model with its rounded masters before each step, element by element, so that "
+        "a write that torch does not count (`param.data`) is taken in.",
+    )
     poison: Bool = option(
         False,
         "ZeRO stage 3: overwrite the memory of parameters that are let go by NaN, so that a read "

@@ -203,6 +203,12 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         "allgather_sequential", False, "Gather parameters one after another"
     )
     ignore_unused_parameters: Bool = option(True, "Accept parameters without a gradient.")
+    skip_unused_parameters: Bool = option(
+        False,
+        "Leave a parameter that no rank has had a gradient for in a step as it is, as torch's "
+        "optimizers do; otherwise a gradient of zeros steps it. Ranks tell each other in each "
+        "step, for which the host waits.",
+    )
     legacy_stage1: Bool = option(False, "The first implementation of stage 1.")
     round_robin_gradients: Bool = option(
         False,

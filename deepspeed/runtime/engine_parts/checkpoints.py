@@ -95,6 +95,8 @@ class EngineCheckpoints:
         self._engine._require_states("save_checkpoint")
         self._engine._refuse_taken("save_checkpoint")
         verification.check_patches(self._engine)
+        if self._engine._sequence is not None:
+            self._engine._sequence.masters.follow_model()
         options = saving.SaveOptions(
             save_dir, tag, client_state, save_latest, exclude_frozen_parameters
         )

@@ -1,8 +1,8 @@
 """Which checks of gradient synchronization an engine trains under, and how they are switched on.
 
 They are named in the configuration's `verify` block and the environment variable DS_VERIFY (a
-comma-separated list of "ledger", "collectives", "streams" and "poison"), and imported only when
-they are wanted.
+comma-separated list of "ledger", "collectives", "streams", "masters" and "poison"), and imported
+only when they are wanted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.gradients.ledger.gradient_ledger import GradientLedger
 
 VARIABLE = "DS_VERIFY"
-CHECKS = ("ledger", "collectives", "streams", "poison")
+CHECKS = ("ledger", "collectives", "streams", "masters", "poison")
 # The stream checker belongs to the tools above the engine, which knows this entry point of it only.
 STREAM_CHECK = "deepspeed.verify.streams.check"
 
@@ -63,6 +63,8 @@ def configure(engine: WatchedEngine, block: VerifyConfig) -> Callable[[], None]:
         check: Any = importlib.import_module(STREAM_CHECK)
         check.enable_stream_checking()
         at_step = check.raise_findings
+    if "masters" in wanted and engine._sequence is not None:
+        engine._sequence.masters.compare_model()
     if "poison" in wanted:
         if engine.parameter_offload is None:
             raise DeepSpeedConfigError(

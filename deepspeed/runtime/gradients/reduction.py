@@ -78,6 +78,8 @@ class GradientContext:
     # called by the first hook of a backward that nobody announced
     backward_started: Callable[[], None] = nobody
     observer: GradientObserver = UNOBSERVED  # hears what happens to gradients
+    # whether a step leaves parameters as they are that no rank has had a gradient for
+    skips_unused: bool = False
     # parameters that the next step leaves as they are
     idle: IdleParameters = field(default_factory=IdleParameters)
     # what a plain loss.backward() has left undivided; the engine sets it

@@ -319,6 +319,12 @@ class MasterWeights:
         if self.writes.take_in() and self.early is not None:
             self.early.lent()
 
+    def compare_model(self) -> None:
+        """Have `follow_model` compare every element, from now on, and warn of writes that it would
+        not have noticed otherwise.
+        """
+        self.writes.compares_all = True
+
     # Update
 
     @property
@@ -557,6 +563,7 @@ class MasterNames:
     """What an optimizer with masters tells of them, under upstream's names."""
 
     groups: list[ShardedGroup] = forwarded("masters")
+    follow_model = forwarded("masters", MasterWeights.follow_model)
     cpu_offload: bool = forwarded("masters")
     bit16_groups: list[list[nn.Parameter]] = forwarded("masters")
     single_partition_of_fp32_groups: list[torch.Tensor] = forwarded("masters")

@@ -127,6 +127,9 @@ class ModelParameters:
     def follow_model(self) -> None:
         """Do nothing: the model's parameters are what is trained."""
 
+    def compare_model(self) -> None:
+        """Do nothing: there are no masters."""
+
     def leave_out(self, params: Collection[nn.Parameter]) -> None:
         """Have the next `update` leave these as they are: torch does so without a gradient."""
         for param in params:

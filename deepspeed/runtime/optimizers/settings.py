@@ -52,6 +52,8 @@ class StepSettings:
     device: torch.device | None = None
     # other ranks hold other parts of the model, so this one may have no trainable parameter
     allow_empty: bool = False
+    # leave parameters as they are that no rank has had a gradient for; otherwise zeros step them
+    skips_unused: bool = False
     # called by the first hook of a backward that nobody announced
     backward_started: Callable[[], None] = nobody
 
@@ -77,6 +79,7 @@ class StepSettings:
             dict(param_names),
             [param for param in params if not param.requires_grad],
             self.backward_started,
+            skips_unused=self.skips_unused,
         )
 
     def outcomes(self) -> Outcomes:

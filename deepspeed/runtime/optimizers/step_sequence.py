@@ -18,7 +18,7 @@ from deepspeed.accelerator import runs_ahead
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker, Window
 from deepspeed.runtime.gradients.asked import AskedGradient
-from deepspeed.runtime.gradients.idle import IdleParameters
+from deepspeed.runtime.gradients.idle import IdleParameters, UnusedParameters
 from deepspeed.runtime.gradients.norm import clip_factor
 from deepspeed.runtime.gradients.observer import GradientObserver
 from deepspeed.runtime.gradients.reduction import (
@@ -33,6 +33,7 @@ from deepspeed.runtime.optimizers.step_outcome import (
     Outcomes,
     UnreadNorms,
 )
+from deepspeed.runtime.sharding.group import expert_group_of
 from deepspeed.utils import memory_names
 from deepspeed.utils.logging import log_once, warn_once
 
@@ -88,6 +89,8 @@ class Updated(Protocol):
     def rejoin_model(self) -> None: ...
     # Takes in what scripts have written to the model.
     def follow_model(self) -> None: ...
+    # Has `follow_model` compare all elements from now on.
+    def compare_model(self) -> None: ...
     # Says which parameters the next `update` leaves as they are.
     def leave_out(self, params: Collection[nn.Parameter]) -> None: ...
     # Whether the optimizer can skip the next step on the device.
@@ -145,6 +148,11 @@ class StepSequence:
         trained = [param for params in masters.numbered_params() for param in params]
         self.context.idle.watch([param for param in trained if param.requires_grad])
         self._forget_leftovers(trained)
+        self._unused: UnusedParameters | None = None
+        if context.skips_unused:
+            wanted = [param for param in trained if param.requires_grad]
+            replicas = lambda param: context.replicas(expert_group_of(param))  # noqa: E731
+            self._unused = UnusedParameters(wanted, replicas, context.device)
         held = next((group.params[0] for group in reduction.groups if group.params), None)
         is_held = held is not None and reduction.holds_gradients
         self._asked = AskedGradient(held) if held is not None and is_held else None
@@ -172,7 +180,6 @@ class StepSequence:
     reduces_now: bool = forwarded("reduction")
     has_reduced_gradients: bool = forwarded("reduction")
     works_during_backward: bool = forwarded("reduction")
-    hold = forwarded("reduction", GradientReduction.hold)
     backward_epilogue = forwarded("reduction", GradientReduction.backward_epilogue)
     reduce_gradients = forwarded("reduction", GradientReduction.reduce_gradients)
     exit_backward = forwarded("reduction", GradientReduction.exit_backward)
@@ -255,6 +262,13 @@ class StepSequence:
         self.idle.backward_begins()
         self.reduction.backward_prologue()
 
+    def hold(self, params: Iterable[nn.Parameter]) -> None:
+        """Reduce the gradients of `params` only in `reduce_gradients`: others add to them."""
+        held = list(params)
+        self.reduction.hold(held)
+        if self._unused is not None:
+            self._unused.count_always(held)
+
     def await_step(self) -> None:
         """Warn scripts, until the step, that ask for gradients where they are no longer."""
         if self._asked is not None:
@@ -312,6 +326,8 @@ class StepSequence:
             self.reduction.exit_backward()
             self.reduction.finish_gradients()
         self._refuse_unread()
+        if self._unused is not None:
+            self.idle.drop(self._unused.of_window())
         self.masters.leave_out(self.idle.of_step())
         outcomes = self.outcomes
         step_factor = self._step_factor
@@ -392,6 +408,8 @@ class StepSequence:
         self.reduction.clear()
         self.tracker.window = Window()
         self.idle.clear()
+        if self._unused is not None:
+            self._unused.clear()
         self.observer.cleared()
 
     # What observers and checkpoints ask of gradients
@@ -421,7 +439,12 @@ class StepSequence:
         """Return what this rank has summed since the last step, reduced or not; no copies."""
         summed = self.reduction.window_state()
         grads = [param.grad for param in self._params()]
-        kept = {"divisor": self.accumulation_divisor, "frozen": self.idle.window_state()}
+        kept: dict[str, Any] = {
+            "divisor": self.accumulation_divisor,
+            "frozen": self.idle.window_state(),
+        }
+        if self._unused is not None:
+            kept["used"] = self._unused.window_state()
         return {"gradients": grads, **kept, **summed}
 
     @torch.no_grad()
@@ -431,10 +454,14 @@ class StepSequence:
                 self.reduction.make_gradient(param).copy_(grad)
         self.accumulation_divisor = saved["divisor"]
         self.idle.load_window_state(saved.get("frozen"))
+        if self._unused is not None and "used" in saved:
+            self._unused.load_window_state(saved["used"])
         self.reduction.load_window_state(saved)
 
     def destroy(self) -> None:
         self._stop_asking()
+        if self._unused is not None:
+            self._unused.destroy()
         if self.movable is not None:
             self.movable.reload_states()
         self.reduction.destroy()

@@ -237,6 +237,17 @@ class ShardedGroup:
         if not self.aliased:
             self._write_master(self.master)
 
+    def differs(self, index: int) -> bool:
+        """Return whether the model's parameter `index`, where this rank owns it, is another than
+        its master rounded. The host waits for it.
+        """
+        owned = None if self.aliased else self.owned(index)
+        if owned is None:
+            return False
+        model = self.own(owned.shard_start, owned.in_shard.stop)
+        master = self.master[owned.in_shard].to(model.device)
+        return not torch.equal(master.to(model.dtype), model)
+
     @torch.no_grad()
     def follow(self, index: int) -> None:
         """Let the master of parameter `index` be the model's values where it does not round to

@@ -10,13 +10,14 @@ torch does not count.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sharding.fragments import ParamIndex
 from deepspeed.runtime.sharding.group import ShardedGroup
+from deepspeed.utils.logging import warn_once
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -105,6 +106,7 @@ class ModelWrites:
         pairs = zip(groups, names, strict=True)
         self._watched = [_Watched(group, theirs) for group, theirs in pairs if group.params]
         self._moved: dict[_Watched, set[ParamIndex]] = {}
+        self.compares_all = False
 
     def rejoin(self) -> None:
         """Let parameters that a script has given other memory lie in their flat buffer again, with
@@ -128,6 +130,8 @@ class ModelWrites:
         any_written = False
         for watched in self._watched:
             written = watched.written() | self._moved.pop(watched, set())
+            if self.compares_all:
+                written |= _unnoticed(watched, written)
             any_written |= bool(written)
             for index in sorted(written):
                 watched.group.follow(index)
@@ -140,6 +144,21 @@ class ModelWrites:
         for watched in self._watched:
             if watched.sample is not None:
                 watched.sample.keep()
+
+
+def _unnoticed(watched: _Watched, noticed: Collection[ParamIndex]) -> set[ParamIndex]:
+    """Find, and warn of, parameters that differ from their masters without having been noticed."""
+    group = watched.group
+    every = range(len(watched.params))
+    found = {at for at in every if at not in noticed and group.differs(at)}
+    if found:
+        names = ", ".join(watched.names[at] for at in sorted(found))
+        warn_once(
+            f"verify.masters: {names} changed by a write that torch does not count (param.data), "
+            "and the masters follow it. Without this check it would be lost: write to the "
+            "parameter itself under torch.no_grad()"
+        )
+    return found
 
 
 def refused_memory(name: str, param: torch.Tensor, dtype: torch.dtype, device: torch.device) -> str:
