@@ -1,0 +1,1 @@
+COVERS = ("runtime.gradients", "runtime.optimizers", "runtime.sharding")
