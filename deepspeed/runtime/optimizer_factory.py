@@ -258,7 +258,7 @@ def _adam_class(
             if not switch(argument, True):
                 raise DeepSpeedConfigError(
                     f"optimizer.params.{argument}: false is not supported with torch_adam; remove "
-                    "the key"
+                    "one of them"
                 )
         return torch.optim.AdamW if adam_w_mode else torch.optim.Adam
     if offload:

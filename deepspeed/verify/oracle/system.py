@@ -15,6 +15,7 @@ import deepspeed
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.auto_ep import named_spread_experts
+from deepspeed.runtime.config_models.base import read_boolean
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.sequence_parallel.attention_hf import SequenceGroups, UlyssesSPAttentionHF
@@ -320,13 +321,17 @@ def _held(param: nn.Parameter) -> torch.Tensor:
 def plain_optimizer(
     config_block: dict[str, Any], params: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """Build the configuration's optimizer over whole parameters, torch's where torch has it."""
+    """Build the configuration's optimizer over whole parameters. LookupError where it is none of
+    torch's.
+    """
     settings = dict(config_block.get("params") or {})
     name = str(config_block["type"]).lower()
     if name in ("adam", "adamw", "fusedadam"):
+        if not read_boolean(settings.pop("bias_correction", True)):
+            raise LookupError(f"{name} without bias correction")
         decoupled = bool(settings.pop("adam_w_mode", True)) or name == "adamw"
         # Settings of an implementation, which torch's has not.
-        own = "torch_adam bias_correction set_grad_none fp32_optimizer_states freeze_step".split()
+        own = "torch_adam set_grad_none fp32_optimizer_states freeze_step".split()
         settings = {key: value for key, value in settings.items() if key not in own}
         if "betas" in settings:
             settings["betas"] = tuple(settings["betas"])

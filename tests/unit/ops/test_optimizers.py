@@ -110,6 +110,63 @@ def test_lamb() -> None:
     assert_same(run(lambda p: FusedLamb(p, **options)), wanted)
 
 
+def without_correction(
+    decoupled: bool, amsgrad: bool, lr: float, betas: tuple[float, float], eps: float, decay: float
+) -> list[torch.Tensor]:
+    """Adam's formula on the moments as they are."""
+    wanted = []
+    for index, value in enumerate(param.detach().double() for param in parameters()):
+        first, second = torch.zeros_like(value), torch.zeros_like(value)
+        largest = second
+        for step in range(STEPS):
+            grad = gradients(step)[index].double() + (0.0 if decoupled else decay) * value
+            first = betas[0] * first + (1 - betas[0]) * grad
+            second = betas[1] * second + (1 - betas[1]) * grad**2
+            largest = torch.maximum(largest, second)
+            root = (largest if amsgrad else second).sqrt() + eps
+            value = value * (1 - lr * decay if decoupled else 1.0) - lr * first / root
+        wanted.append(value)
+    return wanted
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_without_bias_correction(decoupled: bool, amsgrad: bool) -> None:
+    # Kills: a moment that is divided by what it lacks, one of the largest ones; decay of the other.
+    decay = 0.3 if decoupled or ADAM_HAS_SWITCH else 0.0
+    wanted = without_correction(decoupled, amsgrad, 0.1, (0.8, 0.9), 1e-6, decay)
+    options: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "amsgrad": amsgrad}
+    options |= {"weight_decay": decay, "bias_correction": False}
+    assert_same(run(lambda p: FusedAdam(p, adam_w_mode=decoupled, **options)), wanted)
+    assert_same(run(lambda p: DeepSpeedCPUAdam(p, adamw_mode=decoupled, **options)), wanted)
+
+
+def test_state_of_torchs_adam_leaves_bias_correction_as_it_is() -> None:
+    # Kills: groups that have never heard of the option, after which steps are corrected; the same
+    # of a copy; an infinite count in files.
+    plain = torch.optim.AdamW(parameters())
+    for param, grad in zip(plain.param_groups[0]["params"], gradients(0), strict=True):
+        param.grad = grad
+    plain.step()
+    loaded = FusedAdam(parameters(), bias_correction=False)
+    loaded.load_state_dict(plain.state_dict())
+    optimizer = copy.deepcopy(loaded)
+    assert not optimizer.param_groups[0]["bias_correction"]
+    for param, grad in zip(optimizer.param_groups[0]["params"], gradients(1), strict=True):
+        param.grad = grad
+    optimizer.step()
+    assert {int(state["step"]) for state in optimizer.state_dict()["state"].values()} == {2}
+
+
+def test_a_step_without_bias_correction_calls_hooks_once() -> None:
+    # Kills: a step around torch's, which has been made to call them as well.
+    optimizers = [torch.optim.AdamW(parameters()), FusedAdam(parameters(), bias_correction=False)]
+    called: list[Any] = []
+    optimizers[1].register_step_post_hook(lambda *args: called.append(args))
+    optimizers[1].step()
+    assert len(called) == 1
+
+
 @needs_muon
 def test_muon_steps_matrices_and_adam_the_rest() -> None:
     # Kills: one of the two for all, and a learning rate that a schedule sets but the inner
@@ -160,8 +217,6 @@ def test_offload_takes_the_host_optimizers() -> None:
 
 
 def test_what_torch_does_not_do_is_refused() -> None:
-    with pytest.raises(ValueError, match="bias_correction=False"):
-        FusedAdam(parameters(), bias_correction=False)
     with pytest.raises(ValueError, match="max_grad_norm"):
         FusedLamb(parameters(), max_grad_norm=1.0)
     unknown = DeepSpeedConfig({"train_batch_size": 1, "optimizer": {"type": "Adan"}})

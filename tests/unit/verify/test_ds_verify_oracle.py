@@ -101,6 +101,7 @@ class TestCleanRuns(DistributedTest):
             {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}},
             {"scheduler": {"type": "WarmupLR", "params": warmup}},
             {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}},
+            {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "bias_correction": False}}},
             {"fp16": {"enabled": True}},  # dynamic: the first steps overflow and are skipped
         ]
         for extra in more:

@@ -68,7 +68,6 @@ def _device_optimizer(
     if isinstance(optimizer, DeepSpeedCPUAdam) and is_apart:
         return FusedAdam(
             groups,
-            bias_correction=all(group["bias_correction"] for group in options),
             adam_w_mode=optimizer.adam_w_mode,
             weight_decay=max(group["weight_decay"] for group in options),
         )

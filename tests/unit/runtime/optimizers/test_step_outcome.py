@@ -21,6 +21,7 @@ from deepspeed.runtime.streams import LateNumber
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 TAKERS: dict[str, Make] = {
     "FusedAdam": lambda p: FusedAdam(p, lr=0.1, weight_decay=0.1),
+    "FusedAdam, moments as they are": lambda p: FusedAdam(p, lr=0.1, bias_correction=False),
     "FusedLion": lambda p: FusedLion(p, lr=0.1, weight_decay=0.1),
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
 }
