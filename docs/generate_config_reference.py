@@ -14,7 +14,7 @@ import argparse
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,15 @@ from pydantic_core import PydanticUndefined
 
 from deepspeed.runtime.config_models import base
 from deepspeed.runtime.config_models.base import nested_model
-from deepspeed.runtime.config_models.reader import CPU_SWITCHES, PIN_MEMORY_SWITCH, RENAMED
+from deepspeed.runtime.config_models.reader import (
+    ALLREDUCE_MEANS,
+    ALLREDUCE_SWITCH,
+    CLIPPING,
+    CLIPPING_OF_OLD,
+    CPU_SWITCHES,
+    PIN_MEMORY_SWITCH,
+    RENAMED,
+)
 from deepspeed.runtime.config_models.refusals import (
     AT_STAGE_3,
     BELOW_STAGE_3,
@@ -48,12 +56,16 @@ INTRODUCTION = """\
 For those who write a configuration: every key. `deepspeed.initialize(config=...)` takes a dict, the
 path of a JSON or hjson file, or base64-encoded JSON.
 
-- **Unknown keys** are an error that names the full path and the nearest known key.
+- **Unknown keys** are an error that names the full path and the nearest known key, or the block
+  that the key belongs in. At the top level a key that resembles none of these (`"_comment"`,
+  `"log"`, what a program keeps there for itself) is named in one warning and not read. So is an
+  unknown key in a block that says `"enabled": false`.
 - **Types** are checked: `"8"`, `8.0` and `8` are one integer, `1` and `"yes"` are `true`, and
   neither `true` nor `"eight"` is a number. Sizes (type *size*) drop a fraction, since clients
   compute them (`0.9 * hidden * hidden`).
 - **`"auto"`** is filled in by client libraries. Where it is left over, one error names all places;
-  a size that is left at it is the default.
+  a size that is left at it is the default, and `stage3_gather_16bit_weights_on_model_save` is
+  `false`, with a warning.
 - **Batch sizes**: `train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps
   x data-parallel world size`. Give any two, or one of the first two; accumulation then is 1.
 - **Dotted keys** at the top level, such as `"zero_optimization.reduce_bucket_size"`, set the
@@ -79,7 +91,7 @@ and their types are checked.
 
 def type_name(annotation: Any) -> str:
     """Return how a field's type is called on the page."""
-    aliases = {base.Interval: "integer or null"}
+    aliases = {base.Interval: "integer or null", int | float: "number"}
     if annotation in (int, float, bool, str):
         return {int: "integer", float: "number", bool: "boolean", str: "string"}[annotation]
     if annotation in aliases:
@@ -184,7 +196,9 @@ def not_honoured() -> set[str]:
         if refusal.scope is Scope.KEY:
             paths.add(refusal.path)
         elif refusal.scope is Scope.FEATURE:
-            paths.add(block_of(refusal))
+            apart = set(keys_apart(refusal))
+            below = {row.path for row in all_rows(TrainingConfig, "", "")}
+            paths |= {path for path in below - apart if path.startswith(f"{block_of(refusal)}.")}
     for row in reversed(list(all_rows(TrainingConfig))):
         inner = nested_model(row.field)
         if inner is not None and all(each.path in paths for each in rows_of(inner, "", row.path)):
@@ -248,7 +262,7 @@ def refused() -> Iterator[str]:
     yield "\n### Refused features\n\nWithout the feature, the other keys have no effect.\n"
     yield "| switch | other keys of its block | instead |\n|---|---|---|"
     for each in of[Scope.FEATURE]:
-        others = inside(block_of(each), rows, but=each.path)
+        others = inside(block_of(each), rows, but=(each.path, *keys_apart(each)))
         yield f"| `{rows[each.path].keys}` | {others} | {each.remedy} |"
     yield "\n### Keys without effect\n"
     yield "| keys | they need |\n|---|---|"
@@ -264,15 +278,21 @@ def block_of(refusal: Refusal) -> str:
     return refusal.path.rpartition(".")[0]
 
 
+def keys_apart(refusal: Refusal) -> list[str]:
+    """Return the paths of the keys that mean something without a feature's switch."""
+    return [f"{block_of(refusal)}.{key}" for key in refusal.apart]
+
+
 def cells(path: str, rows: dict[str, Row]) -> str:
     """Return the cells of a key that has no table of its own, whose keys they name."""
     keys = inside(path, rows)
     return rows[path].cells + (f" Keys: {keys}." if keys else "")
 
 
-def inside(path: str, rows: dict[str, Row], but: str = "") -> str:
-    """Return the keys below a path, without one of them."""
-    below = [row for row in rows.values() if row.path.startswith(f"{path}.") and row.path != but]
+def inside(path: str, rows: dict[str, Row], but: Collection[str] = ()) -> str:
+    """Return the keys below a path, without some of them."""
+    found = [row for row in rows.values() if row.path.startswith(f"{path}.")]
+    below = [row for row in found if row.path not in but]
     keys = [f"`{row.keys.removeprefix(rows[path].keys + '.')}`" for row in below]
     model = nested_model(rows[path].field)
     if model is not None and model.model_config.get("extra") == "allow":
@@ -286,6 +306,9 @@ def render() -> str:
     lines += [f"| `{old}` | `{new}` |" for old, new in RENAMED.items()]
     lines += [f'| `{old}: true` | `{new}.device: "cpu"` |' for old, new in CPU_SWITCHES.items()]
     lines += [f"| `{PIN_MEMORY_SWITCH}` | `pin_memory` of the offload blocks |"]
+    key, value = ALLREDUCE_MEANS
+    lines += [f'| `{ALLREDUCE_SWITCH}: true` | `{key}: "{value}"`, where that is absent |']
+    lines += [f"| `{CLIPPING_OF_OLD}` | `{CLIPPING}`; both that differ are an error |"]
     lines += ['| `zero_optimization: true` | `zero_optimization: {"stage": 1}` |', ""]
     lines += block(TrainingConfig, "", "", not_honoured())
     lines += refused()

@@ -144,6 +144,7 @@ def read_tree(
         apply_deprecated_names,
         apply_dotted_keys,
         read_block,
+        without_unread_keys,
     )
     from deepspeed.runtime.config_models.refusals import refuse_unsupported
     from deepspeed.runtime.config_models.training import TrainingConfig
@@ -151,7 +152,7 @@ def read_tree(
     param_dict = load_config(config)
     apply_dotted_keys(TrainingConfig, param_dict)
     apply_deprecated_names(param_dict)
-    tree = read_block(TrainingConfig, param_dict)
+    tree = read_block(TrainingConfig, without_unread_keys(TrainingConfig, param_dict))
     refuse_unsupported(tree, param_dict)
     return tree, param_dict
 

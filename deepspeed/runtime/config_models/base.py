@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 # Filled in by client libraries.
 AUTO = "auto"
+TAKES_AUTO = object()  # marks the types whose fields may be left at it
 # What upstream's models take for a boolean, in any case; numbers are compared as such.
 _SPELLINGS = {
     **dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True),
@@ -151,6 +152,11 @@ def read_number(value: object) -> float:
     return float(value)
 
 
+def _whole_or_not(value: object) -> int | float:
+    number = read_number(value)
+    return int(number) if number.is_integer() else number
+
+
 def read_boolean(value: object) -> bool:
     """Read what upstream takes for true or false."""
     if isinstance(value, bool):
@@ -172,14 +178,15 @@ def read_text(value: object) -> str:
 Int = Annotated[int, BeforeValidator(read_integer)]
 Natural = Annotated[int, BeforeValidator(read_integer), Field(ge=0)]
 Count = Annotated[int, BeforeValidator(read_integer), Field(ge=1)]
-Size = Annotated[int, BeforeValidator(_size), Field(ge=0)]
+Size = Annotated[int, BeforeValidator(_size), Field(ge=0), TAKES_AUTO]
 Interval = Annotated[int | None, BeforeValidator(_interval)]
 Float = Annotated[float, BeforeValidator(read_number)]
+Number = Annotated[int | float, BeforeValidator(_whole_or_not)]
 Part = Annotated[float, BeforeValidator(read_number), Field(ge=0.0, le=1.0)]
 Bool = Annotated[bool, BeforeValidator(read_boolean)]
 Text = Annotated[str, BeforeValidator(read_text)]
 
 
-def is_size(field: FieldInfo) -> bool:
-    """Whether a field is a `Size`, which may be left at "auto"."""
-    return any(getattr(item, "func", None) is _size for item in field.metadata)
+def takes_auto(field: FieldInfo) -> bool:
+    """Whether a field may be left at "auto", which is its default then."""
+    return TAKES_AUTO in field.metadata

@@ -308,8 +308,15 @@ class ElasticityConfig(DeepSpeedConfigModel):
 
 
 class CompileConfig(DeepSpeedConfigModel):
-    """DeepCompile, compiler passes over the training graph."""
+    """What engine.compile() does, and DeepCompile, compiler passes over the training graph."""
 
+    disable: Bool = option(False, "Let engine.compile() leave the model as it is.")
+    backend: Text | None = option(
+        None, "Backend of an engine.compile() that names none; null: the device's."
+    )
+    kwargs: dict[str, Any] = option(
+        {}, "Arguments of torch.compile, below those of engine.compile(compile_kwargs=...)."
+    )
     deepcompile: Bool = option(False, "Use DeepCompile in engine.compile().")
     free_activation: Bool = option(False, "Free activations early.")
     free_activation_threshold: Size = option(10485760, "Bytes of the smallest activation to free.")

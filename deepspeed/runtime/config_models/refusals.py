@@ -32,17 +32,20 @@ class Scope(Enum):
 
 
 class Refusal(NamedTuple):
-    """A value that is refused: where, what to do instead, and when (asked of what is not None)."""
+    """A value that is refused: where, what to do instead, and when (asked of what is not None).
+    Keys that stand `apart` in the block of a feature's switch mean something without it.
+    """
 
     path: str
     remedy: str
     when: Callable[[Any], bool] = bool
     scope: Scope = Scope.KEY
+    apart: tuple[str, ...] = ()
 
 
-def feature(switch: str, remedy: str) -> Refusal:
+def feature(switch: str, remedy: str, apart: tuple[str, ...] = ()) -> Refusal:
     """Refuse the feature of a switch."""
-    return Refusal(switch, remedy, scope=Scope.FEATURE)
+    return Refusal(switch, remedy, scope=Scope.FEATURE, apart=apart)
 
 
 class Inert(NamedTuple):
@@ -116,11 +119,6 @@ REFUSALS: tuple[Refusal, ...] = (
         Scope.VALUE,
     ),
     Refusal("optimizer.legacy_fusion", "there is one fused optimizer; use false"),
-    Refusal(
-        "optimizer.params.max_grad_norm",
-        'it is no optimizer parameter; set "gradient_clipping"',
-        scope=Scope.VALUE,
-    ),
     feature("amp.enabled", f"Apex AMP {_PRECISIONS}"),
     feature("msamp.enabled", f"MS-AMP {_PRECISIONS}"),
     Refusal("sparse_gradients", f"sparse gradients {LATER_MANY}; use false and dense embeddings"),
@@ -196,6 +194,7 @@ REFUSALS: tuple[Refusal, ...] = (
     feature(
         "compile.deepcompile",
         f"DeepCompile {LATER}; use false, and engine.compile() for torch.compile",
+        apart=("disable", "backend", "kwargs"),
     ),
     feature("hybrid_engine.enabled", f"inference {OUT}; use false"),
     feature("autotuning.enabled", f"autotuning {OUT}; use false"),
@@ -330,7 +329,8 @@ def _keys_of_absent_features(tree: TrainingConfig) -> Iterator[str]:
             block = value_at(tree, block_path)
             if block is not None and switch not in block.model_fields_set:
                 for key, value in _changed(block):
-                    yield f"{block_path}.{key}={value!r} (has no effect without {switch})"
+                    if key not in refusal.apart:
+                        yield f"{block_path}.{key}={value!r} (has no effect without {switch})"
 
 
 def _changed(block: BaseModel | None) -> Iterator[tuple[str, Any]]:

@@ -17,6 +17,7 @@ from deepspeed.runtime.config_models.base import (
     Float,
     Interval,
     Natural,
+    Number,
     Size,
     Text,
     block,
@@ -47,7 +48,7 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
     loss_scale_window: Count = option(1000, "Clean steps after which the dynamic scale doubles.")
     hysteresis: Count = option(2, "Overflows needed before the dynamic scale is halved.")
     consecutive_hysteresis: Bool = option(False, "Refill the hysteresis on clean steps too.")
-    min_loss_scale: Natural = option(1, "Least dynamic scale, at which overflow is an error.")
+    min_loss_scale: Number = option(1, "Least dynamic scale, at which overflow is an error.", ge=0)
     fp16_master_weights_and_grads: Bool = option(
         False, "Master weights and gradients in fp16, moments in fp32 (stages 1 to 3)."
     )

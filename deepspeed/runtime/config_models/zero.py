@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, PydanticUseDefault
 
 from deepspeed.runtime.config_models.base import (
+    AUTO,
+    TAKES_AUTO,
     Bool,
     Count,
     DeepSpeedConfigModel,
@@ -22,8 +24,10 @@ from deepspeed.runtime.config_models.base import (
     block,
     option,
     plain_number,
+    read_boolean,
 )
 from deepspeed.runtime.config_models.enums import OffloadDeviceEnum, ZeroStageEnum
+from deepspeed.utils.logging import warn_once
 
 # What a configuration, or this release, may lack (`option(needs=...)`).
 STAGE_3 = "ZeRO stage 3"
@@ -54,6 +58,20 @@ def _stage(value: object) -> ZeroStageEnum:
 def _device(value: object) -> object:
     # accelerate and Lightning may hand null for "stay where you are".
     return OffloadDeviceEnum.none if value is None else value
+
+
+def _gathering(value: object) -> bool:
+    if value == AUTO:
+        # Of saving alone: what is trained is the same.
+        warn_once(
+            'zero_optimization.stage3_gather_16bit_weights_on_model_save: "auto" is left over and '
+            "read as false: engine.save_16bit_model() saves nothing at stage 3. Use true or false"
+        )
+        raise PydanticUseDefault
+    return read_boolean(value)
+
+
+Gathering = Annotated[bool, BeforeValidator(_gathering), TAKES_AUTO]
 
 
 def _several(value: object) -> object:
@@ -178,7 +196,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         int(1e9),
         "Keep a parameter whole that is used again within so many elements",
     )
-    gather_16bit_weights_on_model_save: Bool = _stage_3(
+    gather_16bit_weights_on_model_save: Gathering = _stage_3(
         "gather_16bit_weights_on_model_save",
         False,
         "Let weights be gathered on one rank for export",

@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.auto_ep import named_spread_experts
 from deepspeed.runtime.compiler import CompiledForward, compile_in_place, traces_subclasses
 from deepspeed.runtime.engine_parts.engine_state import EngineState
-from deepspeed.utils.logging import logger
+from deepspeed.utils.logging import logger, warn_once
 
 
 class EngineCompiling:
@@ -36,9 +36,11 @@ class EngineCompiling:
         model without such blocks is compiled as a whole. At ZeRO stage 3 it is the forwards of
         blocks, so that gathering stays outside of graphs.
 
-        `backend` is torch.compile's (None: the accelerator's), as `compile_kwargs`. DeepCompile
-        schedules, compiled autograd (gradient hooks would be traced into the graph), and at stage 3
-        experts that `expert_parallel` spreads raise NotImplementedError.
+        `backend` is torch.compile's (None: the configuration's `compile.backend`, else the
+        accelerator's), as `compile_kwargs`, which are put over `compile.kwargs`; with
+        `compile.disable` nothing is compiled. DeepCompile schedules, compiled autograd (gradient
+        hooks would be traced into the graph), and at stage 3 experts that `expert_parallel` spreads
+        raise NotImplementedError.
         """
         if schedule is not None or compiled_autograd_enabled:
             raise NotImplementedError(
@@ -46,6 +48,10 @@ class EngineCompiling:
                 "out"
             )
         if self.is_compiled:
+            return
+        settings = self._engine._config.tree.compile
+        if settings.disable:
+            warn_once("engine.compile() leaves the model as it is: compile.disable is true")
             return
         offload = self._engine.parameter_offload
         if offload is not None and named_spread_experts(self._engine.module):
@@ -60,12 +66,12 @@ class EngineCompiling:
                 torch.__version__,
             )
         sequence = self._engine._sequence
-        backend = backend or get_accelerator().get_compile_backend()
+        backend = backend or settings.backend or get_accelerator().get_compile_backend()
         self._compiled = compile_in_place(
             self._engine.module,
             by_block=sequence is not None and sequence.works_during_backward,
             has_hooks=None if offload is None else offload.gathers_for,
-            **{"backend": backend, **(compile_kwargs or {})},
+            **{"backend": backend, **settings.kwargs, **(compile_kwargs or {})},
         )
         self.is_compiled = True
 

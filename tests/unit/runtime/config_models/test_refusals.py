@@ -24,7 +24,6 @@ REFUSED_EXAMPLES = [
     ("optimizer", {"type": "OneBitAdam"}),
     ("optimizer", {"type": "MuAdam"}),
     ("optimizer", {"type": "Adam", "legacy_fusion": True}),
-    ("optimizer", {"type": "Adam", "params": {"max_grad_norm": 0.5}}),
     ("amp", {"enabled": True, "opt_level": "O1"}),
     ("msamp", {"enabled": True, "opt_level": "O2"}),
     ("sparse_gradients", True),
@@ -162,7 +161,6 @@ def test_keys_without_effect_exist_and_are_documented():
     told = text[text.index("### Keys that are accepted") : text.index("## Checkpoints")]
     assert [inert.path for inert in INERT if inert.path.rpartition(".")[2] not in told] == []
     names = {path.replace(".tp.", ".tensor_parallel.") for path in all_paths(TrainingConfig)}
-    names |= {"optimizer.params.max_grad_norm"}
     assert {row.path for row in (*REFUSALS, *INERT)} <= names
 
 

@@ -62,6 +62,33 @@ class TestCompiled(DistributedTest):
             engine.destroy()
         assert stage3.distance(stage3.values_of(model), wanted) < 1e-5
 
+    def test_the_configuration_says_how(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # Kills: keys that are taken and forgotten, or that win over what the script says.
+        calls: list[Any] = []
+
+        def noted(model: Any, backend: Any, by_block: bool, has_hooks: Any, **how: Any) -> Any:
+            calls.append((backend, how))
+            return []
+
+        monkeypatch.setattr(compiling, "compile_in_place", noted)
+        ours = {"disable": False, "backend": "eager", "kwargs": {"dynamic": True, "mode": None}}
+        for block, given, wanted in (
+            (ours, {}, ("eager", {"dynamic": True, "mode": None})),
+            (
+                ours,
+                {"backend": "aot_eager", "compile_kwargs": {"dynamic": False}},
+                ("aot_eager", {"dynamic": False, "mode": None}),
+            ),
+            ({"disable": True, "backend": "eager"}, {}, None),
+        ):
+            config = {**stage3.config_of(1), "compile": block}
+            engine = stage3.engine_of(stage3.make_net(), config)
+            engine.compile(**given)
+            assert calls == ([] if wanted is None else [wanted])
+            assert engine.is_compiled is bool(calls)
+            calls.clear()
+            engine.destroy()
+
     def test_overlapping_and_eager(self) -> None:
         # Kills: compile() that is accepted and does nothing, or hooks that a compiled forward
         # loses. Comes first, as torch 2.6 never compiles what it has seen on the simulated device.
