@@ -84,6 +84,11 @@ def end_daemon(name: str | None) -> None:
 
 def make_rank_plan(args: argparse.Namespace) -> LaunchPlan:
     """Turn one process's parsed flags and the engine's variables into a plan."""
+    if args.coordinator is None:
+        raise ValueError(
+            "--coordinator is missing, where the processes of a job meet; start the job through "
+            "the `deepspeed` command"
+        )
     world = launch.decode_world_info(args.world_info)
     variables = (args.rank_variable, args.local_rank_variable)
     missing = [name for name in variables if not os.environ.get(name, "").isdigit()]

@@ -24,9 +24,8 @@ SSH_OPTIONS = (
     *("-o", f"ServerAliveInterval={KEEPALIVE_SECONDS}"),
     *("-o", "ServerAliveCountMax=3"),
 )
-Slots = Mapping[str, Sequence[int]]
-"""Slots by host."""
 Pool = Mapping[str, int | Sequence[int]]
+"""Slots by host, or how many of them, which are the first ones."""
 
 
 class MultiNodeRunner(abc.ABC):
@@ -61,10 +60,10 @@ class MultiNodeRunner(abc.ABC):
         return find_program(self.programs, self.version_word)
 
     @abc.abstractmethod
-    def get_cmd(self, environment: dict[str, str], active_resources: Slots) -> list[str]:
+    def get_cmd(self, environment: dict[str, str], active_resources: Pool) -> list[str]:
         """Return the command that starts the job."""
 
-    def get_cmds(self, environment: dict[str, str], active_resources: Slots) -> list[list[str]]:
+    def get_cmds(self, environment: dict[str, str], active_resources: Pool) -> list[list[str]]:
         """Return the commands that start the job: one, or one per host in their order."""
         return [self.get_cmd(environment, active_resources)]
 
@@ -89,7 +88,10 @@ class MultiNodeRunner(abc.ABC):
         args = self.args
         module = "deepspeed.launcher.launch" + ("_rank" if self.rank_variables else "")
         command = [*self._python(), "-u", "-m", module, f"--world_info={self.world_info_base64}"]
-        command.append(f"--coordinator={args.coordinator}")
+        # A program that only asks for the command has none.
+        coordinator = getattr(args, "coordinator", None)
+        if coordinator is not None:
+            command.append(f"--coordinator={coordinator}")
         if self.rank_variables:
             rank, local_rank = self.rank_variables
             command += [f"--rank_variable={rank}", f"--local_rank_variable={local_rank}"]
@@ -124,7 +126,7 @@ class PDSHRunner(MultiNodeRunner):
     name = constants.PDSH_LAUNCHER
     programs = ("pdsh",)
 
-    def get_cmd(self, environment: dict[str, str], active_resources: Slots) -> list[str]:
+    def get_cmd(self, environment: dict[str, str], active_resources: Pool) -> list[str]:
         environment["PDSH_RCMD_TYPE"] = "ssh"
         ssh = ssh_command(self.args.ssh_port)[1:]
         given = environment.get("PDSH_SSH_ARGS_APPEND", "")
@@ -146,13 +148,13 @@ class SSHRunner(MultiNodeRunner):
     name = constants.SSH_LAUNCHER
     programs = ("ssh",)
 
-    def get_cmd(self, environment: dict[str, str], active_resources: Slots) -> list[str]:
+    def get_cmd(self, environment: dict[str, str], active_resources: Pool) -> list[str]:
         if len(active_resources) != 1:
             text = f"one command starts one host, not {len(active_resources)}; use get_cmds"
             raise ValueError(f"--launcher={self.name}: {text}")
         return self.get_cmds(environment, active_resources)[0]
 
-    def get_cmds(self, environment: dict[str, str], active_resources: Slots) -> list[list[str]]:
+    def get_cmds(self, environment: dict[str, str], active_resources: Pool) -> list[list[str]]:
         hosts = enumerate(active_resources)
         return [self._host_command(host, node_rank) for node_rank, host in hosts]
 
@@ -171,7 +173,7 @@ class OpenMPIRunner(MultiNodeRunner):
     programs = ("mpirun.openmpi", "mpirun", "mpiexec")
     version_word = "Open MPI"
 
-    def get_cmd(self, environment: dict[str, str], active_resources: Slots) -> list[str]:
+    def get_cmd(self, environment: dict[str, str], active_resources: Pool) -> list[str]:
         program = self.find_program() or "mpirun"
         agent = shlex.join(["ssh", *ssh_command(self.args.ssh_port)[1:]])
         settings = {
@@ -202,8 +204,8 @@ class MPICHRunner(MultiNodeRunner):
     programs: tuple[str, ...] = ("mpirun.mpich", "mpiexec.hydra", "mpirun", "mpiexec")
     version_word = "HYDRA"
 
-    def get_cmd(self, environment: dict[str, str], active_resources: Slots) -> list[str]:
-        program = self.find_program() or "mpiexec"
+    def get_cmd(self, environment: dict[str, str], active_resources: Pool) -> list[str]:
+        program = self.find_program() or "mpirun"
         # hydra hands on the environment of its own process, whatever the values hold.
         environment.update(self.exports)
         given = environment.get("HYDRA_LAUNCHER_EXTRA_ARGS", "")
@@ -245,8 +247,8 @@ class SlurmRunner(MultiNodeRunner):
             text = "Slurm starts processes without ssh; leave the flag out"
             raise ValueError(f"--ssh_port={self.args.ssh_port}: {text}")
 
-    def get_cmd(self, environment: dict[str, str], active_resources: Slots) -> list[str]:
-        slots = {tuple(host_slots) for host_slots in active_resources.values()}
+    def get_cmd(self, environment: dict[str, str], active_resources: Pool) -> list[str]:
+        slots = {tuple(numbers(of_host)) for of_host in active_resources.values()}
         if len(slots) != 1:
             raise ValueError(
                 "--launcher=slurm needs the same slots on each host, not "
@@ -285,14 +287,19 @@ def make_runner(
     return runner
 
 
-def total(active_resources: Slots) -> int:
+def numbers(slots: int | Sequence[int]) -> Sequence[int]:
+    """Return the numbers of a host's slots, of which there may be a count alone."""
+    return range(slots) if isinstance(slots, int) else slots
+
+
+def total(active_resources: Pool) -> int:
     """Return the number of processes of the job."""
-    return sum(len(slots) for slots in active_resources.values())
+    return sum(len(numbers(slots)) for slots in active_resources.values())
 
 
-def spread(active_resources: Slots) -> str:
+def spread(active_resources: Pool) -> str:
     """Return the hosts with their numbers of processes, as MPI's starters read them."""
-    return ",".join(f"{host}:{len(slots)}" for host, slots in active_resources.items())
+    return ",".join(f"{host}:{len(numbers(slots))}" for host, slots in active_resources.items())
 
 
 def ssh_command(port: int | None) -> list[str]:

@@ -164,14 +164,19 @@ def num_available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def build_command(
-    script: str, script_args: list[str], module: bool, no_python: bool
-) -> tuple[list[str], int]:
-    """Return the command that runs a user's script, and where in it --local_rank goes."""
+def check_script_kind(module: bool, no_python: bool) -> None:
+    """Refuse a script that is to be a module of Python, and run without it."""
     if module and no_python:
         raise ValueError(
             "Don't use both the '--no_python' flag and the '--module' flag at the same time."
         )
+
+
+def build_command(
+    script: str, script_args: list[str], module: bool, no_python: bool
+) -> tuple[list[str], int]:
+    """Return the command that runs a user's script, and where in it --local_rank goes."""
+    check_script_kind(module, no_python)
     # Unbuffered: a line is shown when it is printed, and not lost when the process is killed.
     python = [] if no_python else [sys.executable, "-u", *(["-m"] if module else [])]
     head = [*python, script]

@@ -9,7 +9,10 @@ import re
 
 from deepspeed.utils.logging import logger
 
-_HOSTFILE_ENTRY = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>\d+)")
+# Open MPI's form has a limit behind the slots, up to which a starter may fill a host.
+_HOSTFILE_ENTRY = re.compile(
+    r"(?P<host>\S+)\s+slots=(?P<slots>\d+)(?:\s+max[-_]slots=(?P<most>\d+))?"
+)
 
 
 def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
@@ -21,7 +24,8 @@ def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
     if not os.path.isfile(hostfile_path):
         logger.debug("no hostfile at %s: using this machine only", hostfile_path)
         return None
-    with open(hostfile_path, encoding="utf-8") as stream:
+    # Editors of other systems begin a file with a byte-order mark.
+    with open(hostfile_path, encoding="utf-8-sig") as stream:
         return _parse_hostfile(stream.read().splitlines(), hostfile_path)
 
 
@@ -39,6 +43,9 @@ def _parse_hostfile(hostfile_lines: list[str], path: str = "(lines)") -> dict[st
             text = f"multiple entries for {entry['host']}; keep one of them"
             raise ValueError(f"Hostfile {path} contains {text}")
         pool[entry["host"]] = int(entry["slots"])
+        if entry["most"] is not None and int(entry["most"]) < pool[entry["host"]]:
+            text = f"more slots than max_slots: {line!r}; make slots the smaller number"
+            raise ValueError(f"Hostfile {path} contains {text}")
     if not pool:
         text = "is empty or not formatted correctly; write `<host> slots=<number>` lines"
         raise ValueError(f"Hostfile {path} {text}")
@@ -71,6 +78,13 @@ def parse_node_config_list(node_config_list: str) -> dict[str, list[int]]:
     return nodes
 
 
+def check_filters(include_str: str, exclude_str: str) -> None:
+    """Refuse slots to use and slots not to use together."""
+    if include_str and exclude_str:
+        remedy = "give --include or --exclude, not both"
+        raise ValueError(f"include_str and exclude_str are mutually exclusive; {remedy}")
+
+
 def parse_resource_filter(
     host_info: dict[str, list[int]], include_str: str = "", exclude_str: str = ""
 ) -> dict[str, list[int]]:
@@ -82,9 +96,7 @@ def parse_resource_filter(
     Raises:
         ValueError: both filters are given, or one names a host or slot that `host_info` lacks.
     """
-    if include_str and exclude_str:
-        remedy = "give --include or --exclude, not both"
-        raise ValueError(f"include_str and exclude_str are mutually exclusive; {remedy}")
+    check_filters(include_str, exclude_str)
     if not include_str and not exclude_str:
         return host_info
     named = parse_node_config_list(include_str or exclude_str)

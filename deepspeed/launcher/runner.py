@@ -35,8 +35,16 @@ from deepspeed.launcher.constants import (
     TORCH_DISTRIBUTED_DEFAULT_PORT,
 )
 from deepspeed.launcher.launch import Flags, add_flags, add_log_flags, answer, run
-from deepspeed.launcher.plan import Elastic, LaunchPlan, bound_cores, build_command, elastic_of
+from deepspeed.launcher.plan import (
+    Elastic,
+    LaunchPlan,
+    bound_cores,
+    build_command,
+    check_script_kind,
+    elastic_of,
+)
 from deepspeed.launcher.resources import (
+    check_filters,
     device_environment,
     fetch_hostfile,
     parse_num_nodes,
@@ -65,8 +73,14 @@ _ENGINES = ", ".join(
     (PDSH_LAUNCHER, SSH_LAUNCHER, OPENMPI_LAUNCHER, MPICH_LAUNCHER, IMPI_LAUNCHER)
     + (MVAPICH_LAUNCHER, SLURM_LAUNCHER)
 )
+_NO_HOSTFILE = ("", os.devnull)
+"""What --hostfile is given for this machine alone, where a default hostfile may be."""
 _RESOURCE_FLAGS: Flags = (
-    ("-H --hostfile", DLTS_HOSTFILE, "MPI-style file of `<host> slots=<n>` lines"),
+    (
+        "-H --hostfile",
+        DLTS_HOSTFILE,
+        f"MPI-style file of `<host> slots=<n>` lines; empty or {os.devnull} for this machine alone",
+    ),
     (
         "-i --include",
         "",
@@ -166,18 +180,25 @@ def encode_world_info(world_info: dict[str, list[int]]) -> str:
     return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
 
 
-def choose_resources(args: argparse.Namespace) -> dict[str, list[int]]:
-    """Return the slots to start one process each for, by host: without a hostfile this machine's.
-
-    On the CPU, --include and --num_gpus are taken at their word, and without them there is one
-    process. --no_ssh --num_nodes N without a hostfile means N nodes like this one.
-    """
+def check_exclusive(args: argparse.Namespace) -> None:
+    """Refuse options that exclude each other; ValueError names them."""
     limited = args.num_gpus != -1 or args.num_nodes != "-1"
     if limited and (args.include or args.exclude):
         raise ValueError(
             "Cannot specify num_nodes/gpus with include/exclude; --include already says which and "
             "how many"
         )
+    check_filters(args.include, args.exclude)
+    check_script_kind(args.module, args.no_python)
+
+
+def choose_resources(args: argparse.Namespace) -> dict[str, list[int]]:
+    """Return the slots to start one process each for, by host: without a hostfile this machine's.
+
+    On the CPU, --include and --num_gpus are taken at their word, and without them there is one
+    process. --no_ssh --num_nodes N without a hostfile means N nodes like this one.
+    """
+    check_exclusive(args)
     num_nodes = parse_num_nodes(args.num_nodes, False)[0]
     for name, number, what in (
         ("num_gpus", args.num_gpus, "devices"),
@@ -207,7 +228,7 @@ def _available(args: argparse.Namespace, num_nodes: int) -> dict[str, list[int]]
     pool = fetch_hostfile(args.hostfile)
     if pool is not None:
         return {host: list(range(count)) for host, count in pool.items()}
-    if args.hostfile_given:
+    if args.hostfile_given and args.hostfile not in _NO_HOSTFILE:
         remedy = "correct the path or leave the flag out"
         raise ValueError(f"--hostfile={args.hostfile}: there is no such file; {remedy}")
     if args.no_ssh and num_nodes > 1:
@@ -230,8 +251,13 @@ def is_local(host: str) -> bool:
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the `deepspeed` command; exits with a failed rank's code, 2 for a user's mistake, 0."""
+    """Run the `deepspeed` command; exits with a failed rank's code, 2 for a user's mistake, 0.
+
+    ValueError for options that exclude each other in `args`, which are a program's.
+    """
     parsed = parse_args(args)
+    if args is not None:
+        check_exclusive(parsed)
     answer(parsed, lambda: launch(parsed))
 
 

@@ -1,5 +1,6 @@
 """Each engine's command line, what it carries, what of the environment goes along."""
 
+import argparse
 import os
 import shlex
 import subprocess
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed.launcher import constants, multinode_runner, nodes, plan, runner
+from deepspeed.launcher import constants, launch_rank, multinode_runner, nodes, plan, runner
 from deepspeed.launcher.multinode_runner import OpenMPIRunner, PDSHRunner, SlurmRunner, SSHRunner
 
 HOSTS = {"alpha": [0, 1], "beta": [0, 1]}
@@ -87,9 +88,44 @@ def test_engines_name_hosts_and_slots() -> None:
     assert any(word.endswith("-p 2222") for word in command)
 
 
+@pytest.mark.parametrize("kind", [PDSHRunner, SSHRunner, *RANK_RUNNERS])
+def test_a_program_may_ask_for_a_command_by_counts(kind: Any) -> None:
+    # Kills: counts that have no length, an attribute that the `deepspeed` command alone sets.
+    built = made(kind)
+    listed = built.get_cmds({}, HOSTS)
+    del built.args.coordinator
+    told = [word for command in listed for word in command]
+    assert any("--coordinator=COORDINATOR" in word for word in told)
+    counted = [word for command in built.get_cmds({}, {"alpha": 2, "beta": 2}) for word in command]
+    left_out = [word.replace("--coordinator=COORDINATOR ", "") for word in told]
+    assert counted == [word for word in left_out if not word.startswith("--coordinator")]
+
+
+def test_a_process_that_knows_no_meeting_place_says_so() -> None:
+    # Kills: an AttributeError for a command that was made without a coordinator.
+    with pytest.raises(ValueError, match="--coordinator is missing"):
+        launch_rank.make_rank_plan(argparse.Namespace(coordinator=None))
+
+
+def test_exports_are_quoted_for_the_shell() -> None:
+    # Kills: a value of which the remote shell makes something else. Run for real.
+    for kind in (PDSHRunner, SSHRunner):
+        built = made(kind)
+        values = {f"V{number}": value for number, value in enumerate(AWKWARD)}
+        for key, value in values.items():
+            built.add_export(key, value)
+        line = built.get_cmds({}, {"alpha": 1})[0][-1]
+        line = line if kind is SSHRunner else line.replace("%%", "%")
+        exports = line[: line.index("cd ")]
+        told = f"{exports}printenv {' '.join(values)}"
+        assert subprocess.check_output(["sh", "-c", told], text=True).splitlines() == AWKWARD
+
+
 def test_slurm_refuses_what_it_cannot_honour() -> None:
     with pytest.raises(ValueError, match="the same slots on each host"):
         made(SlurmRunner).get_cmd({}, {"alpha": [0, 1], "beta": [1]})
+    with pytest.raises(ValueError, match="the same slots on each host"):
+        made(SlurmRunner).get_cmd({}, {"alpha": 2, "beta": 1})
     with pytest.raises(ValueError, match="--ssh_port=22: Slurm starts processes without ssh"):
         made(SlurmRunner, "--ssh_port", "22").validate_args()
 

@@ -126,6 +126,33 @@ def test_refusals_name_the_flag(flags: str, message: str) -> None:
         plan(*flags.split())
 
 
+@pytest.mark.parametrize("path", ["", os.devnull])
+def test_a_hostfile_is_switched_off(path: str) -> None:
+    # Kills: a file that is looked for by no name, and missed.
+    assert resources(f"--hostfile={path}", "--num_gpus=2") == {"localhost": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--num_nodes 1 -i localhost",
+        "--num_gpus 1 -e localhost",
+        "-i localhost -e localhost",
+        "--module --no_python",
+    ],
+)
+def test_a_program_gets_an_error_for_options_that_exclude_each_other(flags: str) -> None:
+    # Kills: a program that ends because of the arguments that it has made; a traceback for who has
+    # typed them.
+    with pytest.raises(ValueError, match=r"Cannot specify|mutually exclusive|Don't use both"):
+        runner.main([*flags.split(), "train.py"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["deepspeed", *flags.split(), "train.py"])
+        with pytest.raises(SystemExit) as ended:
+            runner.main()
+    assert ended.value.code == 2
+
+
 def resources(*flags: str) -> dict[str, list[int]]:
     return runner.choose_resources(runner.parse_args([*flags, "train.py"]))
 
@@ -247,6 +274,8 @@ BAD_HOSTS = {
     "w0 slots=4\nw0 slots=2\n": "multiple entries for w0",
     "w0 4\n": "bad entry: 'w0 4'",
     "w0 slots=x\n": "bad entry",
+    "w0 slots=4 max_slots=x\n": "bad entry",
+    "w0 slots=4 max_slots=3\n": "more slots than max_slots: 'w0 slots=4 max_slots=3'",
     "# nothing\n": "empty or not formatted",
 }
 
@@ -256,6 +285,9 @@ def test_hostfile(tmp_path) -> None:
     path.write_text("w0 slots=4 # first\n\n# comment\nw1 slots=2\n")
     assert parsing.fetch_hostfile(str(path)) == {"w0": 4, "w1": 2}
     assert parsing.fetch_hostfile(str(tmp_path / "absent")) is None
+    # Kills: a mark of the encoding in a host's name, Open MPI's form as a bad entry.
+    path.write_text("\ufeffw0 slots=4 max_slots=4\nw1  slots=2 max-slots=8 # twice\n", "utf-8")
+    assert parsing.fetch_hostfile(str(path)) == {"w0": 4, "w1": 2}
     for text, message in BAD_HOSTS.items():
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
