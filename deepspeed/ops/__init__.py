@@ -1,6 +1,7 @@
 """Optimizers by name (adam, adagrad, lamb, lion, muon), `host_optimizer` for state on the host,
 `early_update` for what of it is updated ahead of the step, `state_files` for state in files,
-`whole_parameters` for those that need more than a shard, `flattening`, `squares` for norms,
+`parameter_runs` for steps that leave out parts of a flat parameter, `whole_parameters` for
+optimizers that need more than a shard, `flattening`, `squares` for norms,
 `op_builder` for native operators and `native` for those that are there, `aio` for files.
 """
 

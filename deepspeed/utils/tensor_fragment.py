@@ -65,6 +65,10 @@ class _Observer(Protocol):
     def replaced(self, param: nn.Parameter) -> None: ...
 
 
+class _Writes(Protocol):
+    def take_in(self) -> None: ...
+
+
 class _Idle(Protocol):
     def give(self, param: nn.Parameter) -> None: ...
 
@@ -82,7 +86,8 @@ class _Masters(Protocol):
     def observer(self) -> _Observer: ...
     @property
     def idle(self) -> _Idle: ...
-    def follow_model(self) -> None: ...
+    @property
+    def writes(self) -> _Writes: ...
     @property
     def has_reduced_gradients(self) -> bool: ...
     @property
@@ -137,7 +142,7 @@ def _shards(
     """List this rank's shards: the masters, or state `key` of the groups of `params`; others may
     lack it, and masters stand in their place.
     """
-    param_optimizer.follow_model()
+    param_optimizer.writes.take_in()
     groups = param_optimizer.groups
     asked = {_require_link(param, "optimizer state")[1] for param in params}
     return [

@@ -64,7 +64,7 @@ def configure(engine: WatchedEngine, block: VerifyConfig) -> Callable[[], None]:
         check.enable_stream_checking()
         at_step = check.raise_findings
     if "masters" in wanted and engine._sequence is not None:
-        engine._sequence.masters.compare_model()
+        engine._sequence.masters.writes.compares_all = True
     if "poison" in wanted:
         if engine.parameter_offload is None:
             raise DeepSpeedConfigError(

@@ -10,6 +10,8 @@
 - `reduce_rule`: by what a gradient is scaled, the only place that knows.
 - `sink`: the owner's gradient, on the device or the host; `canonical`: summed in an order that no
   number of ranks changes. `norm`: global norm and clipping factor.
+- `idle`: the parameters that no gradient reaches, which a step leaves as they are; `asked` warns
+  scripts that look for a gradient in `param.grad` when it lies in shards.
 - `sequence_parts`: gradients that are summed over tensor-parallel ranks first. `overlay`: a narrow
   flat buffer in the memory of a wide one.
 

@@ -169,7 +169,13 @@ class GradientReduction:
         elsewhere when gradients are finished.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            return [p for group in self.groups for p in group.params if p.grad is not None]
+            return [
+                param
+                for group in self.groups
+                # What has no elements is in no bucket.
+                for param, numel in zip(group.params, group.table.numels, strict=True)
+                if numel and param.grad is not None
+            ]
 
     def local_sum(self, param: torch.Tensor) -> torch.Tensor | None:
         """Where this rank's sum for `param` lies, if there is one."""

@@ -4,8 +4,7 @@ out flat and cut into shards; each rank keeps masters, moments and gradients of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.failures import raise_disk_error
 from deepspeed.ops.early_update import SpeculativeUpdate
 from deepspeed.ops.host_optimizer import HostOptimizer
-from deepspeed.ops.parameter_runs import Run, stepped_by_runs
 from deepspeed.ops.squares import IN_ORDER, ExactSquares
 from deepspeed.ops.state_files import mend
 from deepspeed.ops.whole_parameters import WholeParameterOptimizer
@@ -27,15 +25,15 @@ from deepspeed.runtime.gradients.scope import GradientPiece
 from deepspeed.runtime.module_hooks.parameter_arrivals import ParameterArrivals
 from deepspeed.runtime.optimizers.group_layout import GroupLayout
 from deepspeed.runtime.optimizers.owner_steps import OwnerSteps
+from deepspeed.runtime.optimizers.partial_steps import PartialSteps
 from deepspeed.runtime.optimizers.settings import ShardSettings, StepSettings
 from deepspeed.runtime.optimizers.state_layout import OwnTensor, ParamRun
-from deepspeed.runtime.optimizers.step_outcome import GradientScaling, takes_scaling
+from deepspeed.runtime.optimizers.step_outcome import GradientScaling
 from deepspeed.runtime.optimizers.step_sequence import StepSequence, forwarded
 from deepspeed.runtime.sharding.dealt_parameters import DealtParameters
 from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.runtime.sharding.low_precision import LowPrecisionStep
 from deepspeed.runtime.sharding.model_writes import ModelWrites
-from deepspeed.runtime.sharding.parameter_histories import ParameterHistories
 from deepspeed.runtime.sharding.publisher import Publisher
 from deepspeed.utils.tensor_fragment import logical_shape
 
@@ -84,6 +82,29 @@ def _is_used(own: Mapping[str, object]) -> bool:
 def _reader(group: ShardedGroup, start: int, numel: int) -> Callable[[], torch.Tensor]:
     """Read the owned gradient when called: its buffer is made late and may be replaced."""
     return lambda: group.grad[start : start + numel]
+
+
+class CountedGradients:
+    """The owned gradients that count in the norm on this rank; `counts` says so of a parameter,
+    None: all do.
+    """
+
+    def __init__(self, counts: Callable[[nn.Parameter], bool] | None) -> None:
+        self._counts = counts
+        self._slices: dict[tuple[ShardedGroup, bool], list[slice]] = {}
+
+    def of(self, group: ShardedGroup, counted: bool = True) -> list[torch.Tensor]:
+        """Return the owned gradients of a group that count here, or those counted elsewhere."""
+        if self._counts is None:
+            return [group.grad] if counted else []
+        key = (group, counted)
+        if key not in self._slices:
+            owned = group.table.of_shard(group.shard_rank)
+            counts = self._counts
+            chosen = (one for one in owned if counts(group.params[one.param]) is counted)
+            ranges = joined((one.shard_start, one.shard_start + one.numel) for one in chosen)
+            self._slices[key] = [slice(start, end) for start, end in ranges]
+        return [group.grad[part] for part in self._slices[key]]
 
 
 class Publishing:
@@ -156,17 +177,15 @@ class MasterWeights:
         _forget_unused_state(init_optimizer)
         self.optimizer = init_optimizer
         self.context = context
-        self.device = context.device
         self.settings = layout.settings
         self.norm_group = steps.norm_group
         self.num_norm_groups = steps.num_norm_groups or len(init_optimizer.param_groups)
-        self._counts_in_norm = steps.counts_in_norm
+        self._counted = CountedGradients(steps.counts_in_norm)
         self._squares = ExactSquares() if steps.exact_norm else IN_ORDER
         shard_group = layout.shard_group
         self.num_shards = 1 if shard_group is None else dist.get_world_size(group=shard_group)
         self.shard_rank = 0 if shard_group is None else dist.get_rank(group=shard_group)
         self.group_squares: torch.Tensor | None = None
-        self._grad_slices: dict[tuple[int, bool], list[slice]] = {}
         self.per_param = per_param
         self.groups: list[ShardedGroup] = []
         disk_error = None
@@ -210,19 +229,10 @@ class MasterWeights:
                 },
                 self._squares,
             )
-        self._histories: list[ParameterHistories] = []
-        if not per_param and self.owner_steps is None:
-            own = self.groups[: len(init_optimizer.param_groups)]
-            self._histories = [
-                ParameterHistories(group, self.names(number), init_optimizer)
-                for number, group in enumerate(own)
-            ]
-        self.writes = self._watch_model()
-        self._left_out: Collection[nn.Parameter] = ()
-        self._runs: dict[torch.Tensor, list[Run]] = {}
-
-    def _watch_model(self) -> ModelWrites:
-        return ModelWrites(self.groups, [self.names(at) for at in range(len(self.groups))])
+        own = self.groups[: len(init_optimizer.param_groups)]
+        named = [self.names(number) for number in range(len(self.groups))]
+        self.partial = PartialSteps(own, named[: len(own)], init_optimizer, per_param)
+        self.writes = ModelWrites(self.groups, named, on_written=self.lend)
 
     def link(self, sequence: StepSequence) -> None:
         for param, place in self.places.items():
@@ -235,6 +245,11 @@ class MasterWeights:
             self.context.param_names.get(param, f"unnamed.{group_index}.{index}")
             for index, param in enumerate(self.groups[group_index].params)
         ]
+
+    @property
+    def device(self) -> torch.device:
+        """The model's device."""
+        return self.context.device
 
     @property
     def cpu_offload(self) -> bool:
@@ -272,23 +287,10 @@ class MasterWeights:
         """
         return index % len(self.optimizer.param_groups)
 
-    def _norm_grads(self, group_index: int, counted: bool = True) -> list[torch.Tensor]:
-        """Return the owned gradients of a group that count here, or those counted elsewhere."""
-        group = self.groups[group_index]
-        if self._counts_in_norm is None:
-            return [group.grad] if counted else []
-        key = (group_index, counted)
-        if key not in self._grad_slices:
-            owned = group.table.of_shard(group.shard_rank)
-            counts = self._counts_in_norm
-            chosen = (one for one in owned if counts(group.params[one.param]) is counted)
-            ranges = joined((one.shard_start, one.shard_start + one.numel) for one in chosen)
-            self._grad_slices[key] = [slice(start, end) for start, end in ranges]
-        return [group.grad[part] for part in self._grad_slices[key]]
-
     def _squared_norm(self, group_index: int, device: torch.device) -> torch.Tensor:
         """Sum the squares of a group's gradients that count here: a row of sums, on `device`."""
-        own, others = (self._norm_grads(group_index, counted) for counted in (True, False))
+        group = self.groups[group_index]
+        own, others = (self._counted.of(group, counted) for counted in (True, False))
         return local_squared_norm(own, device, others, self._squares)
 
     def scaled_global_norm(self) -> torch.Tensor:
@@ -306,25 +308,6 @@ class MasterWeights:
         self.group_squares = self._squares.totals(squares)
         return self.group_squares.sum(0, keepdim=True).sqrt_()
 
-    # What scripts do to the model
-
-    def rejoin_model(self) -> None:
-        """Have parameters that were given other memory lie in the flat buffers again."""
-        self.writes.rejoin()
-
-    def follow_model(self) -> None:
-        """Let masters follow what scripts have written to parameters; called before masters are
-        used.
-        """
-        if self.writes.take_in() and self.early is not None:
-            self.early.lent()
-
-    def compare_model(self) -> None:
-        """Have `follow_model` compare every element, from now on, and warn of writes that it would
-        not have noticed otherwise.
-        """
-        self.writes.compares_all = True
-
     # Update
 
     @property
@@ -332,34 +315,19 @@ class MasterWeights:
         """Whether the host waits for gradients anyway, because the update is there."""
         return self.cpu_offload or isinstance(self.optimizer, HostOptimizer)
 
-    def leave_out(self, params: Collection[nn.Parameter]) -> None:
-        """Have the next `update` leave these as they are; all ranks say the same. See [Note:
-        parameters that miss a step].
-        """
-        self._left_out = params
-        planned = {one.flat: one.begin(params) for one in self._histories}
-        self._runs = {flat: runs for flat, runs in planned.items() if runs is not None}
-
-    def takes_scaling(self) -> bool:
-        """Whether the optimizer can skip the next step on the device."""
-        begins = any(run.is_new for runs in self._runs.values() for run in runs)
-        return takes_scaling(self.optimizer) and not begins
-
     @torch.no_grad()
     def update(self, scaling: GradientScaling) -> None:
         self.publishing.await_parameters()
         self._update(scaling)
         self.writes.keep()
-        for one in self._histories:
-            one.end()
-        self._runs = {}
+        self.partial.end()
 
     def _update(self, scaling: GradientScaling) -> None:
         if self._low_precision is not None:
             tracker = self.context.tracker
             number = tracker.micro_steps // tracker.steps
             run = partial(scaling.step, self.optimizer)
-            self._low_precision.step(number, run, self._runs)
+            self._low_precision.step(number, run, self.partial.runs)
             self.publishing.publish()
             return
         if isinstance(self.optimizer, HostOptimizer) and not self.per_param:
@@ -367,11 +335,12 @@ class MasterWeights:
             masters = (group.masters[0] for group in self.groups)
             factor = float(scaling.factor)
             # Updates that were made ahead are of whole shards.
-            early = None if self._runs else self.early
+            runs = self.partial.runs
+            early = None if runs else self.early
             disk_error = None
             try:
                 with self.optimizer.fused(
-                    factor, dict(zip(masters, publishers, strict=True)), early, self._runs
+                    factor, dict(zip(masters, publishers, strict=True)), early, runs
                 ):
                     self.optimizer.step()
             except OSError as error:
@@ -388,39 +357,12 @@ class MasterWeights:
             views = group.param_views(grad) if self.per_param else [grad]
             for master, view in zip(group.masters, views, strict=True):
                 master.grad = view
-        if self.per_param and self._left_out:
-            self._hide_gradients(groups)
-        with self._leaving_out():
+        with self.partial.stepping():
             scaling.step(self.optimizer, grads)
         for group in groups:
             for master in group.masters:
                 master.grad = None
         self.publishing.publish()
-
-    def _hide_gradients(self, groups: Sequence[ShardedGroup]) -> None:
-        """Have masters of single parameters that are left out without a gradient."""
-        for group in groups:
-            for master, param in zip(group.masters, group.params, strict=True):
-                if param in self._left_out:
-                    master.grad = None
-
-    def _leaving_out(self) -> AbstractContextManager[None]:
-        """Let the optimizer step all but what is left out."""
-        if isinstance(self.optimizer, OwnerSteps):
-            self.optimizer.leave_out(self._left_out_names())
-        elif isinstance(self.optimizer, WholeParameterOptimizer):
-            return self.optimizer.stepping(self._runs)
-        elif self._runs:
-            return stepped_by_runs(self.optimizer, self._runs)
-        return nullcontext()
-
-    def _left_out_names(self) -> set[str]:
-        return {
-            name
-            for number, group in enumerate(self.groups)
-            for name, param in zip(self.names(number), group.params, strict=True)
-            if param in self._left_out
-        }
 
     def _raise_disk_error(self, own: OSError | None) -> None:
         """Raise on all ranks what a file of state of one of them has failed of."""
@@ -563,7 +505,7 @@ class MasterNames:
     """What an optimizer with masters tells of them, under upstream's names."""
 
     groups: list[ShardedGroup] = forwarded("masters")
-    follow_model = forwarded("masters", MasterWeights.follow_model)
+    writes: ModelWrites = forwarded("masters")
     cpu_offload: bool = forwarded("masters")
     bit16_groups: list[list[nn.Parameter]] = forwarded("masters")
     single_partition_of_fp32_groups: list[torch.Tensor] = forwarded("masters")

@@ -49,9 +49,14 @@ class OwnerSteps(WholeParameterOptimizer):
         self._made: list[list[_Owned]] | None = None
         self._left_out: Collection[str] = ()
 
-    def leave_out(self, names: Collection[str]) -> None:
-        """Have the next step leave parameters of these names as they are."""
+    @contextmanager
+    def leaving_out(self, names: Collection[str]) -> Iterator[None]:
+        """Let steps leave parameters of these names as they are."""
         self._left_out = names
+        try:
+            yield
+        finally:
+            self._left_out = ()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from deepspeed.runtime.gradients.replicated_reduction import Replicated
 from deepspeed.runtime.gradients.scope import GradientPiece
 from deepspeed.runtime.optimizers.settings import StepSettings
 from deepspeed.runtime.optimizers.state_layout import OwnTensor, StateFiles
-from deepspeed.runtime.optimizers.step_outcome import GradientScaling, takes_scaling
+from deepspeed.runtime.optimizers.step_outcome import GradientScaling
 from deepspeed.runtime.optimizers.step_sequence import StepSequence, forwarded
 from deepspeed.runtime.sharding.group import expert_group_of
 from deepspeed.runtime.sharding.model_writes import refused_memory
@@ -57,6 +57,43 @@ def _families(optimizer: torch.optim.Optimizer) -> dict[Family, list[nn.Paramete
     return families
 
 
+class UnsharedParameters:
+    """What scripts may do to parameters that are trained themselves: everything but convert them.
+
+    Attributes:
+        compares_all: Has no effect: there are no masters to compare with.
+    """
+
+    compares_all = False
+
+    def __init__(self, gradients: Sequence[FlatGradients], context: GradientContext) -> None:
+        self._gradients = gradients
+        self._context = context
+
+    def rejoin(self) -> None:
+        """Refuse parameters that were converted or moved: their gradients would not fit."""
+        for gradients in self._gradients:
+            trained = (gradients.flat.dtype, gradients.flat.device)
+            for param in gradients.params:
+                if (param.dtype, param.device) != trained:
+                    raise RuntimeError(
+                        refused_memory(self._context.name_of(param), param, *trained)
+                    )
+
+    def take_in(self) -> None:
+        """Do nothing: what was written is what is trained."""
+
+
+class WithoutGradients:
+    """Leaves parameters out as torch's optimizers do: they have no gradient."""
+
+    begins = False
+
+    def leave_out(self, params: Collection[nn.Parameter]) -> None:
+        for param in params:
+            param.grad = None
+
+
 class ModelParameters:
     """The model's own parameters, which the client's optimizer updates."""
 
@@ -71,11 +108,12 @@ class ModelParameters:
     ) -> None:
         self.optimizer = optimizer
         self.device = context.device
-        self._names = context.param_names
         self.norm_group = steps.norm_group
         self.num_norm_groups = steps.num_norm_groups or len(optimizer.param_groups)
         self.group_squares: torch.Tensor | None = None
         self._gradients = gradients
+        self.writes = UnsharedParameters(gradients, context)
+        self.partial = WithoutGradients()
         counts = steps.counts_in_norm or (lambda param: True)
         self._counted = self._parts(lambda param: counts(param) is True)
         self._counted_elsewhere = self._parts(lambda param: counts(param) is False)
@@ -115,28 +153,6 @@ class ModelParameters:
     def _norm_of(self, squares: torch.Tensor) -> torch.Tensor:
         self.group_squares = squares
         return squares.sum(0, keepdim=True).sqrt_()
-
-    def rejoin_model(self) -> None:
-        """Refuse parameters that were converted or moved: their gradients would not fit."""
-        for gradients in self._gradients:
-            trained = (gradients.flat.dtype, gradients.flat.device)
-            for param in gradients.params:
-                if (param.dtype, param.device) != trained:
-                    raise RuntimeError(refused_memory(self._names.get(param, "?"), param, *trained))
-
-    def follow_model(self) -> None:
-        """Do nothing: the model's parameters are what is trained."""
-
-    def compare_model(self) -> None:
-        """Do nothing: there are no masters."""
-
-    def leave_out(self, params: Collection[nn.Parameter]) -> None:
-        """Have the next `update` leave these as they are: torch does so without a gradient."""
-        for param in params:
-            param.grad = None
-
-    def takes_scaling(self) -> bool:
-        return takes_scaling(self.optimizer)
 
     @torch.no_grad()
     def update(self, scaling: GradientScaling) -> None:

@@ -32,6 +32,7 @@ from deepspeed.runtime.optimizers.step_outcome import (
     GradientScaling,
     Outcomes,
     UnreadNorms,
+    takes_scaling,
 )
 from deepspeed.runtime.sharding.group import expert_group_of
 from deepspeed.utils import memory_names
@@ -85,16 +86,12 @@ class Updated(Protocol):
     def waits_for_gradients(self) -> bool: ...  # the host does anyway
     # Of the whole model's gradient as accumulated, fp32, shape `[1]`.
     def scaled_global_norm(self) -> torch.Tensor: ...
-    # Refuses a model that was converted, and has memory that was moved back in place.
-    def rejoin_model(self) -> None: ...
-    # Takes in what scripts have written to the model.
-    def follow_model(self) -> None: ...
-    # Has `follow_model` compare all elements from now on.
-    def compare_model(self) -> None: ...
-    # Says which parameters the next `update` leaves as they are.
-    def leave_out(self, params: Collection[nn.Parameter]) -> None: ...
-    # Whether the optimizer can skip the next step on the device.
-    def takes_scaling(self) -> bool: ...
+    # What scripts do to the model.
+    @property
+    def writes(self) -> Writes: ...
+    # What a step leaves out.
+    @property
+    def partial(self) -> Partial: ...
     def update(self, scaling: GradientScaling) -> None: ...
     def link(self, sequence: StepSequence) -> None: ...
     # In an order that is the same on all ranks.
@@ -106,6 +103,23 @@ class Updated(Protocol):
     def own_tensors(self) -> Iterator[OwnTensor]: ...
     def refresh_fp32_params(self) -> None: ...
     def destroy(self) -> None: ...
+
+
+class Writes(Protocol):
+    """What scripts have done to the model's parameters: `ModelWrites`."""
+
+    compares_all: bool
+
+    def rejoin(self) -> None: ...
+    def take_in(self) -> None: ...
+
+
+class Partial(Protocol):
+    """What a step leaves out: `PartialSteps`."""
+
+    @property
+    def begins(self) -> bool: ...
+    def leave_out(self, params: Collection[nn.Parameter]) -> None: ...
 
 
 class MovableState(Protocol):
@@ -258,7 +272,7 @@ class StepSequence:
     def backward_prologue(self) -> None:
         self.require_states("backward")
         self._stop_asking()
-        self.masters.rejoin_model()
+        self.masters.writes.rejoin()
         self.idle.backward_begins()
         self.reduction.backward_prologue()
 
@@ -316,7 +330,7 @@ class StepSequence:
             )
         self._stop_asking()
         self._refuse_unfrozen()
-        self.masters.follow_model()
+        self.masters.writes.take_in()
         self.reduction.finish_gradients()
         if not (self.tracker.window.is_reduced or self.has_reduced_gradients):
             # A client's own call: the engine has reduced before it steps. What lies in the buffers
@@ -328,7 +342,7 @@ class StepSequence:
         self._refuse_unread()
         if self._unused is not None:
             self.idle.drop(self._unused.of_window())
-        self.masters.leave_out(self.idle.of_step())
+        self.masters.partial.leave_out(self.idle.of_step())
         outcomes = self.outcomes
         step_factor = self._step_factor
         norm = (self.masters.scaled_global_norm() * step_factor).squeeze()
@@ -362,7 +376,9 @@ class StepSequence:
 
     def _device_decides(self, norm: torch.Tensor) -> bool:
         """Whether the step goes on without the host's knowing the norm; see [Note: who decides]."""
-        can_skip = not self.check_grad_overflow or self.masters.takes_scaling()
+        # What begins now has no state yet that a skipped step could leave alone.
+        skips = takes_scaling(self.optimizer) and not self.masters.partial.begins
+        can_skip = not self.check_grad_overflow or skips
         return not self.masters.waits_for_gradients and runs_ahead(norm) and can_skip
 
     def _tell_settled(self, factor: float) -> None:

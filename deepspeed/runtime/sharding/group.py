@@ -106,9 +106,9 @@ class ShardedGroup:
         self.pin = pin and offload
         self.grad_dtype = grad_dtype
         self.device = device
-        self._is_cut = shards is not None
+        self.is_cut = shards is not None  # stage 3: parameters are no views of `flat`
         if not params:
-            numel = 0 if self._is_cut else table.padded_numel
+            numel = 0 if self.is_cut else table.padded_numel
             self.flat = torch.zeros(numel, dtype=master_dtype, device=model_device or device)
         elif shards is not None:
             self.flat = joined(shards)
@@ -116,7 +116,7 @@ class ShardedGroup:
             self.flat = flatten(self.params, table.offsets, table.padded_numel)
         # Cuts on the host are read by copies under way, masters are written by whoever likes.
         on_host = lies_on_host(self.flat) or place_in_file(self.flat) is not None
-        is_apart = offload or (self._is_cut and on_host)
+        is_apart = offload or (self.is_cut and on_host)
         self.aliased = not is_apart and self.flat.dtype == master_dtype and self.is_one_piece
         self.master = self._make_master(master_dtype, memory)
         self.masters = [nn.Parameter(self.master, requires_grad=True)]
@@ -125,7 +125,7 @@ class ShardedGroup:
     @property
     def is_one_piece(self) -> bool:
         """Whether this rank's shard is one piece of `flat`."""
-        return self._is_cut or len(self.table.sections) < 2
+        return self.is_cut or len(self.table.sections) < 2
 
     def _make_master(
         self, dtype: torch.dtype, memory: Callable[[int, torch.dtype], torch.Tensor] | None
@@ -184,7 +184,7 @@ class ShardedGroup:
 
     def own(self, start: NumEl, end: NumEl) -> torch.Tensor:
         """Slice elements `start` to `end` of this rank's shard in `flat`; one section has all."""
-        if self._is_cut:
+        if self.is_cut:
             return self.flat[start:end]
         sections = self.table.sections
         after = bisect_right(sections, start, key=lambda section: section.shard_start)
@@ -194,7 +194,7 @@ class ShardedGroup:
 
     def own_parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Slice a buffer like `flat` where this rank's shard is, in its order."""
-        if self._is_cut:
+        if self.is_cut:
             return [flat]
         starts = [(one.part_start(self.shard_rank), one.part_numel) for one in self.table.sections]
         return [flat[start : start + numel] for start, numel in starts]
@@ -225,7 +225,7 @@ class ShardedGroup:
 
     def _pieces_of(self, buffer: torch.Tensor) -> Iterable[tuple[int, int, int]]:
         """Parameter, start and size of what lies in `flat`, or in a buffer like `shard`."""
-        if buffer is self.flat and not self._is_cut:
+        if buffer is self.flat and not self.is_cut:
             return zip(range(len(self.params)), self.table.offsets, self.table.numels, strict=True)
         return [
             (one.param, one.shard_start, one.numel) for one in self.table.of_shard(self.shard_rank)
@@ -267,6 +267,6 @@ class ShardedGroup:
     def release(self) -> None:
         """Give the parameters storage of their own again: the model outlives the optimizer."""
         self._grad = None
-        for param in () if self._is_cut else self.params:
+        for param in () if self.is_cut else self.params:
             param.data = param.data.clone()
             param.grad = None

@@ -10,7 +10,7 @@ torch does not count.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -62,16 +62,18 @@ class _Watched:
         self.params = group.params
         # Of no elements there is no address.
         self._filled = [index for index, numel in enumerate(group.table.numels) if numel]
-        self._base = 0
+        self._base: int | None = None
         self._expected: list[int] = []
         self._versions = [param._version for param in self.params]
-        reads_freely = get_accelerator().is_synchronized_device()
+        reads_freely = get_accelerator().is_synchronized_device() and not group.flat.is_meta
         self.sample = _Sample(group) if reads_freely and not group.aliased else None
 
     def moved(self) -> list[ParamIndex]:
         """Return the parameters that do not lie in the flat buffer."""
         flat = self.group.flat
         base = flat.data_ptr()
+        if not base:
+            return []  # without data (meta) there are no addresses
         if base != self._base:
             offsets, size = self.group.table.offsets, flat.element_size()
             self._expected = [base + offsets[index] * size for index in self._filled]
@@ -98,13 +100,27 @@ class ModelWrites:
     """Brings flat groups and their masters to what scripts have made of the model's parameters.
 
     Args:
-        groups: Flat groups whose parameters are views of their buffers.
+        groups: Flat groups. Those of stage 3 are left alone: a sharded parameter refuses to be
+            written to by itself.
         names: The names of each group's parameters, for errors.
+        on_written: Called when masters have followed a write.
+
+    Attributes:
+        compares_all: Compare every element with its master, and warn of writes that would not be
+            noticed otherwise.
     """
 
-    def __init__(self, groups: Sequence[ShardedGroup], names: Sequence[Sequence[str]]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[ShardedGroup],
+        names: Sequence[Sequence[str]],
+        on_written: Callable[[], None],
+    ) -> None:
         pairs = zip(groups, names, strict=True)
-        self._watched = [_Watched(group, theirs) for group, theirs in pairs if group.params]
+        self._watched = [
+            _Watched(group, theirs) for group, theirs in pairs if group.params and not group.is_cut
+        ]
+        self._on_written = on_written
         self._moved: dict[_Watched, set[ParamIndex]] = {}
         self.compares_all = False
 
@@ -124,8 +140,10 @@ class ModelWrites:
             if moved:
                 self._moved.setdefault(watched, set()).update(moved)
 
-    def take_in(self) -> bool:
-        """Let masters follow what was written to parameters; return whether anything was."""
+    def take_in(self) -> None:
+        """Let masters follow what scripts have written to parameters; called before masters are
+        used.
+        """
         self.rejoin()
         any_written = False
         for watched in self._watched:
@@ -137,7 +155,7 @@ class ModelWrites:
                 watched.group.follow(index)
         if any_written:
             self.keep()
-        return any_written
+            self._on_written()
 
     def keep(self) -> None:
         """Remember the elements as they are now: the step itself has changed them."""

@@ -9,7 +9,7 @@ weight decay) it is a copy, which follows each update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,6 @@ from deepspeed.runtime.optimizers.step_outcome import GradientScaling
 from deepspeed.runtime.sharding.flattening import lies_on_host
 from deepspeed.runtime.sharding.fragments import ParameterCutTable
 from deepspeed.runtime.sharding.group import ShardedGroup
-from deepspeed.runtime.sharding.model_writes import ModelWrites
 from deepspeed.runtime.sharding.publisher import NUM_STAGED, Gather, Publisher
 from deepspeed.runtime.streams import StagingBuffers
 from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
@@ -166,14 +165,12 @@ class CutMasters(ZeroMasters):
         kept = self.groups[count:]
         names = [self.names(count + number) for number in range(len(kept))]
         self.device_part = DevicePart(init_optimizer, kept, names) if kept else None
+        if self.device_part is not None:
+            self.partial.join(self.device_part.partial)
         self.publishing = ShardPublishing(self.groups, self.settings, count, parameter_offload)
         for unit in (*parameter_offload.units, *parameter_offload.persistent_units):
             self.publishing.copied += self._place_shard(unit)
         parameter_offload.fit_reads()
-
-    def _watch_model(self) -> ModelWrites:
-        """Watch nothing: a sharded parameter refuses to be written to, or tells of it."""
-        return ModelWrites((), ())
 
     def _place_shard(self, unit: GatherUnit) -> Copies:
         """Let a unit's shard be a view of a group's; otherwise return the pieces (to, from) by
@@ -203,11 +200,6 @@ class CutMasters(ZeroMasters):
     def scaled_global_norm(self) -> torch.Tensor:
         self.parameter_offload.raise_disk_error()  # before the state of this step is touched
         return super().scaled_global_norm()
-
-    def leave_out(self, params: Collection[nn.Parameter]) -> None:
-        super().leave_out(params)
-        if self.device_part is not None:
-            self.device_part.leave_out(params)
 
     @torch.no_grad()
     def update(self, scaling: GradientScaling) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -21,11 +21,11 @@ from deepspeed.accelerator import runs_ahead
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.host_optimizer import HostOptimizer
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-from deepspeed.ops.parameter_runs import STATE_BY_PARAMETER, Run, stepped_by_runs
+from deepspeed.ops.parameter_runs import STATE_BY_PARAMETER
+from deepspeed.runtime.optimizers.partial_steps import PartialSteps
 from deepspeed.runtime.optimizers.step_outcome import GradientScaling
 from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.runtime.sharding.loading_in_place import load_apart, load_in_place
-from deepspeed.runtime.sharding.parameter_histories import ParameterHistories
 
 State = Mapping[str, Any]
 
@@ -96,43 +96,32 @@ class DevicePart:
         self._host = host
         self._groups = groups
         self.optimizer = _device_optimizer(host, [group.masters for group in groups])
-        self._histories = [
-            ParameterHistories(group, theirs, self.optimizer)
-            for group, theirs in zip(groups, names, strict=True)
-            if group.params
-        ]
-        self._runs: dict[torch.Tensor, list[Run]] = {}
-
-    def leave_out(self, params: Collection[nn.Parameter]) -> None:
-        """Have the next step leave these as they are."""
-        planned = {one.flat: one.begin(params) for one in self._histories}
-        self._runs = {flat: runs for flat, runs in planned.items() if runs is not None}
+        self._trained = [group for group in groups if group.params]
+        pairs = zip(groups, names, strict=True)
+        named = [theirs for group, theirs in pairs if group.params]
+        self.partial = PartialSteps(self._trained, named, self.optimizer)
 
     @torch.no_grad()
     def step(self, scaling: GradientScaling) -> None:
         """Issue the update; the device works on it while the host updates its part."""
         for mine, theirs in zip(self.optimizer.param_groups, self._host.param_groups, strict=True):
             mine.update({key: theirs[key] for key in self._host.defaults if key in mine})
-        trained = [group for group in self._groups if group.params]
-        grads = [group.grad_for_step() for group in trained]
-        for group, grad in zip(trained, grads, strict=True):
+        grads = [group.grad_for_step() for group in self._trained]
+        for group, grad in zip(self._trained, grads, strict=True):
             group.masters[0].grad = grad
         self._step(scaling, grads)
-        for one in self._histories:
-            one.end()
-        for group in trained:
+        self.partial.end()
+        for group in self._trained:
             group.masters[0].grad = None
 
     def _step(self, scaling: GradientScaling, grads: list[torch.Tensor]) -> None:
-        if not self._runs:
-            scaling.step(self.optimizer, grads)
-        elif isinstance(self.optimizer, HostOptimizer):
+        if self.partial.runs and isinstance(self.optimizer, HostOptimizer):
             # Where the device is the host: the factor is a number there.
-            with self.optimizer.fused(float(scaling.factor), {}, runs=self._runs):
+            with self.optimizer.fused(float(scaling.factor), {}, runs=self.partial.runs):
                 self.optimizer.step()
-        else:
-            with stepped_by_runs(self.optimizer, self._runs):
-                scaling.step(self.optimizer, grads)
+            return
+        with self.partial.stepping():
+            scaling.step(self.optimizer, grads)
 
     # State in files: that of an optimizer of both parts
 

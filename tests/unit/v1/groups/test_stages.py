@@ -233,8 +233,8 @@ class TestTwoStages(DistributedTest):
         # intent check says so.
         def per_group(self: ZeroMasters) -> torch.Tensor:
             total = torch.zeros(1, device=self.device)
-            for index in range(len(self.groups)):
-                squared = local_squared_norm(self._norm_grads(index), self.device)
+            for group in self.groups:
+                squared = local_squared_norm(self._counted.of(group), self.device)
                 dist.all_reduce(squared, group=self.norm_group)
                 total += squared
             return total.sqrt_()

@@ -143,7 +143,7 @@ def reduce_per_group(self: Any) -> torch.Tensor:
     total = torch.zeros(1)
     for index in range(len(self.optimizer.param_groups)):
         is_flat = isinstance(self, MasterWeights)
-        parts = self._norm_grads(index) if is_flat else self._counted[index]
+        parts = self._counted.of(self.groups[index]) if is_flat else self._counted[index]
         squared = sum((part.float().square().sum() for part in parts), torch.zeros(1))
         dist.all_reduce(squared, group=self.norm_group)
         total += squared
