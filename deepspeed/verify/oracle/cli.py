@@ -17,6 +17,7 @@ from deepspeed.elasticity.config import ElasticityError
 from deepspeed.runtime.config_models.source import load_config
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.verify.oracle import UsageError
+from deepspeed.verify.oracle.batches import GlobalBatches, Shape
 from deepspeed.verify.oracle.picture import require_plotting, write_report
 from deepspeed.verify.oracle.plan import (
     NO_BACKEND,
@@ -36,8 +37,6 @@ from deepspeed.verify.oracle.verdicts import make_report
 from deepspeed.verify.oracle.workload import (
     HUGGING_FACE,
     Batch,
-    GlobalBatches,
-    Shape,
     Workload,
     load_workload,
     seed_everything,
@@ -46,10 +45,12 @@ from deepspeed.verify.oracle.workload import (
 FAILED, MISUSED, INCOMPLETE = 1, 2, 3
 DEFAULT_BACKEND = "inductor"
 EPILOG = """\
-FUNCTION takes no argument and returns a module, (module, batches) or (module, batches, loss);
-see docs/ds_verify.md.
+FUNCTION takes no argument and returns a module, (module, batches) or (module, batches, loss).
+Batches may also be a function batch(rank, step) beside it, or drawn by shapes; see
+docs/ds_verify.md.
 
   ds_verify --config ds_config.json --model train.py:make_model
+  ds_verify --config ds_config.json --model train.py:make_model --data 'float32[8,16]'
   ds_verify --config ds_config.json --model 'hf:gpt2?n_layer=4&n_embd=64&n_head=4&vocab_size=256'
 """
 
@@ -69,7 +70,10 @@ def parser() -> argparse.ArgumentParser:
     add("--config", required=True, help="DeepSpeed configuration (JSON or hjson file)")
     text = "module:FUNCTION, file.py:FUNCTION or hf:CONFIG_OR_PATH[?key=value&...]"
     add("--model", required=True, help=text)
-    text = "module:FUNCTION, file.py:FUNCTION or a file of tensors; instead of the model's own"
+    text = (
+        "shapes to draw, such as 'x=float32[8,16], y=int64[8]:0..9', module:FUNCTION, "
+        "file.py:FUNCTION or a file of tensors; instead of the model's own"
+    )
     add("--data", help=text)
     text = "local ranks (default: two that hold the same of the model)"
     add("--world-size", type=int, help=text)

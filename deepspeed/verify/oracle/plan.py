@@ -20,8 +20,8 @@ from deepspeed.runtime.config import DeepSpeedConfig, read_tree
 from deepspeed.runtime.config_utils import parse_dtype
 from deepspeed.runtime.engine_parts.model_setup import buffer_dtype, model_dtype
 from deepspeed.verify.oracle import UsageError
+from deepspeed.verify.oracle.batches import Shape
 from deepspeed.verify.oracle.parts import Parts
-from deepspeed.verify.oracle.workload import Shape
 from deepspeed.verify.sizes import piece_numel
 
 LEFT_OUT = frozenset(

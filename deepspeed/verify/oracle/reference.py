@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from deepspeed.runtime.engine_parts.model_setup import cast_module
+from deepspeed.verify.oracle.batches import GlobalBatches, Shape
 from deepspeed.verify.oracle.plan import Precision
-from deepspeed.verify.oracle.workload import GlobalBatches, Shape, Workload
+from deepspeed.verify.oracle.workload import Workload
 
 ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 FP16_SMALLEST = 2.0**-24

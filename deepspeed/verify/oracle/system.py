@@ -36,10 +36,11 @@ from deepspeed.utils.tensor_fragment import (
     safe_get_full_grad,
     safe_get_full_grads,
 )
+from deepspeed.verify.oracle.batches import GlobalBatches
 from deepspeed.verify.oracle.parts import Parts
 from deepspeed.verify.oracle.plan import Run, RunKind
 from deepspeed.verify.oracle.reference import Tensors, trainable
-from deepspeed.verify.oracle.workload import Batch, GlobalBatches, Workload
+from deepspeed.verify.oracle.workload import Batch, Workload
 
 # Small enough that a step does not throw the model about; each starts where the last one led.
 SGD_LEARNING_RATE = 0.1

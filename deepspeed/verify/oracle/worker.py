@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 
 import deepspeed
 from deepspeed.verify.budgets import Budget
+from deepspeed.verify.oracle.batches import GlobalBatches
 from deepspeed.verify.oracle.judge import (
     Deviation,
     ReferenceOptimizer,
@@ -32,7 +33,7 @@ from deepspeed.verify.oracle.judge import (
 from deepspeed.verify.oracle.plan import Plan, Precision, Run, RunKind, precision_of, read_config
 from deepspeed.verify.oracle.reference import ROUNDOFF, Reference
 from deepspeed.verify.oracle.system import RunRecord, StepRecord, SystemRun
-from deepspeed.verify.oracle.workload import GlobalBatches, load_workload, seed_everything
+from deepspeed.verify.oracle.workload import load_workload, seed_everything
 
 # Gradients are accumulated on this many streams beside autograd's own under the simulated device.
 BACKWARD_STREAMS = 2
@@ -59,7 +60,10 @@ class Worker:
         """Make all runs, one after the other."""
         weights = [float(one.detach().double().sum()) for one in self.workload.module.parameters()]
         self.tell(
-            "ready", batches=self.batches.checksum(), weights=weights, notes=self.workload.notes
+            "ready",
+            batches=self.batches.checksum(),
+            weights=weights,
+            notes=[*self.workload.notes, *self.batches.notes],
         )
         for run in self.plan.runs:
             self.tell("begin", run=run.name)

@@ -1,6 +1,4 @@
-"""What is checked: model, batches and loss (docs/ds_verify.md), the same in every process; and
-cutting one global batch into micro-batches in different ways.
-"""
+"""What is checked: model, batches and loss (docs/ds_verify.md), the same in every process."""
 
 from __future__ import annotations
 
@@ -10,25 +8,26 @@ import inspect
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice, product
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeGuard
 
 import numpy
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_map_only, tree_unflatten
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from torch.utils.data import Dataset
 
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine_parts.model_setup import cast_module
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.verify.oracle import UsageError
+from deepspeed.verify.oracle.drawn import DrawnBatches, read_inputs
 from deepspeed.verify.oracle.hugging_face import build_model, turn_off
 from deepspeed.verify.oracle.parts import Parts, on_this_rank_alone, take_weights, whole_models
 
@@ -36,34 +35,11 @@ HUGGING_FACE = "hf:"
 Batch = Any
 """One batch, as the user's function or loader makes it: tensors in any nesting."""
 Batches = Any
-"""A function of (step, micro_batch, rank), a dataset, or an iterable of batches."""
+"""A function of (rank, step) or of (step, micro_batch, rank), a dataset, or an iterable of batches;
+None if there are none.
+"""
 Output = Any
 """What the user's module returns."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How one global batch is cut."""
-
-    world: int  # data-parallel ranks
-    accumulation: int  # micro-batches per rank and step
-    rows: int  # samples per micro-batch
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of one step over all ranks."""
-        return self.world * self.accumulation
-
-    def place(self, rank: int, micro: int) -> int:
-        """Position of a rank's micro-batch in the global batch."""
-        return micro * self.world + rank
-
-    def splits(self) -> list[Shape]:
-        """Cut the same global batch otherwise: all at once, and into as many (at most 8) as fit."""
-        samples = self.accumulation * self.rows
-        finest = next(a for a in range(min(samples, 8), 0, -1) if samples % a == 0)
-        wanted = {1, finest} - {self.accumulation}
-        return [Shape(self.world, a, samples // a) for a in sorted(wanted)]
 
 
 @dataclass
@@ -129,7 +105,7 @@ class Workload:
         value = self.loss(_cast(output, wide), _cast(batch, wide))
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise UsageError(
-                f"--model: loss(output, batch) returned {_kind(value)}; return a scalar tensor, "
+                f"--model: loss(output, batch) returned {kind_of(value)}; return a scalar tensor, "
                 "the batch's mean"
             )
         return value
@@ -137,7 +113,7 @@ class Workload:
     def fed(self, batch: Batch, dtype: torch.dtype) -> tuple[Any, Any]:
         """What a pipeline whose weights have `dtype` is given of a batch: inputs and labels."""
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            text = f"a PipelineModule takes batches (inputs, labels), but one is {_kind(batch)}"
+            text = f"a PipelineModule takes batches (inputs, labels), but one is {kind_of(batch)}"
             raise UsageError(f"--model: {text}")
         inputs = tuple(batch[0]) if isinstance(batch[0], list) else batch[0]
         return _cast(inputs, dtype), _cast(batch[1], torch.promote_types(dtype, torch.float32))
@@ -167,15 +143,22 @@ def _scalar(output: Output) -> torch.Tensor:
     if not isinstance(found, torch.Tensor) or found.numel() != 1 or not found.is_floating_point():
         raise UsageError(
             "--model: without a loss function the module must return its scalar loss, but it "
-            f"returned {_kind(output)}; return (module, batches, loss) with loss(output, batch)"
+            f"returned {kind_of(output)}; return (module, batches, loss) with loss(output, batch), "
+            "batches None where --data or a function batch(rank, step) gives them"
         )
     return found
 
 
-def _kind(value: object) -> str:
+def kind_of(value: object) -> str:
+    """Name what was given in the place of something else."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"a {type(value).__name__}"
+
+
+def has_rows(leaf: object) -> TypeGuard[torch.Tensor]:
+    """Whether a part of a batch is a tensor with a sample in each row."""
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
 
 # Loading
@@ -189,24 +172,26 @@ def load_workload(
     with whole_models() if whole else nullcontext(Parts()) as parts:
         if model.startswith(HUGGING_FACE):
             made: Any = build_model(model.removeprefix(HUGGING_FACE), seed, rows)
+            beside = None
         else:
-            made = _function("--model", model)()
+            file, function = _named("--model", model)
+            made, beside = function(), getattr(file, "batch", None)
     given = list(made) if isinstance(made, (tuple, list)) else [made]
     module, batches, loss = (*given, None, None)[:3]
     if data is not None:
-        batches = _data(data)
+        batches = _data(data, seed)
+    elif batches is None and callable(beside) and is_by_rank(beside):
+        batches = beside
     wrong = ""
     if not 1 <= len(given) <= 3 or not isinstance(module, nn.Module):
         wrong = (
-            f"returned {_kind(made)}; return a torch.nn.Module, (module, batches) or (module, "
+            f"returned {kind_of(made)}; return a torch.nn.Module, (module, batches) or (module, "
             "batches, loss)"
         )
     elif loss is not None and not callable(loss):
-        wrong = f"loss is {_kind(loss)}; give a function loss(output, batch) or leave it out"
+        wrong = f"loss is {kind_of(loss)}; give a function loss(output, batch) or leave it out"
     elif loss is not None and isinstance(module, PipelineModule):
         wrong = "a PipelineModule's loss is its loss_fn; return (module, batches)"
-    elif batches is None:
-        wrong = "there are no batches; return (module, batches) or give --data"
     elif whole and not any(param.requires_grad for param in module.parameters()):
         wrong = "no parameter of the module requires a gradient, so there is nothing to check"
     if wrong:
@@ -216,8 +201,13 @@ def load_workload(
     return Workload(module, batches, loss, _told(random), parts, random, part)
 
 
-def _function(argument: str, spec: str) -> Callable[..., Any]:
-    """Find the function that `module:function` or `file.py:function` names."""
+def is_by_rank(function: Callable[..., Any]) -> bool:
+    """Whether a function is a `batch(rank, step)`, which its parameters' names say."""
+    return set(inspect.signature(function).parameters) == {"rank", "step"}
+
+
+def _named(argument: str, spec: str) -> tuple[ModuleType, Callable[..., Any]]:
+    """Find the function that `module:function` or `file.py:function` names, and where it stands."""
     place, _, name = spec.rpartition(":")
     if not place or not name:
         raise UsageError(f"{argument} {spec}: expected package.module:function or file.py:function")
@@ -238,18 +228,23 @@ def _function(argument: str, spec: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if not callable(function):
         raise UsageError(f"{argument} {spec}: {place} has no function {name!r}")
-    return function
+    return module, function
 
 
-def _data(spec: str) -> Batches:
-    if ":" in spec and not Path(spec).exists():
-        made = _function("--data", spec)
-        # `batches(step, micro_batch, rank)` itself, or a function that makes the batches.
-        return made if len(inspect.signature(made).parameters) == 3 else made()
+def _data(spec: str, seed: int) -> Batches:
+    exists = Path(spec).exists()
+    if "[" in spec and not exists and not Path(spec.rpartition(":")[0]).is_file():
+        return DrawnBatches(read_inputs(spec), seed)
+    if ":" in spec and not exists:
+        _, made = _named("--data", spec)
+        # The function of batches itself, or one that makes the batches.
+        is_function = is_by_rank(made) or len(inspect.signature(made).parameters) == 3
+        return made if is_function else made()
     if not Path(spec).is_file():
-        raise UsageError(f"--data {spec}: neither a file nor package.module:function")
+        kinds = "neither a file nor package.module:function nor shapes such as 'float32[8,16]'"
+        raise UsageError(f"--data {spec}: {kinds}")
     leaves, structure = tree_flatten(torch.load(spec, weights_only=True))
-    sizes = {leaf.shape[0] if _has_rows(leaf) else -1 for leaf in leaves}
+    sizes = {leaf.shape[0] if has_rows(leaf) else -1 for leaf in leaves}
     if len(sizes) != 1 or min(sizes) < 1:
         raise UsageError(
             f"--data {spec}: expected a tensor, or a dict or tuple of tensors, with one number of "
@@ -301,122 +296,3 @@ def _told(random: Iterable[tuple[str, str]]) -> list[str]:
     places = [name if key == "p" else f"{name}.{key}" for name, key in random]
     many = f"{len(places)} places ({', '.join(places[:3])}{', ...' * (len(places) > 3)})"
     return [f"dropout is set to 0 for the check in {many}"] if places else []
-
-
-# Batches
-
-
-class GlobalBatches:
-    """The global batch of every step, cut as asked."""
-
-    def __init__(self, workload: Workload, shape: Shape, steps: int) -> None:
-        self.shape = shape
-        # Why micro-batches cannot be joined to a whole batch; None if they can.
-        self.whole_reason: str | None = None
-        self._steps = _micro_batches(workload.batches, shape, steps)
-        self._all = [batch for step in self._steps for batch in step]
-        self._whole: dict[int, Any] = {}
-        self._check_sizes()
-
-    def _check_sizes(self) -> None:
-        rows = self.shape.rows
-        for number, batch in enumerate(self._all):
-            sizes = {leaf.shape[0] for leaf in _tensors(batch) if leaf.dim()}
-            if len(sizes) != 1:
-                self.whole_reason = (
-                    "the tensors of a batch have no common number of samples in front "
-                    f"({sorted(sizes)}); a loader gives micro-batches of "
-                    f"{rows} samples, a Dataset single ones"
-                )
-                return
-            if sizes != {rows}:
-                raise UsageError(
-                    f"batch {number} has {sizes.pop()} samples, but the configuration's "
-                    f"train_micro_batch_size_per_gpu is {rows}; make them agree"
-                )
-        kinds = [
-            (tree_flatten(batch)[1], [leaf.shape[1:] for leaf in _tensors(batch) if leaf.dim()])
-            for batch in self._all
-        ]
-        if any(kind != kinds[0] for kind in kinds):
-            self.whole_reason = "batches differ in structure or shape"
-
-    def micro_batches(self, step: int, shape: Shape | None = None) -> list[Batch]:
-        """The micro-batches of a step in the order of `Shape.place`."""
-        own = (self.shape.micro_batches, self.shape.rows)
-        if shape is None or (shape.micro_batches, shape.rows) == own:
-            return self._steps[step]
-        whole, rows = self.whole(step), shape.rows
-        return [_rows(whole, place * rows, rows) for place in range(shape.micro_batches)]
-
-    def whole(self, step: int) -> Batch:
-        """The global batch of a step as one batch; `whole_reason` must be None."""
-        if step not in self._whole:
-            flat = [tree_flatten(batch)[0] for batch in self._steps[step]]
-            structure = tree_flatten(self._steps[step][0])[1]
-            leaves = [_joined(parts) for parts in zip(*flat, strict=True)]
-            self._whole[step] = tree_unflatten(leaves, structure)
-        return self._whole[step]
-
-    def checksum(self) -> float:
-        """Return a number that differs when batches differ, for comparison between ranks."""
-        total = 0.0
-        for number, batch in enumerate(self._all, start=1):
-            for leaf in _tensors(batch):
-                flat = leaf.detach().double().reshape(-1)
-                weights = torch.linspace(1.0, 2.0, flat.numel(), dtype=torch.float64)
-                total += number * float((flat * weights).sum())
-        return total
-
-
-def _tensors(batch: Batch) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
-
-
-def _has_rows(leaf: object) -> TypeGuard[torch.Tensor]:
-    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
-
-
-def _joined(leaves: Sequence[object]) -> object:
-    tensors = [leaf for leaf in leaves if _has_rows(leaf)]
-    return torch.cat(tensors) if tensors else leaves[0]
-
-
-def _rows(batch: Batch, start: int, count: int) -> Batch:
-    return tree_map(lambda leaf: leaf[start : start + count] if _has_rows(leaf) else leaf, batch)
-
-
-def _micro_batches(batches: Batches, shape: Shape, steps: int) -> list[list[Any]]:
-    sizes = (range(steps), range(shape.accumulation), range(shape.world))
-    places = list(product(*sizes))  # (step, micro, rank)
-    if callable(batches) and not isinstance(batches, (Dataset, Iterable)):
-        found = [batches(*place) for place in places]
-    elif _is_map_style(batches):
-        found = list(_collated(batches, len(places), shape.rows))
-    elif isinstance(batches, Iterable):
-        found = list(islice(iter(batches), len(places)))
-    else:
-        raise UsageError(
-            f"batches is {_kind(batches)}; give a function of (step, micro_batch, rank), a dataset "
-            "or an iterable"
-        )
-    if len(found) < len(places):
-        raise UsageError(
-            f"batches ended after {len(found)} micro-batches; {steps} steps x {shape.accumulation} "
-            f"micro-batches x {shape.world} ranks need {len(places)}. Give more, or lower --steps"
-        )
-    return [found[i : i + shape.micro_batches] for i in range(0, len(found), shape.micro_batches)]
-
-
-def _is_map_style(batches: Batches) -> bool:
-    is_dataset = isinstance(batches, Dataset) and not isinstance(batches, IterableDataset)
-    return is_dataset and hasattr(batches, "__getitem__")
-
-
-def _collated(dataset: Batches, count: int, rows: int) -> Iterator[Any]:
-    size = len(dataset)
-    if size < 1:
-        raise UsageError("batches: the dataset is empty")
-    for number in range(count):
-        # A small dataset is gone through again: every step still has one well-defined global batch.
-        yield default_collate([dataset[(number * rows + row) % size] for row in range(rows)])

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from deepspeed.ops.op_builder import CPUAdamBuilder
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
 from deepspeed.verify.oracle import UsageError, picture, ranks, verdicts
+from deepspeed.verify.oracle.batches import GlobalBatches, Shape
 from deepspeed.verify.oracle.cli import main
 from deepspeed.verify.oracle.judge import Deviation, StepFindings
 from deepspeed.verify.oracle.parts import Parts
@@ -32,7 +33,7 @@ from deepspeed.verify.oracle.ranks import Outcome, Session, run_plan
 from deepspeed.verify.oracle.reference import uncuttable
 from deepspeed.verify.oracle.report import Report, Row, Verdict, render
 from deepspeed.verify.oracle.verdicts import family_of, make_report
-from deepspeed.verify.oracle.workload import GlobalBatches, Shape, Workload, load_workload
+from deepspeed.verify.oracle.workload import Workload, load_workload
 from unit.verify.oracle_runs import MODELS, TRAINING, config_of, plan_of
 
 Patch, Capture = pytest.MonkeyPatch, pytest.CaptureFixture[str]
