@@ -99,6 +99,9 @@ def train(start: Start, meeting_point: str) -> None:
 
 def begin(start: Start, rank: int, folder: Path, port: str) -> int:
     """Start a rank; returns its process id, or 0 in a forked rank."""
+    # A rank inherits it: asked for stacks while it imports, or after its interpreter has ended
+    # (either takes long beside a load), it tells none and goes on.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if start.how == FORKED:
         return os.fork()
     words = [str(word) for word in (start.stage, int(start.destroys), rank, folder, port)]

@@ -16,7 +16,7 @@ from deepspeed import comm as dist
 from deepspeed.comm import discovery, initialization, utils
 from deepspeed.comm.discovery import first_slurm_host
 from deepspeed.comm.watch.backend_threads import yielding_threads
-from unit.comm.starts import verdict
+from unit.comm.starts import SPAWNED, Start, begin, verdict
 from unit.common import DistributedTest, get_master_port, python_path
 from unit.launcher.starting import ROOT, until
 
@@ -284,3 +284,19 @@ def test_what_is_not_well_is_told(tmp_path: Path, told: str) -> None:
         until(lambda: "registered" in (tmp_path / "rank0.out").read_text())
     said = verdict(pids, tmp_path, limit_s=0.3 if hangs else 60.0)
     assert told in said and bool(said) is bool(told)
+
+
+def test_a_rank_that_cannot_tell_its_stacks_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kills: a late rank that the campaign itself ends by asking."""
+    monkeypatch.setenv("PYTHONPATH", python_path(ROOT, ROOT / "tests"))
+    start, port = Start(SPAWNED, stage=0, destroys=True), get_master_port()
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        pids = [begin(start, rank, tmp_path, port) for rank in (0, 1)]
+        for pid in pids:
+            os.kill(pid, signal.SIGUSR1)
+        assert verdict(pids, tmp_path) == ""
+    finally:
+        signal.signal(signal.SIGUSR1, before)
