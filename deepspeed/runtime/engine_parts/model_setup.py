@@ -162,7 +162,7 @@ def spread_experts(
 
 def broadcast_model(model: nn.Module, ranks: ModelRanks) -> None:
     """Give all ranks that hold a parameter or buffer the value of the first of them. Who holds an
-    expert's buffers its parameters say.
+    expert's buffers its parameters say. Those of ZeRO stage 3 have had it since they were cut.
     """
     families: dict[Any, list[torch.Tensor]] = {}
     of_experts: dict[str | None, dist.Group] = {}
@@ -170,7 +170,8 @@ def broadcast_model(model: nn.Module, ranks: ModelRanks) -> None:
         holders, layer = ranks.holders(tensor), expert_prefix(name)
         if layer is not None:
             holders = of_experts.setdefault(layer, holders)
-        families.setdefault(holders, []).append(tensor)
+        if not is_zero_param(tensor):
+            families.setdefault(holders, []).append(tensor)
     for group, tensors in families.items():
         broadcast_tensors(tensors, group)
 

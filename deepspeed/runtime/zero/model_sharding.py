@@ -31,6 +31,7 @@ from deepspeed.runtime.zero.parameters.zero_parameter import (
     hide,
     is_zero_param,
     record_of,
+    whole_value,
 )
 from deepspeed.utils.logging import warn_once
 from deepspeed.utils.tensor_fragment import logical_shape
@@ -124,7 +125,7 @@ def cut_anew(params: Sequence[nn.Parameter], sharers: OptimizerInstances) -> Ite
             )
     hold_whole(cut)
     for param in cut:
-        become_plain(param, param.data)
+        become_plain(param, whole_value(param))
     yield
     cut_parameters(cut, sharers)
 

@@ -208,6 +208,7 @@ class DeepSpeedZeRoOffload:
             for record in unit.records:
                 record.unit, record.persists = unit, unit.persists
                 record.on_read, record.on_edit = self._on_read, self._on_edit
+                record.is_running = self._is_running
 
     def gathers_for(self, module: nn.Module) -> bool:
         """Whether hooks gather what the forward of `module` uses."""
@@ -236,6 +237,8 @@ class DeepSpeedZeRoOffload:
             agree_on_parameters(named, self.instances.everyone, what, told)
             self._late.cut(late)
         if late or has_modules:
+            for unit in self.persistent_units:
+                unit.refuse_lost_writes()
             self.param_coordinator.release_all()
             live_numel = self.param_coordinator.live_numel
             self._plan(late)
@@ -307,6 +310,10 @@ class DeepSpeedZeRoOffload:
             self.param_coordinator.begin_pass()
         self.backward_order.begin(recomputes)
         self._carries = recomputes  # nobody recomputes what has no gradients
+
+    def _is_running(self) -> bool:
+        """Whether a forward or a backward runs, in which modules may do as they like."""
+        return bool(self._frames) or in_backward()
 
     def exchange(self, frames: list[Frame], carries: bool) -> tuple[list[Frame], bool]:
         """Go on with a forward that another one has interrupted, and return that one."""

@@ -50,13 +50,16 @@ from deepspeed.runtime.sharding.flattening import joined, lies_on_host
 from deepspeed.runtime.sharding.fragments import ParameterCutTable
 from deepspeed.runtime.zero.gathering.memory_pool import GatherResources, PoolBuffer, poison
 from deepspeed.runtime.zero.gathering.shard_files import is_moved
+from deepspeed.runtime.zero.gathering.value_samples import ValueSample
 from deepspeed.runtime.zero.parameters.zero_parameter import (
     ShardRecord,
     ZeroParamStatus,
     hide,
+    note_value,
     record_of,
     show,
     was_written,
+    whole_value,
 )
 
 # Messages of gathers, one tag for each unit: ranks that part wait for each other instead of taking
@@ -67,9 +70,10 @@ _FIRST_TAG = 1 << 16
 def _refuse_lost(names: Sequence[str]) -> None:
     if names:
         raise RuntimeError(
-            f"{', '.join(names[:4])} changed while whole (ZeRO stage 3), and the change is lost: "
-            "change parameters inside `with deepspeed.zero.GatheredParameters(param, "
-            "modifier_rank=0)`, which may stand in a forward too"
+            f"{', '.join(names[:4])} changed while whole (ZeRO stage 3) outside of any block, and "
+            "the change is lost: change parameters inside `with "
+            "deepspeed.zero.GatheredParameters(param, modifier_rank=0)`, which may stand in a "
+            "forward too"
         )
 
 
@@ -371,6 +375,10 @@ class GatherUnit:
         """Gather anew what persists, into the memory where it is."""
         self._memory = None
         self.fetch()
+        if self.buffer.sample is None:
+            self.buffer.sample = ValueSample(self.buffer.tensor, self.whole_params)
+        else:
+            self.buffer.sample.note_all()
 
     def release(self) -> None:
         """Give the memory back when nobody needs the parameters whole. Idempotent; nothing for what
@@ -390,10 +398,14 @@ class GatherUnit:
 
     def refuse_lost_writes(self) -> None:
         """Raise RuntimeError if something has written to what persists, and is to be replaced."""
-        if self.is_whole:
-            shown = zip(self.params, self.records, strict=True)
-            # Moving the model to another device and back gives them other memory.
-            _refuse_lost([r.label for param, r in shown if r.seen[0] != param._version])
+        if not self.is_whole:
+            return
+        shown = enumerate(zip(self.params, self.records, strict=True))
+        # Moving the model to another device and back gives them other memory.
+        written = [at for at, (param, one) in shown if one.seen[0] != param._version]
+        if self.buffer.sample is not None:
+            written += self.buffer.sample.changed()
+        _refuse_lost([self.records[at].label for at in dict.fromkeys(written)])
 
     @property
     def is_read(self) -> bool:
@@ -452,7 +464,7 @@ class GatherUnit:
     def follow(self, param: nn.Parameter) -> None:
         """Copy what a script has changed of `param`, in memory of its own, to that of the unit."""
         if self.is_whole and record_of(param).readers:
-            self._view_of(param).copy_(param.data)
+            self._view_of(param).copy_(whole_value(param))
 
     @torch.no_grad()
     def restore(self, param: nn.Parameter, values: torch.Tensor) -> None:
@@ -463,6 +475,17 @@ class GatherUnit:
         """Show `param` in the unit's memory, if that is whole: who had it elsewhere lets it go."""
         if self.is_whole:
             show(param, self._view_of(param))
+
+
+def note_written(param: nn.Parameter) -> None:
+    """Remember what a whole parameter shows now: it was written to, and its shards say so, or it is
+    to be forgotten.
+    """
+    note_value(param)
+    unit: GatherUnit | None = record_of(param).unit
+    if unit is not None and unit.is_whole and unit.buffer.sample is not None:
+        own = next(index for index, other in enumerate(unit.params) if other is param)
+        unit.buffer.sample.note(own)
 
 
 class SecondaryShards:

@@ -29,7 +29,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sharding.flattening import lies_on_host
 from deepspeed.runtime.sharding.group import expert_group_of
 from deepspeed.runtime.streams import SideStream
-from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
+from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit, note_written
 from deepspeed.runtime.zero.gathering.memory_pool import GatherResources, poison
 from deepspeed.runtime.zero.gathering.undone_edits import is_undone
 from deepspeed.runtime.zero.gathering.units import GatherSettings
@@ -42,11 +42,11 @@ from deepspeed.runtime.zero.parameters.zero_parameter import (
     hide,
     install_reads,
     is_zero_param,
-    note_value,
     only_group,
     record_of,
     refusal,
     show,
+    whole_value,
 )
 
 
@@ -121,12 +121,12 @@ def let_go(params: Iterable[nn.Parameter], has_been_updated: bool = False) -> No
     chosen = _zero_params(params)
     if has_been_updated:
         for param in chosen:
-            record_of(param).write(param.data)
+            record_of(param).write(whole_value(param))
         _tell_units(chosen)
     for param in chosen:
         record = record_of(param)
         if record.status is ZeroParamStatus.AVAILABLE:
-            note_value(param)  # it was written to the shards, or refused, or is to be forgotten
+            note_written(param)
         if record.num_lent and record.unit is not None:
             record.num_lent -= 1
             if record.unit.coordinator is not None:
@@ -138,7 +138,7 @@ def let_go(params: Iterable[nn.Parameter], has_been_updated: bool = False) -> No
                     hide(param)
                     continue
                 if record.unit.resources.is_poisoned:
-                    poison(param.data)
+                    poison(whole_value(param))
                 hide(param)
                 record.unit.num_read_apart -= 1
                 record.unit.show_again(param)
@@ -176,11 +176,23 @@ def publish(
     _tell_units(params)
 
 
+def _few(names: Iterable[str]) -> str:
+    return ", ".join(list(dict.fromkeys(names))[:4])
+
+
 def _lost(names: Iterable[str]) -> str:
     return (
-        f"GatheredParameters: {', '.join(list(dict.fromkeys(names))[:4])} changed inside the "
-        "block, and the change would be lost: give modifier_rank=0 (or the rank whose values "
-        "count; of experts one that holds them), or discard=True if it is to be thrown away"
+        f"GatheredParameters: {_few(names)} changed inside the block, and the change would be "
+        "lost: give modifier_rank=0 (or the rank whose values count; of experts one that holds "
+        "them), or discard=True if it is to be thrown away"
+    )
+
+
+def _lost_before(names: Iterable[str]) -> str:
+    return (
+        f"GatheredParameters: {_few(names)} changed before the block, while whole outside of any "
+        "(ZeRO stage 3), and the change is lost: where it is made, make it inside `with "
+        "deepspeed.zero.GatheredParameters(param, modifier_rank=0)`"
     )
 
 
@@ -210,7 +222,7 @@ class _OrdinaryCopies:
     def _new(self, cls: object, data: object = None, requires_grad: bool = True) -> Any:
         if type(data) is ShardedParameter:
             raise RuntimeError(refusal(data._zero3, "nn.Parameter"))
-        plain = data.data if type(data) is ZeroParameter else data
+        plain = whole_value(data) if type(data) is ZeroParameter else data
         return self._original.__func__(cls, plain, requires_grad)
 
 
@@ -258,13 +270,15 @@ class GatheredParameters:
         self._discards = discard
         self._seen: dict[nn.Parameter, tuple[int, int]] = {}  # version and place of what is ours
         self._kept: dict[nn.Parameter, torch.Tensor] = {}  # values of what shows its shard
+        self._changed_before: set[nn.Parameter] = set()
 
     def __enter__(self) -> GatheredParameters:
         if self.params:
             self._agree(self._sharers()[0])
             self._refuse_foreign_modifier()
-            own = [param for param in self.params if not record_of(param).readers]
+            own = [param for param in self.params if not record_of(param).is_held]
             self._refuse_outer_block(set(self.params) - set(own))
+            self._note_earlier_edits(own)
             hold_whole(self.params)
             self._seen = {param: (param._version, param.data_ptr()) for param in own}
             shown = (param for param in own if _shows_shard(param))
@@ -347,6 +361,26 @@ class GatheredParameters:
             )
 
     @torch.no_grad()
+    def _note_earlier_edits(self, params: Iterable[nn.Parameter]) -> None:
+        """Find what has other values already than its shards, before the block shows it."""
+        self._kept = {}
+        self._changed_before = set()
+        if not self._may_lose(set(self._modified())):
+            return
+        for param in params:
+            record = record_of(param)
+            if record.status is ZeroParamStatus.AVAILABLE and self._differs(param):
+                self._changed_before.add(param)
+
+    def _differs(self, param: nn.Parameter) -> bool:
+        """Whether this rank's part of a whole parameter is another than its shard."""
+        if param.shape != record_of(param).shape:
+            return True
+        before, after = self._own_part(param)
+        is_same = torch.equal(_as_bytes(before), _as_bytes(after))
+        return not (is_same or is_undone(before, after))
+
+    @torch.no_grad()
     def _refuse_lost_edits(self, modified: Container[nn.Parameter]) -> None:
         """Raise on all ranks if one of them has changed what nobody writes."""
         if not self._may_lose(modified):
@@ -366,9 +400,10 @@ class GatheredParameters:
             ):
                 doubtful.append(index)
         # A rank that raised alone would leave the others waiting for it.
-        told = self._said_by_all((lost, doubtful))
-        if any(found for _, found in told):
-            for index in sorted({index for _, found in told for index in found}):
+        earlier = [at for at, param in enumerate(self.params) if param in self._changed_before]
+        told = self._said_by_all((lost, doubtful, earlier))
+        if any(found for _, found, _ in told):
+            for index in sorted({index for _, found, _ in told for index in found}):
                 param = self.params[index]
                 after = param.data  # a gather shows what it has gathered
                 original = self._original(param)
@@ -376,10 +411,14 @@ class GatheredParameters:
                     lost.append(index)
                 if _stays_whole(param):
                     record_of(param).unit.restore(param, original)
-            told = self._said_by_all((lost, doubtful))
-        names = [record_of(self.params[index]).label for found, _ in told for index in found]
+            told = self._said_by_all((lost, doubtful, earlier))
+        indexes = sorted({index for found, _, _ in told for index in found})
+        names = {index: record_of(self.params[index]).label for index in indexes}
+        changed_before = {index for _, _, found in told for index in found}
+        if not changed_before.isdisjoint(names):
+            raise RuntimeError(_lost_before(names[at] for at in indexes if at in changed_before))
         if names:
-            raise RuntimeError(_lost(names))
+            raise RuntimeError(_lost(names.values()))
 
     def _said_by_all(self, found: object) -> list[Any]:
         return said_by_all(found, self._sharers()[0], lambda: "the end of GatheredParameters")

@@ -26,12 +26,14 @@ from deepspeed.ops.state_files import mend
 from deepspeed.runtime.streams import SideStream
 from deepspeed.runtime.zero.gathering.shard_files import ShardReads, is_moved
 from deepspeed.runtime.zero.gathering.units import GatherSettings
+from deepspeed.runtime.zero.gathering.value_samples import ValueSample
 from deepspeed.utils.logging import logger
 
 
 class PoolBuffer:
     """A piece of memory, 1-D, the event behind what `filled` it, and owners' views, dear.
-    `made_for`: the stream that it was allocated for, if there are streams.
+    `made_for`: the stream that it was allocated for, if there are streams. `sample`: what was last
+    seen of what persists.
     """
 
     def __init__(self, tensor: torch.Tensor, made_for: Stream | None = None) -> None:
@@ -40,6 +42,7 @@ class PoolBuffer:
         self.filled: Event | None = None
         self.owner: Any = None
         self.views: dict[Any, Any] = {}
+        self.sample: ValueSample | None = None
         self._last_reads: list[Any] = []
 
     @property

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.state_files import StateFiles, place_in_file
+from deepspeed.runtime.zero.parameters.guarded_writes import is_write, written_by
 from deepspeed.utils.logging import warn_once
 
 
@@ -91,16 +92,14 @@ def tell_saved() -> None:
     )
 
 
-# Torch's functions that write have names that end in one underscore, but for these that write too,
-# and those that do not.
-_WRITES = frozenset("__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __setitem__".split())
-_NO_WRITES = frozenset(("requires_grad_", "share_memory_", "detach_"))
+# They answer with a number or a truth, which of no elements would be that of nothing.
+_COMPARISONS = frozenset(("equal", "allclose"))
 
 
 class ShardedValue(torch.Tensor):
-    """`.data` and `.detach()` of a sharded parameter, which have no elements: writing to them is an
-    error that names the parameter. To ask for a state dict is no mistake, and clients do it who
-    save otherwise; to save it, or a copy, is, and is told.
+    """`.data` and `.detach()` of a sharded parameter, which have no elements: writing to them, or
+    comparing them, is an error that names the parameter. To ask for a state dict is no mistake, and
+    clients do it who save otherwise; to save it, or a copy, is, and is told.
     """
 
     _refuse: Callable[[str], str] | None = None
@@ -114,13 +113,22 @@ class ShardedValue(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> object:
         name = getattr(func, "__name__", "")
-        if name in _WRITES or (name.rstrip("_") + "_" == name and name not in _NO_WRITES):
-            # torch.nn.init passes by keyword.
-            target: Any = next(iter((*args, *(kwargs or {}).values())), None)
+        asked: Iterable[Any] = ()
+        if is_write(name):
+            asked = written_by(args, kwargs or {})
+        elif name in _COMPARISONS:
+            asked = (*args, *(kwargs or {}).values())
+        for target in asked:
             refuse = getattr(target, "_refuse", None)
             if refuse is not None and not target.numel():
                 raise RuntimeError(refuse(name))
         return super().__torch_function__(func, types, args, kwargs or {})
+
+    def set_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Be a write too: torch does not ask `__torch_function__` for this one."""
+        if self._refuse is not None and not self.numel():
+            raise TypeError(self._refuse("set_"))
+        return super().set_(*args, **kwargs)
 
     def data_ptr(self) -> int:
         """Say so where safetensors asks for the memory, and saves."""

@@ -23,6 +23,7 @@ from deepspeed.comm.shard_ops import scatter_from_first
 from deepspeed.runtime.module_hooks.parameter_reads import flat_values, plain_copy
 from deepspeed.runtime.sharding.cut_rows import RowFiller
 from deepspeed.runtime.sharding.fragments import Fragment, ParameterCutTable
+from deepspeed.runtime.zero.parameters.guarded_writes import WholeValue, in_place_methods
 from deepspeed.runtime.zero.parameters.shards import (
     ON_DEVICE,
     OwnShard,
@@ -44,7 +45,6 @@ _ALLOWED = frozenset(
     | {"storage", "untyped_storage", "_typed_storage", "requires_grad_", "retain_grad"}
     | {"register_hook", "register_post_accumulate_grad_hook", "has_names", "is_same_size"}
     | {"detach", "to", "cpu", "cuda", "half", "float", "double", "bfloat16", "clone", "contiguous"}
-    | {"equal"}
     | {"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "empty_like", "__dlpack__"}
     | {"full_like"}  # the state that torch.optim.Adagrad makes at once
 )
@@ -116,6 +116,7 @@ class ShardRecord:
         readers: How many `all_gather()` and `GatheredParameters` have it whole in their memory.
         num_lent: How many scripts read what a unit has gathered.
         on_edit: Called when a script has changed the shard.
+        is_running: Tells whether a forward or backward of the model runs.
         on_read: Called when a module's attribute is read while it is sharded.
         on_copy: Called with it and a deep copy that was made of it.
         is_read_by_iteration: Whether going over a module's parameters reads them.
@@ -144,6 +145,7 @@ class ShardRecord:
         self.persists = False
         self.num_lent = 0
         self.on_edit: Callable[[nn.Parameter], None] | None = None
+        self.is_running: Callable[[], bool] = lambda: False
         self.on_read: Callable[[nn.Parameter], None] | None = None
         self.on_copy: Callable[[nn.Parameter, nn.Parameter], None] = lambda param, copied: None
         self.is_read_by_iteration = False
@@ -165,6 +167,19 @@ class ShardRecord:
     @property
     def own(self) -> Fragment:
         return self.table.fragment(0, dist.get_rank(group=self.group))
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a script has the parameter whole, in a block or by `all_gather()`."""
+        return bool(self.readers or self.num_lent)
+
+    @property
+    def loses_writes(self) -> bool:
+        """Whether what is written to the parameter now is lost. Modules may write to what they
+        compute with while they run; whoever lets it go then looks for that.
+        """
+        is_whole = self.status is ZeroParamStatus.AVAILABLE
+        return is_whole and self.unit is not None and not (self.is_held or self.is_running())
 
     def own_part(self, whole: torch.Tensor) -> torch.Tensor:
         """Slice what this rank owns of a whole parameter, 1-D without padding."""
@@ -199,6 +214,31 @@ class ZeroParameter(nn.Parameter):
     ds_process_group = property(attrgetter("_zero3.group"))
     # Kept for clients that clear it; nothing here reads it.
     ds_active_sub_modules = property(attrgetter("_zero3.active_modules"))
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Its elements; where what is written to them would be lost, writing raises."""
+        value: torch.Tensor = _GET_DATA(self)
+        record = vars(self).get("_zero3")
+        if record is None or not record.loses_writes:
+            return value
+        return WholeValue.of(value, functools.partial(_unkept, record))
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        record = vars(self).get("_zero3")
+        if record is not None and record.loses_writes:
+            _refuse_other_values(self, values)
+        _SET_DATA(self, values)
+
+    def _use_count(self) -> int:
+        """Raise for `torch.utils.swap_tensors`, which asks this before it swaps."""
+        raise RuntimeError(
+            f"torch.utils.swap_tensors: {self._zero3.label} is a parameter of ZeRO stage 3, whose "
+            "units would go on with the other tensor: write values inside `with "
+            "deepspeed.zero.GatheredParameters(param, modifier_rank=...)` instead, and leave "
+            "torch.__future__.set_swap_module_params_on_conversion off"
+        )
 
     @property
     def ds_tensor(self) -> torch.Tensor:
@@ -299,19 +339,66 @@ def refusal(record: ShardRecord, what: str) -> str:
     )
 
 
+def _unkept(record: ShardRecord, what: str) -> str:
+    """Say what who writes to a whole parameter outside of any block is told."""
+    return (
+        f"{what}: {record.label} shows its elements for reading (ZeRO stage 3); they are gathered "
+        "anew, and what is written to them would be lost. Change it inside `with "
+        "deepspeed.zero.GatheredParameters(param, modifier_rank=...)`"
+    )
+
+
+def _refuse_conversion(record: ShardRecord, dtype: torch.dtype) -> None:
+    raise RuntimeError(
+        f"{record.label} cannot become {dtype}: an engine trains it in {record.shard.dtype} (ZeRO "
+        "stage 3). Convert the model before deepspeed.initialize, or name the precision in the "
+        "configuration (bf16, fp16)"
+    )
+
+
+def _refuse_other_values(param: nn.Parameter, values: torch.Tensor) -> None:
+    """Refuse `param.data = values` for a whole parameter that would not keep them. A module on its
+    way to another device, and back, has the same ones in other memory.
+    """
+    record, own = record_of(param), whole_value(param)
+    if values.dtype != own.dtype:
+        _refuse_conversion(record, values.dtype)
+    if values.device == own.device and not torch.equal(values, own):
+        raise RuntimeError(_unkept(record, ".data = ..."))
+
+
 def _converted(record: ShardRecord, dtype: torch.dtype) -> bool:
     """Let the shard take a new dtype. `nn.Module.to` and its kin ask before they replace a
     parameter's data by converted data; True: the parameter stays the object that it is.
     """
     if record.shard.dtype != dtype:
         if record.unit is not None:
-            raise RuntimeError(
-                f"{record.label} cannot become {dtype}: an engine trains it in "
-                f"{record.shard.dtype} (ZeRO stage 3). Convert the model before "
-                "deepspeed.initialize, or name the precision in the configuration (bf16, fp16)"
-            )
+            _refuse_conversion(record, dtype)
         record.shard, record.made_in = record.shard.to(dtype), dtype
     return True
+
+
+def _guard(name: str) -> Callable[..., object]:
+    """Make a method of parameters that writes where that is kept, and raises elsewhere."""
+    write = getattr(torch.Tensor, name)
+    # torch's own functions have advice of their own in place of a RuntimeError of `set_`.
+    error = TypeError if name == "set_" else RuntimeError
+
+    @functools.wraps(write)
+    def method(self: ZeroParameter, *args: object, **kwargs: object) -> object:
+        record = vars(self).get("_zero3")
+        if record is not None and record.loses_writes:
+            raise error(_unkept(record, name))
+        if name == "set_" and isinstance(self, ShardedParameter):
+            # torch does not ask `__torch_function__` for this one.
+            raise error(refusal(self._zero3, name))
+        return write(self, *args, **kwargs)
+
+    return method
+
+
+for _name in in_place_methods():
+    setattr(ZeroParameter, _name, _guard(_name))
 
 
 class ShardedParameter(ZeroParameter):
@@ -383,10 +470,16 @@ def placeholder(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return _placeholders[key]
 
 
+def whole_value(param: nn.Parameter) -> torch.Tensor:
+    """Return the elements of a whole parameter, for who writes to shards too, or only reads."""
+    value: torch.Tensor = _GET_DATA(param)
+    return value
+
+
 def show(param: nn.Parameter, whole: torch.Tensor) -> None:
     """Let a parameter be whole, with its elements in `whole`."""
     param.__class__ = ZeroParameter
-    param.data = whole
+    _SET_DATA(param, whole)
     record_of(param).status = ZeroParamStatus.AVAILABLE
     note_value(param)
 
@@ -405,7 +498,7 @@ def hide(param: nn.Parameter) -> None:
     """Let a parameter be sharded: nobody on this rank needs it whole."""
     record = record_of(param)
     param.__class__ = ZeroParameter
-    param.data = placeholder(record.shard.dtype, record.device)
+    _SET_DATA(param, placeholder(record.shard.dtype, record.device))
     record.status = ZeroParamStatus.NOT_AVAILABLE
     param.__class__ = ShardedParameter
 
@@ -426,7 +519,7 @@ def _sharded_copy(param: ZeroParameter) -> nn.Parameter:
 def become_plain(param: nn.Parameter, whole: torch.Tensor) -> None:
     """Undo `cut_parameters`: make it an ordinary parameter with these elements."""
     param.__class__ = ZeroParameter
-    param.data = whole
+    _SET_DATA(param, whole)
     del param._zero3  # type: ignore[attr-defined]  # set by cut_parameters
     param.__class__ = nn.Parameter
 

@@ -19,7 +19,11 @@ from deepspeed.runtime.gradients.bucket_hooks import BucketHooks
 from deepspeed.runtime.gradients.readiness import ReadinessTracker
 from deepspeed.runtime.gradients.reduction import GradientContext
 from deepspeed.runtime.module_hooks.parameter_reads import ParameterDict
-from deepspeed.runtime.zero.parameters.zero_parameter import ShardedParameter, record_of
+from deepspeed.runtime.zero.parameters.zero_parameter import (
+    ShardedParameter,
+    record_of,
+    whole_value,
+)
 from deepspeed.utils.exceptions import MisuseError
 
 
@@ -65,7 +69,7 @@ class MicroBatchLeaves:
         if leaf is None:
             leaf = self._own[param] = self._made(param)
         elif leaf.data_ptr() != param.data_ptr():  # it was gathered again
-            leaf.data = param.data
+            leaf.data = whole_value(param)
         return leaf
 
     def _made(self, param: nn.Parameter) -> nn.Parameter:

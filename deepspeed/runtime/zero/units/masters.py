@@ -28,11 +28,15 @@ from deepspeed.runtime.sharding.fragments import ParameterCutTable
 from deepspeed.runtime.sharding.group import ShardedGroup
 from deepspeed.runtime.sharding.publisher import NUM_STAGED, Gather, Publisher
 from deepspeed.runtime.streams import StagingBuffers
-from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit
+from deepspeed.runtime.zero.gathering.gather_unit import GatherUnit, note_written
 from deepspeed.runtime.zero.gathering.memory_pool import GatherResources
 from deepspeed.runtime.zero.gathering.shard_files import ShardWrites, is_moved
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.runtime.zero.parameters.zero_parameter import ZeroParamStatus, record_of
+from deepspeed.runtime.zero.parameters.zero_parameter import (
+    ZeroParamStatus,
+    record_of,
+    whole_value,
+)
 from deepspeed.runtime.zero.stage_1_and_2 import ZeroMasters
 from deepspeed.runtime.zero.units.partial_offload import DevicePart, num_kept
 
@@ -229,9 +233,12 @@ class CutMasters(ZeroMasters):
     def set_param(self, param: nn.Parameter, value: torch.Tensor) -> None:
         """Set it in the shard, and in what is whole."""
         record = record_of(param)
-        if record.status is ZeroParamStatus.AVAILABLE:
-            param.data.copy_(value)
+        is_whole = record.status is ZeroParamStatus.AVAILABLE
+        if is_whole:
+            whole_value(param).copy_(value)
         record.write(value)
+        if is_whole:
+            note_written(param)
         self._follow_shard(param)
         self.parameter_offload.shard_changed(param)
 

@@ -599,7 +599,7 @@ class TestEmptied(DistributedTest):
         train(engine, 1)
         assert bias.numel()
         with torch.no_grad():
-            bias.zero_()
+            torch._foreach_zero_([bias])
         with pytest.raises(RuntimeError, match=r"0\.up\.bias changed while whole"):
             engine.empty_partition_cache()
 
