@@ -69,6 +69,18 @@ class _Forwarded:
         setattr(getattr(instance, self._part), self._name, value)
 
 
+class _TorchsOwn:
+    """A method of `torch.optim.Optimizer` that a step sequence has not: `hasattr` says so."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        if instance is None:
+            return self
+        raise AttributeError(self._name)  # which asks `__getattr__`
+
+
 def forwarded(part: str, method: Callable[..., object] | None = None, name: str = "") -> Any:
     """Make a class attribute that stands for that of the same name (or `name`) of a part of its
     objects; `method` is what the class itself has by the name, if it can be called.
@@ -129,8 +141,12 @@ class MovableState(Protocol):
     def reload_states(self, non_blocking: bool = False) -> None: ...
 
 
-class StepSequence:
+class StepSequence(torch.optim.Optimizer):
     """The order of an optimizer step over its parts, and under upstream's names what these know.
+
+    It is one of torch's optimizers by class, so that torch's schedules take it, and by what these
+    need: `param_groups`, `defaults` and `state` are those of the optimizer that does the
+    arithmetic. Nothing of torch's implementation is used.
 
     Args:
         init_optimizer: The torch optimizer that does the arithmetic.
@@ -152,6 +168,7 @@ class StepSequence:
         outcomes: Outcomes,
         movable: MovableState | None = None,
     ) -> None:
+        # Not torch's: it would make groups and state of its own, and wrap `step` of the class.
         self.optimizer = init_optimizer
         self.context = context
         self.reduction = reduction
@@ -179,9 +196,11 @@ class StepSequence:
         def __getattr__(self, name: str) -> Any:
             """Raise, with what to use instead if the name is upstream's."""
             cls = type(self)
+            is_torchs = hasattr(torch.optim.Optimizer, name)
             raise AttributeError(
                 reason(f"{cls.__module__}.{cls.__qualname__}", name)
                 or f"{cls.__name__!r} object has no attribute {name!r}"
+                + ("; the torch optimizer that it has as `optimizer` does" if is_torchs else "")
             )
 
     tracker: AccumulationTracker = forwarded("context")
@@ -228,10 +247,25 @@ class StepSequence:
     param_groups: list[dict[str, Any]] = forwarded("optimizer")
     defaults: dict[str, Any] = forwarded("optimizer")
 
+    add_param_group: Any = _TorchsOwn()
+    register_step_pre_hook: Any = _TorchsOwn()
+    register_step_post_hook: Any = _TorchsOwn()
+    register_state_dict_pre_hook: Any = _TorchsOwn()
+    register_state_dict_post_hook: Any = _TorchsOwn()
+    register_load_state_dict_pre_hook: Any = _TorchsOwn()
+    register_load_state_dict_post_hook: Any = _TorchsOwn()
+
     @property
     def cur_scale(self) -> float:
         """Upstream's other name of `loss_scale`."""
         return self.loss_scale
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all there is, as of any object: torch's optimizers copy groups and state alone."""
+        return dict(vars(self))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
 
     @property
     def public_optimizer(self) -> torch.optim.Optimizer | StepSequence:
@@ -307,7 +341,7 @@ class StepSequence:
         found = self.reduction.local_sum(param)
         return self.reduction.make_gradient(param) if found is None else found
 
-    def step(self, closure: Callable[[], object] | None = None) -> None:
+    def step(self, closure: Callable[[], object] | None = None) -> None:  # type: ignore[override]  # it takes none
         """One optimizer step, or none if the gradient is not finite on some rank.
 
         Raises:
