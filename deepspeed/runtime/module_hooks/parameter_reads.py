@@ -7,10 +7,11 @@ that has `ds_was_read`, or `ds_was_listed` when all are gone over, before they a
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
-from functools import partial
 from typing import Any, SupportsIndex
 
+import torch
 from torch import nn
 
 
@@ -22,8 +23,30 @@ def _no_hook() -> Callable[..., None]:
     return _nothing
 
 
-class ModuleHook(partial[Any]):
-    """A hook that copies of its module do not have, because they are not the engine's."""
+def _compiler_disabled(hook: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return `hook` such that nothing of it is traced; None while nobody compiles."""
+    if "torch._dynamo" not in sys.modules:
+        return None
+    from torch._dynamo.decorators import skip  # startup: takes long, and who compiles has it anyway
+
+    skip(ModuleHook.__call__)
+    return torch.compiler.disable(hook)
+
+
+class ModuleHook:
+    """A hook that copies of its module do not have, because they are not the engine's. Graphs break
+    at it, and nothing that it calls is traced.
+    """
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+        self._untraced = _compiler_disabled(hook)
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        if self._untraced is None:
+            self._untraced = _compiler_disabled(self._hook)
+        hook = self._untraced or self._hook
+        return hook(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _no_hook, ()

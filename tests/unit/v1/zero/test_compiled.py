@@ -13,9 +13,30 @@ from deepspeed.runtime.engine_parts import compiling
 from unit.common import DistributedTest
 from unit.models import seeded
 from unit.rank_server import COMPILER
+from unit.v1.looping import each_pair
 from unit.v1.zero import test_stage0_overlap as overlap
 from unit.v1.zero.stage3 import models as stage3
 from unit.v1.zero.stage3 import test_uneven as uneven
+
+BOUNDED = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+
+
+def blocks_in_place(model: Any, backend: Any) -> Any:
+    for block in model.blocks:
+        block.compile(backend=backend)
+    return model
+
+
+def whole_in_place(model: Any, backend: Any) -> Any:
+    model.compile(backend=backend)
+    return model
+
+
+def wrapped(model: Any, backend: Any) -> Any:
+    return torch.compile(model, backend=backend)
+
+
+WAYS = {way.__name__: way for way in (blocks_in_place, whole_in_place, wrapped)}
 
 
 class TestCompiled(DistributedTest):
@@ -27,8 +48,7 @@ class TestCompiled(DistributedTest):
         # backward reads after it was given to another unit, a forward that stays compiled.
         if not traces_subclasses():
             pytest.skip("this torch breaks graphs at parameters of stage 3")
-        bounded = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
-        for zero, recompute in ((bounded, None), (bounded, False), ({}, None)):
+        for zero, recompute in ((BOUNDED, None), (BOUNDED, False), ({}, None)):
             models = [stage3.make_net(recompute=recompute) for _ in range(2)]
             for model, compiled in zip(models, (False, True), strict=True):
                 engine = stage3.engine_of(model, stage3.config_of(3, **zero))
@@ -44,6 +64,33 @@ class TestCompiled(DistributedTest):
                 assert not any("forward" in vars(module) for module in model.modules())
             assert all(map(torch.equal, *(model.parameters() for model in models))), zero
             stage3.check_as_one_process(models[1])
+
+    @each_pair(way=WAYS, persists=(False, True), is_late=(False, True))
+    def test_by_torch_itself_at_stage_3(self, way: str, persists: bool, is_late: bool) -> None:
+        # Kills: a hook that is traced, which looks at parameters that are sharded; parts of a model
+        # that nobody compiles any more; a graph that a gather is in.
+        if not traces_subclasses():
+            pytest.skip("this torch breaks graphs at parameters of stage 3")
+        torch._dynamo.reset()
+        zero = {} if persists else BOUNDED
+        sizes: list[int] = []
+
+        def backend(graph: Any, example: Any) -> Any:
+            sizes.append(sum(node.op.startswith("call_") for node in graph.graph.nodes))
+            return graph.forward
+
+        models: list[Any] = [stage3.make_net(), stage3.make_net()]
+        if not is_late:
+            models[1] = WAYS[way](models[1], backend)
+        engines = [stage3.engine_of(model, stage3.config_of(3, **zero)) for model in models]
+        if is_late:
+            engines[1].module = WAYS[way](models[1], backend)
+        for engine in engines:
+            stage3.train(engine)
+            engine.destroy()
+        # A block has a norm, two layers and what is between them.
+        assert max(sizes) >= 5
+        assert all(map(torch.equal, *(model.parameters() for model in models)))
 
     def test_on_each_rank_by_its_branches(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # Kills: a graph with a gather in it, which another rank's graph does not have; an older
