@@ -3,9 +3,10 @@ plain-torch process.
 
 `workload`: model, batches, loss; `hugging_face` builds models by their names, `drawn` batches by
 their shapes; `batches`: how they are cut; `parts`: what ranks divide. `plan`: which engines are
-checked for what, and by which runs. `ranks`: processes. `worker`, `system`: one rank. `reference`,
-`judge`: what must be, and by how much it may differ. `verdicts`: the rows of the `report`;
-`picture` draws them. `cli`: the command `ds_verify`.
+checked for what, and by which runs. `ranks`: processes. `worker`, `system`: one rank; `changes`:
+what two runs change in their model meanwhile. `reference`, `judge`: what must be, and by how much
+it may differ. `verdicts`: the rows of the `report`; `picture` draws them. `cli`: the command
+`ds_verify`.
 """
 
 

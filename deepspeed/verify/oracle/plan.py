@@ -30,6 +30,8 @@ LEFT_OUT = frozenset(
 )
 SPLIT_STEPS = 2  # behind weights that start as zero, the first step has no gradient
 GUARD_STEPS = 2
+FROZEN_STEPS = 4  # two of them with parameters that are frozen
+WRITTEN_STEPS = 2
 EXACT_STEPS = 3
 SIM_STEPS = 2
 SIM_BUCKETS = 4
@@ -54,6 +56,8 @@ class RunKind(str, Enum):
     COMPILED = "compiled"  # gradients of the compiled model
     LEDGER = "ledger"  # nothing: the gradient ledger watches
     COLLECTIVES = "collectives"  # nothing: the collective intent check watches
+    FROZEN = "frozen"  # nothing: parameters that are frozen later stand still
+    WRITTEN = "written"  # nothing: what is written into the model stays
     RESUMED = "resumed"  # the same as USER, whose second half it makes from a checkpoint
     SIM = "sim"  # the same as SGD or USER, on the simulated device under the stream checker
     EXACT = "exact"  # digests and losses, with those of ALONE
@@ -67,7 +71,8 @@ class RunKind(str, Enum):
     @property
     def is_watched(self) -> bool:
         """Whether a check of the package's own looks on, and ranks compare nothing."""
-        return self in (RunKind.LEDGER, RunKind.COLLECTIVES) or self.is_digested
+        looks_on = (RunKind.LEDGER, RunKind.COLLECTIVES, RunKind.FROZEN, RunKind.WRITTEN)
+        return self in looks_on or self.is_digested
 
     @property
     def is_digested(self) -> bool:
@@ -370,6 +375,8 @@ def make_plan(
     for kind in (RunKind.LEDGER, RunKind.COLLECTIVES):
         watched = {**base, "verify": {kind.value: True}}
         runs.append(Run(kind.value, kind, watched, shape, min(steps, GUARD_STEPS)))
+    for kind, count in ((RunKind.FROZEN, FROZEN_STEPS), (RunKind.WRITTEN, WRITTEN_STEPS)):
+        runs.append(Run(kind.value, kind, with_low_scale(base), shape, count))
     few, piece = min(steps, SIM_STEPS), piece_numel(numel, shape.world)
     for number in range(settings.schedules):  # configurations and gathers take turns
         cut = in_several_buckets(configs[number % len(configs)], numel, number // 2 % 2 == 0)

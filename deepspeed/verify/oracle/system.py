@@ -37,6 +37,7 @@ from deepspeed.utils.tensor_fragment import (
     safe_get_full_grads,
 )
 from deepspeed.verify.oracle.batches import GlobalBatches
+from deepspeed.verify.oracle.changes import Changes
 from deepspeed.verify.oracle.parts import Parts
 from deepspeed.verify.oracle.plan import Run, RunKind
 from deepspeed.verify.oracle.reference import Tensors, trainable
@@ -128,6 +129,8 @@ class SystemRun:
         self.frozen = {
             n: _held(p).clone() for n, p in self.model.named_parameters() if not p.requires_grad
         }
+        free = {name: param for name, param in self.params.items() if param not in self.tied}
+        self._changes = Changes.of(run.kind, free)
         found = (experts for _, experts in named_spread_experts(self.model))
         self.spread = {param: one for one in found for param in one.spread_params.values()}
         if run.kind is RunKind.COMPILED:
@@ -140,6 +143,11 @@ class SystemRun:
             return [param.detach() for param in params]
         kept_in = self.engine.optimizer.groups[0].master.dtype
         return [value.to(kept_in) for value in safe_get_full_fp32_params(params)]
+
+    def _changed(self) -> Tensors:
+        """Copies of this rank's values of the parameters that the run changes."""
+        named = zip(self.params, self.values(), strict=True)
+        return {name: value.clone() for name, value in named if name in self._changes.params}
 
     def _has_masters(self) -> bool:
         return any(hasattr(param, "_hp_mapping") for param in self.params.values())
@@ -193,7 +201,11 @@ class SystemRun:
             of_groups = self.optimizer.param_groups
             groups = [{k: v for k, v in group.items() if k != "params"} for group in of_groups]
             loss_scale = float(getattr(self.optimizer, "loss_scale", 1.0))
+            if self._changes.looks_before:
+                self._changes.before_step(step, self._changed())
             losses = self._train_batch(step)
+            if self._changes.looks_before:
+                self._changes.after_step(step, self._changed())
             loss = sum(losses) / len(losses)
             values = self.values() if wants_tensors else []
             masters = self._copied(values)

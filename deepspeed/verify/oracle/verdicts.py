@@ -358,6 +358,11 @@ _WATCHED = {
         "collective agreement",
         "all ranks issued the same collectives in the same order",
     ),
+    RunKind.FROZEN: (
+        "parameters frozen later",
+        "they stand still while frozen, masters bit for bit, and are trained again",
+    ),
+    RunKind.WRITTEN: ("writes into the model", "masters follow, and the next step keeps them"),
 }
 
 
@@ -488,4 +493,6 @@ _ROWS: dict[RunKind, Callable[[Run, Outcome], list[Row]]] = {
     RunKind.COMPILED: _whole_rows,
     RunKind.LEDGER: _watched_rows,
     RunKind.COLLECTIVES: _watched_rows,
+    RunKind.FROZEN: _watched_rows,
+    RunKind.WRITTEN: _watched_rows,
 }
