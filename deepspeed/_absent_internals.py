@@ -74,7 +74,7 @@ OPTIMIZER_METHODS = frozenset(
     finalize_gradient_accumulation_boundary flatten_and_print flatten_dense_tensors_aligned
     free_grad_in_param_list get_all_grad_tensors get_bit16_param_group get_data_parallel_partitions
     get_ep_ranks get_first_param_index get_flat_partition get_fp32_grad_for_param
-    get_fp32_grad_partitions get_full_hp_param get_grad_position get_gradient_for_reduction
+    get_full_hp_param get_grad_position get_gradient_for_reduction
     get_grads_for_norm get_grads_to_reduce get_groups_without_padding get_hp_param_device
     get_lean_optimizer_state get_local_fp32_grad_for_param get_local_fp32_param get_lr
     get_param_comm_dtype get_param_gradient_attribute get_param_id get_partition_info

@@ -22,7 +22,7 @@ from deepspeed.runtime.gradients.reduction import (
     ReductionSettings,
 )
 from deepspeed.runtime.gradients.replicated import all_reduce_flat
-from deepspeed.runtime.optimizers.group_layout import GroupLayout
+from deepspeed.runtime.optimizers.group_layout import SHARD_ALIGNMENT, GroupLayout
 from deepspeed.runtime.optimizers.master_weights import MasterWeights
 from deepspeed.runtime.optimizers.settings import ShardSettings, StepSettings
 from deepspeed.runtime.optimizers.step_sequence import forwarded
@@ -194,6 +194,7 @@ class BF16_Optimizer(ZeROOptimizer):
     """
 
     reduction: Accumulated
+    nccl_start_alignment_factor: int = SHARD_ALIGNMENT
 
     def __init__(
         self,

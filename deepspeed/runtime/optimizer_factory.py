@@ -26,6 +26,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.gradients.accumulation import AccumulationTracker
 from deepspeed.runtime.gradients.reduce_rule import ReduceRule
 from deepspeed.runtime.gradients.reduction import ReductionSettings
+from deepspeed.runtime.optimizers.group_layout import SHARD_ALIGNMENT
 from deepspeed.runtime.optimizers.on_shards import (
     BY_OWNERS,
     ELEMENTWISE,
@@ -546,6 +547,19 @@ def _reduction(context: WrapContext) -> ReductionSettings:
     )
 
 
+def _allgather_bucket_size(context: WrapContext) -> int:
+    """Return the elements of one gather, which are whole multiples of what shards are made of."""
+    zero = context.config.tree.zero_optimization
+    size = zero.allgather_bucket_size
+    if size % SHARD_ALIGNMENT and context.parameter_offload is None:
+        raise DeepSpeedConfigError(
+            f"zero_optimization.allgather_bucket_size: {size} with zero_optimization.stage: "
+            f"{int(zero.stage)}, whose shards are multiples of {SHARD_ALIGNMENT} elements "
+            f"(nccl_start_alignment_factor): use {size - size % SHARD_ALIGNMENT}"
+        )
+    return size
+
+
 def _shards(context: WrapContext, accumulation: torch.dtype | None) -> ShardSettings:
     tree = context.config.tree
     zero, low_precision = tree.zero_optimization, LowPrecision.of(tree)
@@ -558,7 +572,7 @@ def _shards(context: WrapContext, accumulation: torch.dtype | None) -> ShardSett
         offload=zero.offload_optimizer if _offloads(context.config) else None,
         files=_state_files(context.config),
         round_robin=zero.round_robin_gradients and context.parameter_offload is None,
-        allgather_bucket_size=zero.allgather_bucket_size,
+        allgather_bucket_size=_allgather_bucket_size(context),
         allgather_partitions=zero.allgather_partitions,
         gather_beside=context.model if zero.overlap_param_gather else None,
         elastic_checkpoint=zero.elastic_checkpoint,

@@ -157,7 +157,9 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     )
     allgather_partitions: Bool = option(True, "All-gather updated parameters; false: broadcast.")
     allgather_bucket_size: Size = option(
-        int(5e8), "Elements gathered by one collective on the CPU; devices gather in place."
+        int(5e8),
+        "Elements gathered by one collective on the CPU, an even number at stages 1 and 2; devices "
+        "gather in place.",
     )
     overlap_comm: Bool | None = option(None, "Overlap reduction with backward; null: at stage 3.")
     overlap_param_gather: Bool = option(

@@ -242,6 +242,7 @@ class DeepSpeedZeroOptimizer_Stage3(BucketNames, ZeROOptimizer):  # upstream's n
 
     plans: list[UnitBucket] = forwarded("reduction")
     set_own_masters = forwarded("masters", CutMasters.set_own_masters)
+    fp16_groups: list[list[nn.Parameter]] = forwarded("masters", name="bit16_groups")
     fp32_partitioned_groups_flat: list[torch.Tensor] = forwarded(
         "masters", name="single_partition_of_fp32_groups"
     )
@@ -259,6 +260,13 @@ class DeepSpeedZeroOptimizer_Stage3(BucketNames, ZeROOptimizer):  # upstream's n
             for number, (group, grad) in enumerate(
                 zip(self.masters.groups, grads or (), strict=False)
             )
+        }
+
+    def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
+        """Return `averaged_gradients` in fp32, by group and by the place in it."""
+        return {
+            number: {index: grad.float() for index, grad in enumerate(grads)}
+            for number, grads in self.averaged_gradients.items()
         }
 
     def _give_up(self) -> None:

@@ -44,6 +44,7 @@ from deepspeed.runtime.gradients.reduction import (
     ReductionSettings,
 )
 from deepspeed.runtime.gradients.sink import DeviceSink, HostSink, Sums
+from deepspeed.runtime.optimizers.group_layout import SHARD_ALIGNMENT
 from deepspeed.runtime.optimizers.master_weights import MasterWeights
 from deepspeed.runtime.optimizers.settings import ShardSettings, StepSettings
 from deepspeed.runtime.optimizers.step_sequence import forwarded
@@ -595,4 +596,5 @@ class DeepSpeedZeroOptimizer(BucketNames, ZeROOptimizer):
 
     create_gradient_handling_hooks = forwarded("reduction", Bucketed.create_gradient_handling_hooks)
     plans: list[BucketPlan] = forwarded("reduction")
+    nccl_start_alignment_factor: int = SHARD_ALIGNMENT
     partition_gradients: bool = forwarded("reduction")

@@ -154,6 +154,18 @@ class TestReductionSettings(DistributedTest):
         train(engine, range(4))
         check(engine, [[0, 1], [2, 3]])
 
+    @each(stage=(1, 2), precision=("fp32", "bf16", "bf16+fp32"))
+    def test_gathers_of_odd_sizes_are_refused(self, stage: int, precision: str) -> None:
+        # Kills: a size that shards are no multiple of, which upstream asserts.
+        config = config_of(stage, precision=precision)
+        config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+        config["zero_optimization"]["allgather_bucket_size"] = 1001
+        with pytest.raises(AssertionError, match=r"allgather_bucket_size: 1001 .*: use 1000$"):
+            deepspeed.initialize(model=make_net(), config=config)
+        config["zero_optimization"]["allgather_bucket_size"] = 1000
+        engine = deepspeed.initialize(model=make_net(), config=config)[0]
+        assert engine.optimizer.nccl_start_alignment_factor == 2
+
     @each(precision=("fp32", "bf16", "bf16+fp32"))
     def test_lamb_without_zero_sees_whole_parameters(self, precision: str) -> None:
         # Kills: bf16 with fp32 accumulation handing Lamb a shard at stage 0 (its trust ratio would

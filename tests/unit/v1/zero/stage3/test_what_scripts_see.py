@@ -232,8 +232,18 @@ class TestAveragedGradients(DistributedTest):
             assert [len(cuts) for cuts in found.values()] == [
                 len(group.params) for group in optimizer.groups
             ]
+            # Kills: partitions that are numbered otherwise, or in another dtype.
+            partitions = optimizer.get_fp32_grad_partitions()
+            assert [list(of) for of in partitions.values()] == [
+                list(range(len(params))) for params in optimizer.fp16_groups
+            ]
+            for number, cuts in found.items():
+                own = partitions[number].values()
+                assert all(torch.equal(*pair) for pair in zip(own, cuts, strict=True))
+                assert {one.dtype for one in own} == {torch.float32}
             engine.step()
             assert optimizer.averaged_gradients == {}
+            assert optimizer.get_fp32_grad_partitions() == {}
         with pytest.raises(AttributeError):
             optimizer.averaged_gradients = {}
         engine.destroy()
