@@ -118,7 +118,9 @@ class Losses:
                 # Backward undoes the caller's division exactly, by starting from its divisor: a
                 # leaf has no trace of the steps, which are other ones on other ranks.
                 loss = loss * self._tracker.divisor
-        else:
-            loss = self.divided(loss, scale_wrt_gas)
-        # fp32: the scaled loss itself must not overflow in half precision.
-        return loss.float() * sequence.loss_scale if sequence.needs_scaler() else loss
+        if sequence.needs_scaler():
+            # fp32: the scaled loss itself must not overflow in half precision, nor its gradient,
+            # which at the cast is the loss scale if the division stands before it, and then a
+            # scale of 2^16, the default, is infinite in fp16.
+            loss = loss.float() * sequence.loss_scale
+        return loss if self._divides_late else self.divided(loss, scale_wrt_gas)

@@ -67,6 +67,20 @@ def bit_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
+class TestDefaultScale(DistributedTest):
+    world_size = 1
+
+    def test_an_fp16_loss_is_divided_behind_its_cast(self) -> None:
+        # Kills: a division in fp16, whose gradient is the scale: 2^16 is infinite there.
+        engine = make_engine(2, accumulation=2, initial_scale_power=16)
+        for _ in range(2):
+            output = engine(placed(engine, torch.full((1, 5), 2.0**-16)))
+            assert output.dtype == torch.float16
+            engine.backward(output)
+            engine.step()
+        assert engine.skipped_steps == 0 and engine.optimizer.loss_scale == 2.0**16
+
+
 class TestDynamicScaling(DistributedTest):
     """Two ranks, all stages."""
 
