@@ -226,9 +226,11 @@ def _without_whole(row: Row, outcome: Outcome) -> Row:
 def _family_rows(label: str, run: Run, findings: list[StepFindings]) -> list[Row]:
     compared = [one for one in findings if not one.skipped]
     if not compared:
-        reason = findings[0].skipped if findings else "no step was judged"
+        if not findings:
+            return [Row(label, Verdict.FAIL, "no step was judged")]
+        why = f"no step could be compared ({findings[0].skipped})"
         remedy = "raise --steps or lower fp16.initial_scale_power"
-        return [Row(label, Verdict.FAIL, f"no step could be compared ({reason}); {remedy}")]
+        return [Row(label, Verdict.LEFT_OUT, f"{why}; {remedy}")]
     families: dict[str, set[str]] = {}
     for name in compared[0].gradients:
         families.setdefault(family_of(name), set()).add(name)

@@ -59,7 +59,7 @@ def test_the_planted_bug_fails_and_is_named(config: str, tmp_path: Path, capsys:
     assert exact["parameters"] == ["2.weight"]
     said = capsys.readouterr()
     assert "2.weight" in said.out
-    assert "s: 10 runs on 2 ranks\n" in said.err and "s: 1 of 10, SGD\n" in said.err
+    assert "s: 12 runs on 2 ranks\n" in said.err and "s: 1 of 12, SGD\n" in said.err
     page = wanted[1].read_text()
     assert "2.weight" in page and "data:image/png;base64," in page
     assert "src=" not in page.replace('src="data:', "") and "http" not in page  # self-contained
@@ -306,6 +306,15 @@ def test_without_a_step_nothing_was_compared() -> None:
         assert row.check == check and row.verdict is Verdict.LEFT_OUT
         assert row.detail == "no step could be compared (a sum overflows)"
     assert verdicts._compared(Row("any"), [StepFindings(2)]).verdict is Verdict.PASS
+
+
+def test_a_run_of_skipped_steps_is_left_out() -> None:
+    # Kills: a failure of a configuration whose loss scale begins above a short run's steps.
+    run = bare_plan().runs[0]
+    (row,) = verdicts._family_rows("SGD", run, [StepFindings(0, skipped="a sum overflows")])
+    assert row.verdict is Verdict.LEFT_OUT and "initial_scale_power" in row.detail
+    (row,) = verdicts._family_rows("SGD", run, [])
+    assert row.verdict is Verdict.FAIL
 
 
 def test_what_ranks_hold_of_their_own_is_named() -> None:
