@@ -15,7 +15,7 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.native import native_op
-from deepspeed.ops.parameter_runs import STATE_BY_PARAMETER, Run
+from deepspeed.ops.parameter_runs import STATE_BY_PARAMETER, ElementRun
 
 if TYPE_CHECKING:
     from deepspeed.ops.state_files import StateFiles
@@ -166,7 +166,7 @@ class HostOptimizer(torch.optim.Optimizer):
         self._grad_factor = 1.0
         self._deliveries: Mapping[torch.Tensor, Delivery] = {}
         self._early: EarlyUpdate | None = None
-        self._runs: Mapping[torch.Tensor, Sequence[Run]] = {}
+        self._runs: Mapping[torch.Tensor, Sequence[ElementRun]] = {}
         super().__init__(model_params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -275,7 +275,7 @@ class HostOptimizer(torch.optim.Optimizer):
         grad_factor: float,
         deliveries: Mapping[torch.Tensor, Delivery],
         early: EarlyUpdate | None = None,
-        runs: Mapping[torch.Tensor, Sequence[Run]] | None = None,
+        runs: Mapping[torch.Tensor, Sequence[ElementRun]] | None = None,
     ) -> Iterator[None]:
         """Let `step` multiply gradients by `grad_factor`, clip factor / loss scale, and deliver new
         values of flat parameters while the rest is updated, in its one pass; not what was updated
@@ -386,7 +386,7 @@ class HostOptimizer(torch.optim.Optimizer):
         return FlatUpdate(param.data, grad, states, None, scalars)
 
     def _scalar_runs(
-        self, group: dict[str, Any], runs: Sequence[Run], grad_factor: float
+        self, group: dict[str, Any], runs: Sequence[ElementRun], grad_factor: float
     ) -> list[ScalarRun]:
         """Count a step of each history, and return its scalars for each of its runs."""
         scalars: dict[int, tuple[float, ...]] = {}

@@ -2,9 +2,10 @@
 
 A torch optimizer leaves a parameter without a gradient as it is, its moments and its count of steps
 too. A flat shard is one parameter to its optimizer and holds many of the model's, so a step that
-leaves some of them out goes by `Run`: consecutive elements whose parameters have taken the same
-steps. Optimizers that know runs are given them; for torch's own, which update every element from
-that element alone, each run is a parameter of its own while the step lasts (`stepped_by_runs`).
+leaves some of them out goes by `ElementRun`: consecutive elements whose parameters have taken the
+same steps. Optimizers that know runs are given them; for torch's own, which update every element
+from that element alone, each run is a parameter of its own while the step lasts
+(`stepped_by_runs`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import nn
 STATE_BY_PARAMETER = "state_by_parameter"
 
 
-class Run(NamedTuple):
+class ElementRun(NamedTuple):
     """Elements `start` to `end` of a flat parameter, which have taken the same steps.
 
     Attributes:
@@ -37,7 +38,7 @@ class Run(NamedTuple):
     is_new: bool = False
 
 
-Runs = Mapping[torch.Tensor, Sequence[Run]]
+Runs = Mapping[torch.Tensor, Sequence[ElementRun]]
 
 
 def is_by_element(value: object, like: torch.Tensor) -> bool:
@@ -54,7 +55,7 @@ def shared_state(state: Mapping[str, Any], like: torch.Tensor) -> dict[str, Any]
     }
 
 
-def state_of_run(state: Mapping[str, Any], like: torch.Tensor, run: Run) -> dict[str, Any]:
+def state_of_run(state: Mapping[str, Any], like: torch.Tensor, run: ElementRun) -> dict[str, Any]:
     """Return the state of a run as that of a parameter of its own: views, and copies of `shared`.
     Empty for a new one, whose state the optimizer makes.
     """
@@ -69,7 +70,7 @@ def state_of_run(state: Mapping[str, Any], like: torch.Tensor, run: Run) -> dict
 
 
 def keep_state_of_run(
-    state: dict[str, Any], like: torch.Tensor, run: Run, found: Mapping[str, Any]
+    state: dict[str, Any], like: torch.Tensor, run: ElementRun, found: Mapping[str, Any]
 ) -> None:
     """Take over into the flat parameter's `state` the state that a step of a run has left."""
     part = slice(run.start, run.end)
@@ -91,7 +92,7 @@ def stepped_by_runs(optimizer: torch.optim.Optimizer, runs: Runs) -> Iterator[No
     """Let `optimizer` have each run as a parameter of its own, with its part of the gradient, in
     place of the flat parameters in `runs`; others stay as they are.
     """
-    parts: list[tuple[torch.Tensor, Run, nn.Parameter]] = []
+    parts: list[tuple[torch.Tensor, ElementRun, nn.Parameter]] = []
     groups = [group["params"] for group in optimizer.param_groups]
     try:
         for group, params in zip(optimizer.param_groups, groups, strict=True):

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import nn
 
-from deepspeed.ops.parameter_runs import Run, stepped_by_runs
+from deepspeed.ops.parameter_runs import ElementRun, stepped_by_runs
 from deepspeed.ops.whole_parameters import WholeParameterOptimizer
 from deepspeed.runtime.optimizers.owner_steps import OwnerSteps
 from deepspeed.runtime.sharding.group import ShardedGroup
@@ -45,7 +45,7 @@ class PartialSteps:
             pairs = zip(groups, names, strict=True)
             self._histories = [ParameterHistories(group, own, optimizer) for group, own in pairs]
         self._left_out: Collection[nn.Parameter] = ()
-        self.runs: dict[torch.Tensor, list[Run]] = {}
+        self.runs: dict[torch.Tensor, list[ElementRun]] = {}
         self._beside: PartialSteps | None = None
 
     def join(self, beside: PartialSteps) -> None:

@@ -373,7 +373,6 @@ class StepSequence(torch.optim.Optimizer):
             self.reduction.reduce_gradients()
             self.reduction.exit_backward()
             self.reduction.finish_gradients()
-        self._refuse_unread()
         if self._unused is not None:
             self.idle.drop(self._unused.of_window())
         self.masters.partial.leave_out(self.idle.of_step())
@@ -383,6 +382,7 @@ class StepSequence(torch.optim.Optimizer):
         outcome = outcomes.begin(norm, self.masters.group_squares, step_factor)
         scale = outcome.scale
         self._tell_settled(step_factor / scale)
+        self._refuse_unread()  # behind the observer, who says more of a gradient that was not sent
         if self._device_decides(norm):
             # Nothing waits here. The copy of the norm is queued before the update, so that a host
             # that has to wait for it does so while the device is busy with the update.

@@ -15,7 +15,7 @@ import torch
 
 from deepspeed.accelerator import runs_ahead
 from deepspeed.ops.host_optimizer import HostOptimizer, load_moments
-from deepspeed.ops.parameter_runs import Run, Runs, is_by_element, shared_state
+from deepspeed.ops.parameter_runs import ElementRun, Runs, is_by_element, shared_state
 from deepspeed.runtime.sharding.group import ShardedGroup
 
 if TYPE_CHECKING:
@@ -153,20 +153,22 @@ class LowPrecisionStep:
                 options["params"] = params
 
     def _step_group(
-        self, index: int, number: int, parts: _Parts, runs: Sequence[Run] | None
+        self, index: int, number: int, parts: _Parts, runs: Sequence[ElementRun] | None
     ) -> None:
         group = self._groups[index]
         parts.use_state(group.master, self._state_dtype)
         if runs is None:
             shared = shared_state(parts.state, group.master)
             is_new = not parts.state
-            self._step_run(index, number, parts, Run(0, group.master.numel(), shared, is_new))
+            self._step_run(
+                index, number, parts, ElementRun(0, group.master.numel(), shared, is_new)
+            )
             parts.state.update(shared)
             return
         for run in runs:
             self._step_run(index, number, parts, run)
 
-    def _step_run(self, index: int, number: int, parts: _Parts, run: Run) -> None:
+    def _step_run(self, index: int, number: int, parts: _Parts, run: ElementRun) -> None:
         group = self._groups[index]
         size = DEVICE_NUMEL if runs_ahead(group.master) else HOST_NUMEL
         # Each part begins with the count of steps from before the first.
@@ -213,7 +215,7 @@ class _Parts:
         master: torch.Tensor,
         grad: torch.Tensor,
         part: slice,
-        run: Run,
+        run: ElementRun,
         shared: Mapping[str, Any],
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Step a part of `run`, whose `shared` state was this; yields where values have to be

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.ops.parameter_runs import STATE_BY_PARAMETER, Run, is_by_element, shared_state
+from deepspeed.ops.parameter_runs import STATE_BY_PARAMETER, ElementRun, is_by_element, shared_state
 from deepspeed.runtime.sharding.fragments import ParamIndex
 from deepspeed.runtime.sharding.group import ShardedGroup
 
@@ -38,14 +38,14 @@ class ParameterHistories:
         self._group = group
         self._names = names
         self._optimizer = optimizer
-        self._runs: list[Run] | None = None
+        self._runs: list[ElementRun] | None = None
         self._of_all: dict[str, Any] = {}  # state of the parameters that have missed no step
 
     @property
     def flat(self) -> torch.Tensor:
         return self._group.masters[0]
 
-    def begin(self, left_out: Collection[nn.Parameter]) -> list[Run] | None:
+    def begin(self, left_out: Collection[nn.Parameter]) -> list[ElementRun] | None:
         """Return the elements that a step without these parameters updates; None: all of them,
         with one count. `end` has to follow.
         """
@@ -58,7 +58,7 @@ class ParameterHistories:
         self._runs = self._planned(set(idle), state)
         return self._runs
 
-    def _planned(self, idle: set[ParamIndex], state: Mapping[str, Any]) -> list[Run]:
+    def _planned(self, idle: set[ParamIndex], state: Mapping[str, Any]) -> list[ElementRun]:
         own = dict(state.get(STATE_BY_PARAMETER, {}))
         shared = shared_state(state, self.flat)
         is_new = not any(isinstance(value, torch.Tensor) for value in state.values())
@@ -96,12 +96,12 @@ class ParameterHistories:
 
     def _runs_of(
         self, params: Collection[ParamIndex], shared: dict[str, Any], is_new: bool
-    ) -> list[Run]:
+    ) -> list[ElementRun]:
         """Return the runs of these parameters here; one without elements where there are none, so
         that counts are the same on all ranks.
         """
         chosen = set(params)
-        runs: list[Run] = []
+        runs: list[ElementRun] = []
         for part in self._group.table.of_shard(self._group.shard_rank):
             if part.param not in chosen:
                 continue
@@ -109,8 +109,8 @@ class ParameterHistories:
             if runs and runs[-1].end == part.shard_start:
                 runs[-1] = runs[-1]._replace(end=end)
             else:
-                runs.append(Run(part.shard_start, end, shared, is_new))
-        return runs or [Run(0, 0, shared, is_new)]
+                runs.append(ElementRun(part.shard_start, end, shared, is_new))
+        return runs or [ElementRun(0, 0, shared, is_new)]
 
     def end(self) -> None:
         """Keep the counts that the step has left."""

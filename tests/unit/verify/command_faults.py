@@ -173,7 +173,7 @@ host, stage 2
     HostSink.settle: while self._in_flight: ... -> pass
 host and device
   the part on the device is not scaled => value after the step of 0\.weight wrong
-    DevicePart.step: scaling.step(self.optimizer, grads) -> self.optimizer.step()
+    DevicePart._step: scaling.step(self.optimizer, grads) -> self.optimizer.step()
 hpZ
   copies of shards outlive an update => unit 0 was gathered before update 1
     SecondaryShards.forget: self._is_wanted = self._is_right = False -> pass

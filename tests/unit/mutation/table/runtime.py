@@ -251,7 +251,7 @@ v1/bf16/test_low_precision.py -k test_bits
   values of an element share their random bits
     LowPrecisionStep._round: place % _DRAWS -> 0
   the first piece of a master leaves its state to the second
-    _Parts.step: self._old -> self._state
+    LowPrecisionStep._step_run: copy.deepcopy(run.shared) -> run.shared
 v1/bf16/test_low_precision.py -k checkpoint
   fp32 moments are loaded in the dtype of masters
     LowPrecisionStep._load_moments: load_moments(optimizer, self._loaded) -> pass
