@@ -209,7 +209,15 @@ def with_sgd(config: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration without optimizer and schedule; the run brings SGD along."""
     dropped = ("optimizer", "scheduler")
     changed = with_low_scale({key: config[key] for key in config if key not in dropped})
-    # SGD is none of the host optimizers that offloading insists on; what it does is the same.
+    zero = changed.get("zero_optimization")
+    offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
+    if isinstance(offload, dict):
+        # SGD is none of the host optimizers, which alone update ahead of the step, and state in
+        # files: the run with the configuration's own optimizer does.
+        offload.pop("speculative_update", None)
+        if offload.get("device") == "nvme":
+            offload["device"] = "cpu"
+    # What SGD does on the host is what the host optimizers that offloading insists on do.
     return {**changed, "zero_force_ds_cpu_optimizer": False}
 
 

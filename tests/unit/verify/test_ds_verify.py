@@ -308,6 +308,17 @@ def test_without_a_step_nothing_was_compared() -> None:
     assert verdicts._compared(Row("any"), [StepFindings(2)]).verdict is Verdict.PASS
 
 
+def test_sgd_runs_where_only_host_optimizers_do() -> None:
+    # Kills: keys that SGD is refused with, left in its run: the command would take no such
+    # configuration.
+    offload = {"device": "nvme", "nvme_path": "/files", "speculative_update": True}
+    given = {**config_of(2), "zero_optimization": {"stage": 2, "offload_optimizer": offload}}
+    plan = make_plan(Settings(given, "m.py:f"), given, 2, Shape(2, 2, 4), (8, 4))
+    zeros = [run.config["zero_optimization"]["offload_optimizer"] for run in plan.runs[:2]]
+    assert zeros[0]["device"] == "cpu" and "speculative_update" not in zeros[0]
+    assert zeros[1] == offload
+
+
 def test_a_run_of_skipped_steps_is_left_out() -> None:
     # Kills: a failure of a configuration whose loss scale begins above a short run's steps.
     run = bare_plan().runs[0]
