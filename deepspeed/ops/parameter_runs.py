@@ -87,6 +87,35 @@ def keep_state_of_run(
     run.shared.update({key: value for key, value in shared.items() if value is not None})
 
 
+def same_state(left: Mapping[str, object], right: Mapping[str, object]) -> bool:
+    """Return whether two states have the same keys and equal values."""
+    return left.keys() == right.keys() and all(same_value(left[key], right[key]) for key in left)
+
+
+def same_value(left: object, right: object) -> bool:
+    """Return whether values of state, tensors or not, are equal."""
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return torch.equal(left, right)
+    return bool(left == right)
+
+
+def settle_loaded(state: dict[str, Any]) -> None:
+    """Make state by parameter that was loaded what steps leave: one dictionary for all that have
+    the same, and tensors where the flat parameter's are (some optimizers count in numbers).
+    """
+    distinct: list[dict[str, Any]] = []
+    by_parameter = state.get(STATE_BY_PARAMETER, {})
+    for name, own in by_parameter.items():
+        for key, value in own.items():
+            like = state.get(key)
+            if isinstance(like, torch.Tensor) and not isinstance(value, torch.Tensor):
+                own[key] = torch.full_like(like, value)
+        alike = next((one for one in distinct if same_state(one, own)), own)
+        if alike is own:
+            distinct.append(own)
+        by_parameter[name] = alike
+
+
 @contextmanager
 def stepped_by_runs(optimizer: torch.optim.Optimizer, runs: Runs) -> Iterator[None]:
     """Let `optimizer` have each run as a parameter of its own, with its part of the gradient, in

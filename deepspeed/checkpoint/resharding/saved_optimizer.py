@@ -71,6 +71,11 @@ class SavedFragment(NamedTuple):
     group: int | None = None
     is_state_alone: bool = False
 
+    @property
+    def has_state(self) -> bool:
+        """Whether there is more than the master: its parameter has taken a step that counts."""
+        return bool(self.shared) or bool(self.values.keys() - {FP32})
+
 
 class _OptimizerTensor(NamedTuple):
     """A tensor that the optimizer updated; per-element state has any of `sizes` elements.
@@ -452,6 +457,9 @@ def _fragments_in(tensor: _OptimizerTensor) -> Iterator[SavedFragment]:
     for run in tensor.runs:
         values = {key: value[run.at : run.at + run.numel] for key, value in flat.items()}
         own = by_parameter.get(run.filed_as, shared)
+        if run.filed_as in by_parameter and not own:
+            # It has taken no step: what lies in its place of others' moments is not its state.
+            values = {key: value for key, value in values.items() if key == FP32}
         yield SavedFragment(
             run.name, run.start, run.numel, values, own, tensor.options, tensor.group
         )

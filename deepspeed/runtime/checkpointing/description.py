@@ -30,7 +30,8 @@ where
     fragments  parameter, first element, number of elements, which of the slots
     whole      true: what an earlier file has too is a copy
 
-Experts are numbered over all ranks. "unused" requires gradients, but the optimizer has not got it.
+Experts are numbered over all ranks. "unused" requires gradients, but the optimizer has not got it;
+"trained" is what the optimizer trains, also while it is frozen for some steps.
 """
 
 from __future__ import annotations
@@ -113,19 +114,12 @@ def _frozen_state(
     layout = optimizer.layout
     if not layout.lists_frozen:
         return {keys.FROZEN_PARAM_SHAPES: None, keys.FROZEN_PARAM_FRAGMENTS: None}
-    frozen = [
-        (name, param)
-        for name, param in module.named_parameters()
-        if not param.requires_grad and not exclude_frozen
-    ]
+    trained = optimizer.trained  # of which some may be frozen now
+    untrained = [pair for pair in module.named_parameters() if pair[1] not in trained]
+    frozen = [pair for pair in untrained if not pair[1].requires_grad and not exclude_frozen]
     if layout.has_weights:
         # What requires a gradient and is not the optimizer's would be nowhere else.
-        trained = optimizer.trained
-        frozen += [
-            (name, param)
-            for name, param in module.named_parameters()
-            if param.requires_grad and param not in trained
-        ]
+        frozen += [pair for pair in untrained if pair[1].requires_grad]
     return {
         keys.FROZEN_PARAM_SHAPES: OrderedDict((name, whole_shape(param)) for name, param in frozen),
         keys.FROZEN_PARAM_FRAGMENTS: OrderedDict(
@@ -210,7 +204,7 @@ def _weights(
             continue  # what a module keeps by get_extra_state()
         name = renumbered(local, files.experts.first)
         kind = _kind(tensor, tensor in trained)
-        if kind == FROZEN and without_frozen:
+        if without_frozen and kind != BUFFER and not tensor.requires_grad:
             continue
         entry = [list(whole_shape(tensor)), str(tensor.dtype).removeprefix("torch."), kind]
         first = names.setdefault(id(tensor), name)
@@ -222,9 +216,9 @@ def _weights(
 def _kind(tensor: torch.Tensor, is_trained: bool) -> str:
     if not isinstance(tensor, torch.nn.Parameter):
         return BUFFER
-    if not tensor.requires_grad:
-        return FROZEN
-    return TRAINED if is_trained else UNUSED
+    if is_trained:
+        return TRAINED
+    return UNUSED if tensor.requires_grad else FROZEN
 
 
 def _files_of(

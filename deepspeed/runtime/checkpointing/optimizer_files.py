@@ -60,8 +60,10 @@ class OptimizerFiles:
 
     @property
     def trained(self) -> set[nn.Parameter]:
-        groups = [] if self.sequence is None else self.sequence.numbered_params()
-        return {param for params in groups for param in params}
+        if self.sequence is None:
+            return set()
+        groups = self.sequence.numbered_params()
+        return {param for params in groups for param in params} - set(self.sequence.context.frozen)
 
     # Writing
 

@@ -17,7 +17,7 @@ from deepspeed.checkpoint.constants import STATE_OF_PARAMETERS
 from deepspeed.checkpoint.resharding.rank_slices import RankSlices
 from deepspeed.checkpoint.resharding.saved_optimizer import FP32, SavedFragment, SavedOptimizer
 from deepspeed.moe.expert_rows import first_element, whole_shape
-from deepspeed.ops.parameter_runs import STATE_BY_PARAMETER
+from deepspeed.ops.parameter_runs import STATE_BY_PARAMETER, same_state, same_value
 from deepspeed.runtime.optimizers.state_layout import OwnTensor, ParamRun
 from deepspeed.runtime.optimizers.step_sequence import StepSequence
 from deepspeed.runtime.zero.sharded_state import CheckpointMismatchError
@@ -66,9 +66,11 @@ class _Place(NamedTuple):
 class _Target:
     """One tensor that this rank's optimizer updates, being filled.
 
-    `filled` counts elements found, `found` those with state; `likeness`: how alike padding is;
-    `shared`: by parameter, state that is one value for all of its elements; `own_names`: the names
-    of parameters on this rank, by those in files, where experts are numbered over all ranks.
+    `filled` counts elements found, `found` all, `unstepped` those of parameters that have taken no
+    step (`new_names`), so have no state; `like`: whose state that of padding resembles, the one of
+    its group that has taken the most steps, and `likeness` how much; `shared`: by parameter, state
+    that is one value for all of its elements; `own_names`: the names of parameters on this rank, by
+    those in files, where experts are numbered over all ranks.
     """
 
     own: OwnTensor
@@ -77,8 +79,11 @@ class _Target:
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     filled: dict[str, int] = field(default_factory=dict)
     found: int = 0
+    unstepped: int = 0
+    new_names: set[str] = field(default_factory=set)
     shared: dict[str, dict[str, Any]] = field(default_factory=dict)
-    likeness: int = 0
+    like: SavedFragment | None = None
+    likeness: tuple[int, float] = (0, 0.0)
 
     @property
     def numel(self) -> int:
@@ -104,9 +109,13 @@ class _Target:
         self.found += count
         if not self.own.has_state:
             return
+        if fragment.options and not fragment.has_state:
+            self.unstepped += count
+            self.new_names.add(fragment.name)
+            return
         known = self.shared.setdefault(fragment.name, dict(fragment.shared))
         for key, value in fragment.shared.items():
-            if not _same(known.get(key, value), value):
+            if not same_value(known.get(key, value), value):
                 raise CheckpointMismatchError(
                     f"{fragment.name}: fragments of it have optimizer state {key!r} {value} and "
                     f"{known[key]}"
@@ -127,17 +136,19 @@ class _Target:
         """Return the state that is one value for all elements; under `STATE_BY_PARAMETER`, that of
         the parameters that have taken fewer steps than others.
         """
+        known = [*self.shared.values(), *([] if self.like is None else [self.like.shared])]
+        of_most_steps = max(known, key=_steps, default={})
         distinct: list[dict[str, Any]] = []
-        by_parameter: dict[str, dict[str, Any]] = {}
+        fewer: dict[str, dict[str, Any]] = {}
         for name, own in self.shared.items():
-            alike = next((one for one in distinct if _all_same(one, own)), own)
-            if alike is own:
-                distinct.append(own)
-            by_parameter[self.own_names.get(name, name)] = alike
-        if not distinct:
-            return {}
-        of_most_steps = max(distinct, key=lambda own: float(own.get("step", 0)))
-        fewer = {n: own for n, own in by_parameter.items() if own is not of_most_steps}
+            if not same_state(own, of_most_steps):
+                alike = next((one for one in distinct if same_state(one, own)), own)
+                if alike is own:
+                    distinct.append(own)
+                fewer[self.own_names.get(name, name)] = alike
+        if known:
+            new: dict[str, Any] = {}
+            fewer.update({self.own_names.get(name, name): new for name in self.new_names})
         return {**of_most_steps, **({STATE_BY_PARAMETER: fewer} if fewer else {})}
 
     @property
@@ -145,18 +156,28 @@ class _Target:
         """Whether it holds no element of a parameter, and has state all the same."""
         return self.own.used == 0 and self.own.has_state and self.own.beside is None
 
+    @property
+    def may_lack_state(self) -> bool:
+        """Whether all that it holds may have taken no step while other ranks have state for it."""
+        return self.own.has_state and self.own.beside is None and not self.own.is_whole
+
     def resemble(self, fragment: SavedFragment, likeness: int) -> None:
-        """Have the state of padding as the optimizer would have made it with what `fragment` is
-        of.
+        """Have the state of elements that have none of their own as the optimizer would have made
+        it with what `fragment` is of.
         """
-        if likeness <= self.likeness:
+        found = (likeness, _steps(fragment.shared))
+        if fragment.has_state and (self.like is None or found > self.likeness):
+            self.likeness = found
+            self.like = fragment
+
+    def complete(self) -> None:
+        """Make the state that other ranks have of the tensors of this group, where this one has
+        found none.
+        """
+        if self.like is None or self.shared:
             return
-        self.likeness = likeness
-        self.values = {
-            key: torch.zeros(self.numel, dtype=value.dtype)
-            for key, value in fragment.values.items()
-        }
-        self.shared = {fragment.name: dict(fragment.shared)}
+        for key, value in self.like.values.items():
+            self.values.setdefault(key, torch.zeros(self.numel, dtype=value.dtype))
 
     def check(self) -> None:
         """Raise unless every element was found, with all state that any of them has."""
@@ -166,7 +187,12 @@ class _Target:
                 f"elements that this rank holds of {_listed(self.names)}: it is of another model, "
                 "or of one with other parameters trained"
             )
-        lacking = [key for key, count in self.filled.items() if count != self.found]
+        stepped = self.found - self.unstepped
+        lacking = [
+            key
+            for key, count in self.filled.items()
+            if count != (self.found if key == FP32 else stepped)
+        ]
         if lacking:
             raise CheckpointMismatchError(
                 f"in the checkpoint only some of {_listed(self.names)} have optimizer state "
@@ -174,14 +200,8 @@ class _Target:
             )
 
 
-def _same(left: object, right: object) -> bool:
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return torch.equal(left, right)
-    return bool(left == right)
-
-
-def _all_same(left: Mapping[str, object], right: Mapping[str, object]) -> bool:
-    return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+def _steps(state: Mapping[str, Any]) -> float:
+    return float(state.get("step", 0))
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -217,9 +237,9 @@ class _Resharding:
                 self.places.setdefault(name, []).append(place)
 
     def fill(self, saved: SavedOptimizer | RankSlices) -> None:
-        padding = [target for target in self.targets if target.is_padding]
+        lacking = [one for one in self.targets if one.is_padding or one.may_lack_state]
         for fragment in saved.fragments():
-            for target in padding:
+            for target in lacking:
                 self._offer(target, fragment)
             lacks = FP32 not in fragment.values and not fragment.is_state_alone
             if fragment.name in self._group_of:
@@ -234,13 +254,16 @@ class _Resharding:
                 place.target.take(place.run, fragment)
         for target in self.targets:
             target.check()
+            target.complete()
         for index, options in saved.options.items():
             # What is missing is a group without parameters on this stage.
             self.options.setdefault(index, dict(options))
         self._num_saved_groups = len(saved.options)
 
     def _offer(self, target: _Target, fragment: SavedFragment) -> None:
-        """Have padding resemble its neighbours on other ranks, or what is optimized alike."""
+        """Have what lacks state resemble its neighbours on other ranks; padding, if there are none,
+        what is optimized alike.
+        """
         if not fragment.options:  # it was not trained
             return
         own = self.sequence.param_groups[target.own.group]
@@ -251,7 +274,7 @@ class _Resharding:
         ]
         if self._group_of.get(fragment.name) == target.own.group:
             target.resemble(fragment, likeness=2)
-        elif all(here == there for here, there in switches):
+        elif target.is_padding and all(here == there for here, there in switches):
             target.resemble(fragment, likeness=1)
 
     def _take_options(self, group: int, fragment: SavedFragment) -> None:
@@ -262,7 +285,7 @@ class _Resharding:
         differing = [
             key
             for key in fragment.options
-            if key not in first.options or not _same(first.options[key], fragment.options[key])
+            if key not in first.options or not same_value(first.options[key], fragment.options[key])
         ]
         if differing:
             raise CheckpointMismatchError(

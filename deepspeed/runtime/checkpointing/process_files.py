@@ -135,8 +135,9 @@ def window_content(state: TrainingState) -> dict[str, Any]:
 def _layout(state: TrainingState, sequence: StepSequence) -> dict[str, Any]:
     """What must be equal for a run to go on, by the name of what the user sees of it."""
     config, names = state._config, {p: name for name, p in state.module.named_parameters()}
+    frozen = set(sequence.context.frozen)  # what is frozen now may be trained again
     trained = [
-        [(names.get(p), tuple(logical_shape(p)), p.dtype) for p in params if p.requires_grad]
+        [(names.get(p), tuple(logical_shape(p)), p.dtype) for p in params if p not in frozen]
         for params in sequence.numbered_params()
     ]
     return {

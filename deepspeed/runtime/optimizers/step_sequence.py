@@ -334,7 +334,8 @@ class StepSequence(torch.optim.Optimizer):
         what other ranks have (a parameter that pipeline stages share) must have said so with
         `hold`.
         """
-        if not param.requires_grad:
+        # One that is frozen for some steps has a gradient of zero, which all its ranks sum alike.
+        if any(param is frozen for frozen in self.context.frozen):
             raise ValueError(
                 f"local_gradient: a frozen parameter (shape {tuple(param.shape)}) has no gradient"
             )

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from deepspeed.ops.parameter_runs import settle_loaded
+
 Memory = tuple[torch.device, int]
 
 
@@ -34,6 +36,9 @@ def load_apart(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     given = state.get("state")
     for own, key in _in_common(_states(optimizer), given.values() if given else ()):
         own[key] = own[key].clone()
+    for loaded in _states(optimizer):
+        if isinstance(loaded, dict):
+            settle_loaded(loaded)
 
 
 def check_apart(optimizer: object) -> None:

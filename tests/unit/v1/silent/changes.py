@@ -50,6 +50,22 @@ class Net(nn.Module):
         return self.o(hidden).float().square().mean()
 
 
+def set_frozen(model: nn.Module, step: int) -> list[str]:
+    """Freeze `b` for three steps, and `a.bias` until `b` is trained again; what is frozen now."""
+    first = {"b.weight": 3, "b.bias": 3, "a.bias": 0}
+    frozen = [name for name, begin in first.items() if begin <= step < 6]
+    for name, param in model.named_parameters():
+        param.requires_grad_(name not in frozen)
+    return frozen
+
+
+def full_master(model: nn.Module, name: str) -> torch.Tensor:
+    """A copy of a parameter's master, or of itself where it is its own."""
+    param = dict(model.named_parameters())[name]
+    value = safe_get_full_fp32_param(param)
+    return (param.detach() if value is None else value).float().clone()
+
+
 @dataclass(frozen=True)
 class Case:
     change: str
@@ -139,9 +155,7 @@ class Run:
             self.step()
 
     def master(self, name: str) -> torch.Tensor:
-        param = dict(self.model.named_parameters())[name]
-        value = safe_get_full_fp32_param(param)
-        return (param.detach() if value is None else value).float().clone()
+        return full_master(self.model, name)
 
     def moment(self, name: str) -> torch.Tensor:
         key = "momentum_buffer" if self.case.optimizer == "momentum" else "exp_avg"
