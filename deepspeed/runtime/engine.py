@@ -295,7 +295,7 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         hexadecimal digits, or (`per_parameter`) as many by name. All ranks call it.
         """
         sequence = self._require_optimizer("state_digest")
-        sequence.masters.writes.take_in()
+        sequence.masters.writes.take_in(waits=True)
         # Of those that hold the same: one instance of several, or the first of all ranks.
         shard_rank = getattr(sequence.masters, "shard_rank", 0)
         is_first = dist.get_rank(group=self.model_ranks.replicas) == shard_rank
@@ -350,10 +350,12 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         try:
             scaled = self._losses.scaled(sequence, loss, scale_wrt_gas)
             scaled.backward(retain_graph=retain_graph)
+            self._backward_epilogue()
         except BaseException:
             self._abort_backward()
+            # Torch does not name a parameter that a script has converted.
+            sequence.masters.writes.rejoin()
             raise
-        self._backward_epilogue()
         return self._losses.divided(loss, scale_wrt_gas)
 
     def _begin_managed_backward(self) -> StepSequence:

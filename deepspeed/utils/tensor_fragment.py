@@ -311,6 +311,9 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         # In place: norm and clipping read this buffer, and would not see another one.
         param.grad = param.grad if param.grad is not None else torch.zeros_like(param)
         param.grad.copy_(value.detach() / _replicated_factor(param))
+        link = getattr(param, "_ds_replicated_by", None)
+        if link is not None:
+            link.optimizer.idle.give(param)
         return
     _assign(param, *_gradients_to_replace(param, "safe_set_full_grad", value))
 

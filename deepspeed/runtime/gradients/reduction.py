@@ -169,6 +169,8 @@ class GradientReduction:
         elsewhere when gradients are finished.
         """
         with torch._C.DisableTorchFunctionSubclass():
+            if all(param.grad is None for group in self.groups for param in group.params):
+                return []
             return [
                 param
                 for group in self.groups

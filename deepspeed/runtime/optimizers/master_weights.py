@@ -232,7 +232,9 @@ class MasterWeights:
         own = self.groups[: len(init_optimizer.param_groups)]
         named = [self.names(number) for number in range(len(self.groups))]
         self.partial = PartialSteps(own, named[: len(own)], init_optimizer, per_param)
-        self.writes = ModelWrites(self.groups, named, on_written=self.lend)
+        # What arrives beside forward must not be read before it has.
+        samples = self.settings.gather_beside is None
+        self.writes = ModelWrites(self.groups, named, self.lend, samples)
 
     def link(self, sequence: StepSequence) -> None:
         for param, place in self.places.items():

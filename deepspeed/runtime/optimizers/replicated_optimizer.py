@@ -70,18 +70,25 @@ class UnsharedParameters:
         self._gradients = gradients
         self._context = context
 
+    def refuse_converted(self) -> None:
+        """Refuse a converted model, as the first parameter of each buffer shows."""
+        self._refuse(first_only=True)
+
     def rejoin(self) -> None:
         """Refuse parameters that were converted or moved: their gradients would not fit."""
-        for gradients in self._gradients:
-            trained = (gradients.flat.dtype, gradients.flat.device)
-            for param in gradients.params:
-                if (param.dtype, param.device) != trained:
-                    raise RuntimeError(
-                        refused_memory(self._context.name_of(param), param, *trained)
-                    )
+        self._refuse(first_only=False)
 
-    def take_in(self) -> None:
-        """Do nothing: what was written is what is trained."""
+    def _refuse(self, first_only: bool) -> None:
+        for gradients in self._gradients:
+            dtype, device = gradients.flat.dtype, gradients.flat.device
+            for param in gradients.params[: 1 if first_only else None]:
+                if param.dtype != dtype or param.device != device:
+                    name = self._context.name_of(param)
+                    raise RuntimeError(refused_memory(name, param, dtype, device))
+
+    def take_in(self, waits: bool = False) -> None:
+        """Refuse what cannot be trained; what was written is what is trained."""
+        self.rejoin()
 
 
 class WithoutGradients:

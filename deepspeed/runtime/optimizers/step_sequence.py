@@ -122,8 +122,9 @@ class Writes(Protocol):
 
     compares_all: bool
 
+    def refuse_converted(self) -> None: ...
     def rejoin(self) -> None: ...
-    def take_in(self) -> None: ...
+    def take_in(self, waits: bool = False) -> None: ...
 
 
 class Partial(Protocol):
@@ -306,7 +307,7 @@ class StepSequence(torch.optim.Optimizer):
     def backward_prologue(self) -> None:
         self.require_states("backward")
         self._stop_asking()
-        self.masters.writes.rejoin()
+        self.masters.writes.refuse_converted()
         self.idle.backward_begins()
         self.reduction.backward_prologue()
 

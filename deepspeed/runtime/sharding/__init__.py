@@ -6,6 +6,7 @@ flattening, cut_rows        copies into the flat buffer, and between whole and c
 low_precision               steps of masters in bf16 or fp16
 parameter_histories         which parameters of a group have missed steps
 model_writes                what scripts do to parameters behind the optimizer
+value_samples               a few elements of parameters, by which writes are noticed
 publisher                   how updated shards reach everybody
 dealt_parameters            whole parameters, for optimizers that need them
 model_ranks, model_slices   which ranks hold which parameters, and which slices

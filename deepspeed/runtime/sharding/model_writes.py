@@ -4,72 +4,52 @@ The parameters of a flat group are views of one buffer, and masters, where they 
 the next step rounds into it. A script may write to a parameter, or give it other memory
 (`param.data = ...`, `module.to("cpu")` and back). Before a step, and before masters are read, each
 group is compared with what was left there: addresses and version counters, a number a parameter,
-and where the host need not wait for it, a few elements of each, for writes by way of `.data`, which
-torch does not count.
+and a few elements of each, for writes by way of `.data`, which torch does not count. Where the host
+runs ahead of the device it learns of those one step later, when they are lost, and raises.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sharding.fragments import ParamIndex
 from deepspeed.runtime.sharding.group import ShardedGroup
+from deepspeed.runtime.sharding.value_samples import ValueSample
 from deepspeed.utils.logging import warn_once
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class _Sample:
-    """A few elements of each parameter of a flat group, and what they were."""
-
-    def __init__(self, group: ShardedGroup) -> None:
-        places: list[int] = []
-        self._owners: list[ParamIndex] = []
-        for index, (start, numel) in enumerate(
-            zip(group.table.offsets, group.table.numels, strict=True)
-        ):
-            within = sorted({0, numel // 3, 2 * numel // 3, numel - 1}) if numel else []
-            places += [start + at for at in within]
-            self._owners += [index] * len(within)
-        self._group = group
-        self._places = torch.tensor(places, dtype=torch.int64, device=group.flat.device)
-        self._kept = self._now()
-
-    def _now(self) -> torch.Tensor:
-        flat = self._group.flat.detach()
-        # Bits: NaN is not equal to itself.
-        return flat.view(_BITS[flat.element_size()]).index_select(0, self._places)
-
-    def keep(self) -> None:
-        self._kept = self._now()
-
-    def changed(self) -> set[ParamIndex]:
-        now = self._now()
-        if torch.equal(now, self._kept):
-            return set()
-        return {self._owners[at] for at in (now != self._kept).nonzero().flatten().tolist()}
 
 
 class _Watched:
     """One flat group, with what its parameters were when they were looked at last."""
 
-    def __init__(self, group: ShardedGroup, names: Sequence[str]) -> None:
+    def __init__(self, group: ShardedGroup, names: Sequence[str], samples: bool) -> None:
         self.group = group
         self.names = names
         self.params = group.params
+        self.shapes = [param.shape for param in group.params]
         # Of no elements there is no address.
         self._filled = [index for index, numel in enumerate(group.table.numels) if numel]
+        self._filled_params = [group.params[index] for index in self._filled]
         self._base: int | None = None
         self._expected: list[int] = []
         self._versions = [param._version for param in self.params]
-        reads_freely = get_accelerator().is_synchronized_device() and not group.flat.is_meta
-        self.sample = _Sample(group) if reads_freely and not group.aliased else None
+        self.sample: ValueSample | None = None
+        if samples and not group.aliased and not group.flat.is_meta:
+            parts = zip(group.table.offsets, group.table.numels, strict=True)
+            self.sample = ValueSample(lambda: group.flat, parts)
+
+    def first_is_converted(self) -> bool:
+        """Whether the first parameter has another dtype or device than the group."""
+        first, flat = self.params[0], self.group.flat
+        return first.dtype != flat.dtype or first.device != flat.device
 
     def moved(self) -> list[ParamIndex]:
-        """Return the parameters that do not lie in the flat buffer."""
+        """Return the parameters that do not lie in the flat buffer.
+
+        Raises:
+            RuntimeError: Two parameters lie at one address.
+        """
         flat = self.group.flat
         base = flat.data_ptr()
         if not base:
@@ -78,22 +58,39 @@ class _Watched:
             offsets, size = self.group.table.offsets, flat.element_size()
             self._expected = [base + offsets[index] * size for index in self._filled]
             self._base = base
-        params = self.params
-        found = [params[index].data_ptr() for index in self._filled]
+        found = [param.data_ptr() for param in self._filled_params]
         if found == self._expected:
             return []
+        _refuse_shared(zip(found, (self.names[index] for index in self._filled), strict=True))
         pairs = zip(self._filled, found, self._expected, strict=True)
         return [index for index, here, there in pairs if here != there]
 
     def written(self) -> set[ParamIndex]:
-        """Return the parameters that were written to, as torch counts or a sample shows."""
+        """Return the parameters that were written to, as torch counts."""
         now = [param._version for param in self.params]
-        found = self.sample.changed() if self.sample is not None else set()
-        if now != self._versions:
-            pairs = enumerate(zip(now, self._versions, strict=True))
-            found |= {index for index, (new, old) in pairs if new != old}
-            self._versions = now
+        if now == self._versions:
+            return set()
+        pairs = enumerate(zip(now, self._versions, strict=True))
+        found = {index for index, (new, old) in pairs if new != old}
+        self._versions = now
         return found
+
+    def sampled(self, written: Collection[ParamIndex], waits: bool) -> set[ParamIndex]:
+        """Return the parameters that a sample shows to have been written to, beside `written`.
+
+        Raises:
+            RuntimeError: The host learns only now of a write before the last step, which is lost.
+        """
+        if self.sample is None:
+            return set()
+        if written:
+            self.sample.note(written)
+        if not self.sample.is_late:
+            return set(self.sample.changed_now())
+        lost = self.sample.changed_before() if waits else self.sample.changed()
+        if lost:
+            raise RuntimeError(_lost([self.names[index] for index in lost]))
+        return set(self.sample.changed_now()) if waits else set()
 
 
 class ModelWrites:
@@ -104,6 +101,7 @@ class ModelWrites:
             written to by itself.
         names: The names of each group's parameters, for errors.
         on_written: Called when masters have followed a write.
+        samples: Look at elements. Not where parameters arrive beside the current stream.
 
     Attributes:
         compares_all: Compare every element with its master, and warn of writes that would not be
@@ -115,34 +113,43 @@ class ModelWrites:
         groups: Sequence[ShardedGroup],
         names: Sequence[Sequence[str]],
         on_written: Callable[[], None],
+        samples: bool = True,
     ) -> None:
         pairs = zip(groups, names, strict=True)
         self._watched = [
-            _Watched(group, theirs) for group, theirs in pairs if group.params and not group.is_cut
+            _Watched(group, theirs, samples)
+            for group, theirs in pairs
+            if group.params and not group.is_cut
         ]
         self._on_written = on_written
         self._moved: dict[_Watched, set[ParamIndex]] = {}
         self.compares_all = False
+
+    def refuse_converted(self) -> None:
+        """Refuse a converted model, as the first parameter of each group shows."""
+        if any(watched.first_is_converted() for watched in self._watched):
+            self.rejoin()
 
     def rejoin(self) -> None:
         """Let parameters that a script has given other memory lie in their flat buffer again, with
         the values that they have there.
 
         Raises:
-            RuntimeError: Their dtype, device or shape is not what the engine trains.
+            RuntimeError: Their dtype, device or shape is not what the engine trains, or two have
+                the same memory.
         """
         for watched in self._watched:
             moved = watched.moved()
+            if not moved:
+                continue
             for index in moved:
                 _check(watched, index)
-            for index in moved:
-                _move_back(watched, index)
-            if moved:
-                self._moved.setdefault(watched, set()).update(moved)
+            _move_back(watched, moved)
+            self._moved.setdefault(watched, set()).update(moved)
 
-    def take_in(self) -> None:
+    def take_in(self, waits: bool = False) -> None:
         """Let masters follow what scripts have written to parameters; called before masters are
-        used.
+        used. `waits`: the host may wait for a device, and learns of writes by way of `.data` now.
         """
         self.rejoin()
         any_written = False
@@ -150,6 +157,7 @@ class ModelWrites:
             written = watched.written() | self._moved.pop(watched, set())
             if self.compares_all:
                 written |= _unnoticed(watched, written)
+            written |= watched.sampled(written, waits)
             any_written |= bool(written)
             for index in sorted(written):
                 watched.group.follow(index)
@@ -161,7 +169,7 @@ class ModelWrites:
         """Remember the elements as they are now: the step itself has changed them."""
         for watched in self._watched:
             if watched.sample is not None:
-                watched.sample.keep()
+                watched.sample.note_all()
 
 
 def _unnoticed(watched: _Watched, noticed: Collection[ParamIndex]) -> set[ParamIndex]:
@@ -190,22 +198,53 @@ def refused_memory(name: str, param: torch.Tensor, dtype: torch.dtype, device: t
     )
 
 
+def _lost(names: Sequence[str]) -> str:
+    """Return the error text for writes that were noticed too late."""
+    return (
+        f"{', '.join(names[:4])} changed before the last step by a write that torch does not count "
+        "(through param.data), and the step has put its masters in its place: write to the "
+        "parameter itself under torch.no_grad(), or set verify.masters, which compares every "
+        "element before each step, for which the host waits"
+    )
+
+
+def _refuse_shared(named: Iterable[tuple[int, str]]) -> None:
+    """Refuse parameters that have come to lie at one address."""
+    seen: dict[int, str] = {}
+    for address, name in named:
+        if address in seen:
+            raise RuntimeError(
+                f"{seen[address]} and {name} have the same memory: a script has written "
+                "param.data = ... after deepspeed.initialize, and each would be trained by itself. "
+                "Tie them before it, by making them one parameter, or copy the values: "
+                "param.copy_(other) under torch.no_grad()"
+            )
+        seen[address] = name
+
+
 def _check(watched: _Watched, index: ParamIndex) -> None:
     param, flat = watched.params[index], watched.group.flat
     if (param.dtype, param.device) != (flat.dtype, flat.device):
         raise RuntimeError(refused_memory(watched.names[index], param, flat.dtype, flat.device))
-    if param.numel() != watched.group.table.numels[index]:
+    if param.shape != watched.shapes[index]:
         raise RuntimeError(
-            f"{watched.names[index]} has {param.numel()} elements, and the engine trains "
-            f"{watched.group.table.numels[index]}: a parameter keeps its shape after "
+            f"{watched.names[index]} has the shape {tuple(param.shape)}, and the engine trains "
+            f"{tuple(watched.shapes[index])}: a parameter keeps its shape after "
             "deepspeed.initialize; make a new engine for another one"
         )
 
 
 @torch.no_grad()
-def _move_back(watched: _Watched, index: ParamIndex) -> None:
-    param, table = watched.params[index], watched.group.table
-    start = table.offsets[index]
-    view = watched.group.flat[start : start + table.numels[index]].view(param.shape)
-    view.copy_(param.data)
-    param.data = view
+def _move_back(watched: _Watched, moved: Sequence[ParamIndex]) -> None:
+    flat, table = watched.group.flat, watched.group.table
+    # Some may lie in the places of others.
+    memory = flat.untyped_storage().data_ptr()
+    for index in moved:
+        param = watched.params[index]
+        if param.untyped_storage().data_ptr() == memory:
+            param.data = param.data.clone()
+    for index in moved:
+        start = table.offsets[index]
+        view = flat[start : start + table.numels[index]].view(watched.shapes[index])
+        view.copy_(watched.params[index].data)
+        watched.params[index].data = view

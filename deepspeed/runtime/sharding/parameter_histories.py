@@ -51,7 +51,9 @@ class ParameterHistories:
         """
         self._runs = None
         params = self._group.params
-        idle = [index for index, param in enumerate(params) if param in left_out]
+        idle = (
+            [index for index, param in enumerate(params) if param in left_out] if left_out else []
+        )
         state = self._optimizer.state.get(self.flat, {})
         if not idle and not state.get(STATE_BY_PARAMETER):
             return None

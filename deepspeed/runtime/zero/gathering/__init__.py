@@ -4,7 +4,6 @@ units                which parameters are gathered together, by which keys of th
 gather_unit          parameters that one collective gathers; shards a second time within a node
 shard_files          shards in files, read ahead and written behind
 memory_pool          memory, streams and events of what is gathered
-value_samples        a few elements of what stays whole, by which writes to it are noticed
 coordinator          who needs which unit, and which is gathered ahead
 backward_order       when backward needs them, and when it is done with them
 saved_tensors        what autograd has saved of, and asks of, parameters that have gone

@@ -48,9 +48,9 @@ from deepspeed.comm.watch.observation import announce
 from deepspeed.runtime.sharding.cut_rows import WholeViews
 from deepspeed.runtime.sharding.flattening import joined, lies_on_host
 from deepspeed.runtime.sharding.fragments import ParameterCutTable
+from deepspeed.runtime.sharding.value_samples import ValueSample
 from deepspeed.runtime.zero.gathering.memory_pool import GatherResources, PoolBuffer, poison
 from deepspeed.runtime.zero.gathering.shard_files import is_moved
-from deepspeed.runtime.zero.gathering.value_samples import ValueSample
 from deepspeed.runtime.zero.parameters.zero_parameter import (
     ShardRecord,
     ZeroParamStatus,
@@ -88,6 +88,12 @@ class _Gather(NamedTuple):
     rows: PoolBuffer
     pending: PendingShards
     done: Event | None
+
+
+def _sample_of(buffer: PoolBuffer, params: Sequence[torch.Tensor]) -> ValueSample:
+    start = buffer.tensor.storage_offset()
+    parts = [(int(param.storage_offset() - start), param.numel()) for param in params]
+    return ValueSample(lambda: buffer.tensor, parts)
 
 
 class GatherUnit:
@@ -376,7 +382,7 @@ class GatherUnit:
         self._memory = None
         self.fetch()
         if self.buffer.sample is None:
-            self.buffer.sample = ValueSample(self.buffer.tensor, self.whole_params)
+            self.buffer.sample = _sample_of(self.buffer, self.whole_params)
         else:
             self.buffer.sample.note_all()
 
@@ -485,7 +491,7 @@ def note_written(param: nn.Parameter) -> None:
     unit: GatherUnit | None = record_of(param).unit
     if unit is not None and unit.is_whole and unit.buffer.sample is not None:
         own = next(index for index, other in enumerate(unit.params) if other is param)
-        unit.buffer.sample.note(own)
+        unit.buffer.sample.note((own,))
 
 
 class SecondaryShards:

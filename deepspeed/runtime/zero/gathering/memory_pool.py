@@ -23,10 +23,10 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import Event, Stream, get_accelerator
 from deepspeed.comm.failures import raise_disk_error
 from deepspeed.ops.state_files import mend
+from deepspeed.runtime.sharding.value_samples import ValueSample
 from deepspeed.runtime.streams import SideStream
 from deepspeed.runtime.zero.gathering.shard_files import ShardReads, is_moved
 from deepspeed.runtime.zero.gathering.units import GatherSettings
-from deepspeed.runtime.zero.gathering.value_samples import ValueSample
 from deepspeed.utils.logging import logger
 
 

@@ -1,0 +1,192 @@
+"""Writes into the model that lie beside the ordinary: memory that parameters exchange or share,
+other shapes, and what a host that runs ahead of its device can know of a write by way of `.data`.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.sim_accelerator import simulate
+from deepspeed.utils import safe_set_full_grad
+from unit.common import DistributedTest
+from unit.models import drawn
+from unit.one_process import mean_square, own_loss, placed
+from unit.v1.device.test_host_waits import UNCHECKED, batches, waited
+from unit.v1.device.test_host_waits import Case as DeviceCase
+from unit.v1.looping import each
+from unit.v1.silent.changes import FACTORS, ROWS, SPAN, WIDTH, Case, Run
+
+STAGES, WARM_UP, WRITTEN_AT = (1, 2), 2, 3
+LOST = "2.weight changed before the last step by a write that torch does not count"
+
+
+def case_of(stage: int, precision: str) -> Case:
+    return Case("", stage, precision, accumulation=1, offload=False, optimizer="adamw")
+
+
+@contextlib.contextmanager
+def trained(case: Case) -> Iterator[Run]:
+    run = Run(case)
+    run.train(SPAN)
+    yield run
+    run.engine.destroy()
+
+
+def exchange(model: nn.Module) -> None:
+    model.a.bias.data, model.b.bias.data = model.b.bias.data, model.a.bias.data
+
+
+class TestMemory(DistributedTest):
+    world_size = 2
+
+    @each(stage=STAGES, precision=FACTORS["precision"])
+    def test_two_parameters_exchange_theirs(self, stage: int, precision: str) -> None:
+        # Kills: a value that is copied back over that of another before that one is read.
+        with trained(case_of(stage, precision)) as run:
+            # Else values that are equal in any case would be exchanged.
+            biases = [model.b.bias for model in run.both]
+            with torch.no_grad():
+                for bias in biases:
+                    bias.add_(1.0)
+            for model in run.both:
+                exchange(model)
+            run.check()
+            if precision == "fp32":  # which computes with other memory after that than plain torch
+                run.train(1)
+
+    @each(stage=STAGES, precision=("fp32", "bf16"))
+    def test_shared_by_two_is_refused(self, stage: int, precision: str) -> None:
+        # Kills: two parameters of one memory that go apart without a word.
+        with trained(case_of(stage, precision)) as run:
+            run.model.a.bias.data = run.model.b.bias.data
+            run.engine.backward(own_loss(run.engine, drawn(7, ROWS, WIDTH)))
+            with pytest.raises(RuntimeError, match=r"a\.bias and b\.bias have the same memory"):
+                run.engine.step()
+
+    @each(stage=STAGES, precision=("fp32", "bf16"))
+    def test_of_another_shape_is_refused(self, stage: int, precision: str) -> None:
+        # Kills: a shape of as many elements, which is taken.
+        with trained(case_of(stage, precision)) as run:
+            run.engine.backward(own_loss(run.engine, drawn(7, ROWS, WIDTH)))
+            weight = run.model.b.weight
+            weight.data = weight.data.view(4, 16).clone()
+            with pytest.raises(RuntimeError, match=r"b\.weight has the shape \(4, 16\).*\(8, 8\)"):
+                run.engine.step()
+
+    @each(stage=(0, 1, 2), precision=("fp32", "bf16"))
+    def test_one_layer_that_is_converted_is_refused(self, stage: int, precision: str) -> None:
+        # Kills: a look at the first parameter alone.
+        with trained(case_of(stage, precision)) as run:
+            loss = own_loss(run.engine, drawn(7, ROWS, WIDTH))
+            run.model.o.double()
+            with pytest.raises(RuntimeError, match=r"o\.\w+ is torch\.float64.*offload_states"):
+                run.engine.backward(loss)
+                run.engine.step()
+
+
+class TestFrozen(DistributedTest):
+    world_size = 2
+
+    @each(stage=(0, 1, 2, 3), precision=("fp32", "bf16"))
+    def test_with_a_gradient_that_was_set_is_stepped(self, stage: int, precision: str) -> None:
+        # Kills: a gradient of safe_set_full_grad that is dropped where the parameter is frozen.
+        with trained(case_of(stage, precision)) as run:
+            for model in run.both:
+                model.b.requires_grad_(False)
+            run.backward()
+            value = torch.full((8, 8), 0.5)
+            run.reference.b.weight.grad = value
+            safe_set_full_grad(run.model.b.weight, value.to(run.model.b.weight.dtype))
+            run.step()
+            run.check()
+
+
+Change = Callable[[Any, int], object]
+
+
+def freezes(model: Any, step: int) -> None:
+    model[1].requires_grad_(step % 2 == 0)
+
+
+def writes(model: Any, step: int) -> None:
+    with torch.no_grad():
+        model[2].weight.mul_(0.5)
+
+
+def moves(model: Any, step: int) -> None:
+    model[2].weight.data = model[2].weight.data.clone()
+
+
+def writes_uncounted(model: Any, step: int) -> None:
+    if step == WRITTEN_AT:
+        model[2].weight.data.mul_(0.5)
+
+
+def device_case(stage: int) -> DeviceCase:
+    return DeviceCase(stage, "bf16", UNCHECKED, waits=0)
+
+
+def train_one(engine: Any, micro_batches: list[torch.Tensor]) -> None:
+    for x in micro_batches:
+        engine.backward(mean_square(engine, x))
+        engine.step()
+
+
+class TestOnADevice(DistributedTest):
+    world_size = 2
+
+    @each(stage=(0, 1, 2), change=(freezes, writes, moves))
+    def test_the_host_waits_for_no_check(self, stage: int, change: Change) -> None:
+        # Kills: a comparison that the host reads at once.
+        with simulate():
+            engine = device_case(stage).engine()
+            with get_accelerator().count_host_waits() as waits:
+                for step, micro_batches in enumerate(batches(WARM_UP + 4)):
+                    inputs = [placed(engine, x) for x in micro_batches]
+                    before, copies = waited(waits), waits.pageable_copies.total()
+                    if step >= WARM_UP:
+                        change(engine.module, step)
+                    train_one(engine, inputs)
+                    if step > WARM_UP:
+                        assert waited(waits) == before, waits.by_place
+                        assert waits.pageable_copies.total() == copies, waits.pageable_copies
+            engine.destroy()
+
+    @each(stage=(0, 1, 2))
+    def test_an_uncounted_write_is_told_a_step_later(self, stage: int) -> None:
+        # Kills: a write through .data that is overwritten in silence, and a wait for it.
+        with simulate():
+            engine = device_case(stage).engine()
+            with get_accelerator().count_host_waits() as waits:
+                for step, micro_batches in enumerate(batches(WRITTEN_AT + 1)):
+                    before = waited(waits)
+                    writes_uncounted(engine.module, step)
+                    train_one(engine, [placed(engine, x) for x in micro_batches])
+                assert waited(waits) == before, waits.by_place
+            with pytest.raises(RuntimeError, match=LOST):
+                train_one(engine, [placed(engine, x) for x in next(batches(1))])
+            engine.destroy()
+
+    @each(stage=(0, 1, 2))
+    def test_a_checkpoint_has_an_uncounted_write(self, stage: int, tmpdir: Path) -> None:
+        # Kills: a checkpoint that is written without looking.
+        with simulate():
+            engine = device_case(stage).engine()
+            for micro_batches in batches(WARM_UP):
+                train_one(engine, [placed(engine, x) for x in micro_batches])
+            before = engine.module[2].weight.detach().clone()
+            writes_uncounted(engine.module, WRITTEN_AT)
+            engine.save_checkpoint(tmpdir, tag=str(stage))
+            engine.destroy()
+            other = device_case(stage).engine()
+            other.load_checkpoint(tmpdir, tag=str(stage))
+            assert torch.equal(other.module[2].weight, before * 0.5)
+            train_one(other, [placed(other, x) for x in next(batches(1))])
+            assert (other.module[2].weight - before * 0.5).abs().max() < 0.1
+            other.destroy()
