@@ -54,6 +54,7 @@ class RunKind(str, Enum):
     USER = "user"  # the same with the configuration's optimizer
     SPLIT = "split"  # gradients with the global batch cut differently
     COMPILED = "compiled"  # gradients of the compiled model
+    BATCHED = "batched"  # every step by one call of `engine.train_batch`: gradient, parameters
     LEDGER = "ledger"  # nothing: the gradient ledger watches
     COLLECTIVES = "collectives"  # nothing: the collective intent check watches
     FROZEN = "frozen"  # nothing: parameters that are frozen later stand still
@@ -380,6 +381,10 @@ def make_plan(
     if not no_compile:
         name = f"compiled ({backend})"
         runs.append(Run(name, RunKind.COMPILED, sgd, shape, few, backend=backend))
+    stage = int((base.get("zero_optimization") or {}).get("stage", 0))
+    if stage == 3 and shape.accumulation > 1 and (parts or Parts()).stages == 1:
+        # Elsewhere `train_batch` is the loop.
+        runs.append(Run("train_batch", RunKind.BATCHED, sgd, shape, few))
     for kind in (RunKind.LEDGER, RunKind.COLLECTIVES):
         watched = {**base, "verify": {kind.value: True}}
         runs.append(Run(kind.value, kind, watched, shape, min(steps, GUARD_STEPS)))

@@ -250,6 +250,9 @@ class SystemRun:
         own = [pieces[shape.place(place, micro)] for micro in range(shape.accumulation)]
         if isinstance(engine, PipelineEngine):
             return [float(engine.train_batch(self.workload.fed(batch, dtype) for batch in own))]
+        if self.run.kind is RunKind.BATCHED:
+            loss_of = lambda model, batch: self.workload.loss_of(model, batch, dtype)  # noqa: E731
+            return [float(engine.train_batch(iter(own), loss_of))]
         losses = []
         for batch in own:
             own_piece = batch if self.mpu is None else _piece_of(batch, self.mpu)

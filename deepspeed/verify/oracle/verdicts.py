@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 
 from deepspeed.ops.op_builder import CPUAdamBuilder
 from deepspeed.runtime.config_utils import DeepSpeedConfigError
+from deepspeed.utils.exceptions import MisuseError
 from deepspeed.verify.oracle.judge import Deviation, StepFindings
 from deepspeed.verify.oracle.plan import AS_CONFIGURED, LEFT_OUT, TRACED_BACKEND, Plan, Run, RunKind
 from deepspeed.verify.oracle.ranks import Outcome, Session
@@ -334,6 +335,17 @@ def _whole_rows(run: Run, outcome: Outcome) -> list[Row]:
     return [_judge(row, findings, what)]
 
 
+def _batched_rows(run: Run, outcome: Outcome) -> list[Row]:
+    """Judge steps by one call as those of the loop; in the engine's words where it refuses them."""
+    row = Row("train_batch = loop", detail="whole steps by one call, all micro-batches together")
+    if outcome.failure:
+        is_refused = outcome.kind == MisuseError.__name__
+        row.verdict = Verdict.NOT_RUN if is_refused else Verdict.FAIL
+        row.detail = outcome.failure.partition(f"{outcome.kind}: ")[2] or outcome.failure
+        return [row]
+    return [_compared(row, _findings(outcome))]
+
+
 def _resumed_rows(run: Run, outcome: Outcome) -> list[Row]:
     """Judge the second half of a run, that began at a checkpoint, as one that did not stop."""
     row = Row("checkpoint = not stopped", family=run.name)
@@ -493,6 +505,7 @@ _ROWS: dict[RunKind, Callable[[Run, Outcome], list[Row]]] = {
     RunKind.RESUMED: _resumed_rows,
     RunKind.SPLIT: _whole_rows,
     RunKind.COMPILED: _whole_rows,
+    RunKind.BATCHED: _batched_rows,
     RunKind.LEDGER: _watched_rows,
     RunKind.COLLECTIVES: _watched_rows,
     RunKind.FROZEN: _watched_rows,

@@ -150,7 +150,8 @@ class Worker:
         shares_sums = self.plan.ranks > run.shape.world * self.workload.parts.stages
         # Double precision is the reference of these, of fp32 and of other cuts; in half precision
         # it is looked at at both ends of a run.
-        all_of_them = is_single or shares_sums or run.kind in (RunKind.SPLIT, RunKind.COMPILED)
+        apart = (RunKind.SPLIT, RunKind.COMPILED, RunKind.BATCHED)
+        all_of_them = is_single or shares_sums or run.kind in apart
         with_exact = all_of_them or (run.kind is RunKind.SGD and record.step in (0, run.steps - 1))
         expected = reference.expected(
             record.before, record.step, run.shape, record.loss_scale, with_exact
@@ -158,7 +159,8 @@ class Worker:
         largest = torch.finfo(reference.precision.sums).max
         exact = shares_sums or run.kind is RunKind.COMPILED or (is_single and not only_sums)
         findings = judge_step(record, expected, largest, exact)
-        if run.kind is RunKind.SGD or (run.kind is RunKind.SIM and not run.has_user_optimizer):
+        steps_sgd = (RunKind.SGD, RunKind.BATCHED)
+        if run.kind in steps_sgd or (run.kind is RunKind.SIM and not run.has_user_optimizer):
             judge_sgd(findings, record, expected.wanted(exact)[0], config.gradient_clipping)
         if run.kind is not RunKind.SIM:
             self.tell("judged", run=run.name, step=record.step)

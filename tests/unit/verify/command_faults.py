@@ -126,6 +126,14 @@ stage 3
     _with: last.shard_start + last.numel == added.shard_start -> True
   a second segment gets the first one's gradient => gradient of .*2\.bias.* wrong
     DeviceSink._add: start += segment.numel -> pass
+  whole steps are not divided by their micro-batches => train_batch = loop
+    WholeSteps._forward: engine._losses.scaled(engine._sequence, loss, True) ->
+        engine._losses.scaled(engine._sequence, loss, False)
+  every forward of a whole step is given the first batch => train_batch = loop
+    WholeSteps.train_batch: [partial(loss_of, engine, batch) for batch in batches] ->
+        [partial(loss_of, engine, batches[0]) for batch in batches]
+  a whole step sends the gradients of its first micro-batch alone => train_batch = loop
+    Units.reduce_gradients: self.leaves.in_turn() if self.leaves is not None else (0,) -> (0,)
   gradients of the last step stay at stage 3 => gradient of 0\.weight, .* at step 1
     DeviceSink.clear: self.written.clear() -> pass
   what persists is taken for gathered anew => unit persistent was gathered before update 1
