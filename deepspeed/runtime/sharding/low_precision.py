@@ -159,20 +159,20 @@ class LowPrecisionStep:
         parts.use_state(group.master, self._state_dtype)
         if runs is None:
             shared = shared_state(parts.state, group.master)
-            is_new = not parts.state
-            self._step_run(
-                index, number, parts, ElementRun(0, group.master.numel(), shared, is_new)
-            )
+            whole = ElementRun(0, group.master.numel(), shared, is_new=not parts.state)
+            self._step_run(index, number, parts, whole, copy.deepcopy(shared))
             parts.state.update(shared)
             return
+        # Each part, and each run of one history, begins with the count from before the first.
+        before = {id(run.shared): copy.deepcopy(run.shared) for run in runs}
         for run in runs:
-            self._step_run(index, number, parts, run)
+            self._step_run(index, number, parts, run, before[id(run.shared)])
 
-    def _step_run(self, index: int, number: int, parts: _Parts, run: ElementRun) -> None:
+    def _step_run(
+        self, index: int, number: int, parts: _Parts, run: ElementRun, before: Mapping[str, Any]
+    ) -> None:
         group = self._groups[index]
         size = DEVICE_NUMEL if runs_ahead(group.master) else HOST_NUMEL
-        # Each part begins with the count of steps from before the first.
-        before = copy.deepcopy(run.shared)
         for start in range(run.start, max(run.start + 1, run.end), size):
             part = slice(start, min(start + size, run.end))
             values = parts.step(group.master, group.grad, part, run, before)

@@ -120,6 +120,8 @@ def failing_rows(said: str) -> list[str]:
 COMMAND_FAULTS: tuple[Mutation, ...] = tuple(
     mutations_of(r"""
 stage 3
+  what is frozen later is stepped => parameters frozen later .*moved by
+    IdleParameters.of_step: (frozen | self._dropped) - self._given -> set()
   a unit's shard is where the group's first one is => 2\.weight is not its master
     _place_shard: start = table.cut_starts[first.param_index] -> start = 0
   pieces of a row that do not lie together are joined => lost: .* 2\.bias, 4\.weight, 4\.bias
@@ -168,6 +170,8 @@ host
   torch's update stops after the first chunk => simulated device = host .*value after the step of
     update_torch: slice(start, start + TORCH_CHUNK) -> slice(start, TORCH_CHUNK)
 host, stage 2
+  masters do not follow writes => writes into the model .*was put back
+    ModelWrites.take_in: watched.group.follow(index) -> pass
   a piece that is cut for its copy begins where the first does =>
       simulated device = host .*gradient of 0\.weight, 2\.weight
     sink._cut: skipped = first - position -> skipped = 0

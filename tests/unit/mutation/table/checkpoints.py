@@ -3,6 +3,15 @@
 from unit.mutation.table.fault import faults_of
 
 FAULTS = faults_of(r"""
+v1/silent/test_checkpoints.py
+  what is frozen for some steps is filed as untrained
+    _frozen_state: pair[1] not in trained -> not pair[1].requires_grad
+  what has taken no step has the zeros of its place
+    _fragments_in: run.filed_as in by_parameter and (not own) -> False
+  what has taken no step is taken for damage
+    _Target.take: fragment.options and (not fragment.has_state) -> False
+  counts of the host stay numbers for an optimizer of torch's
+    load_apart: settle_loaded(loaded) -> pass
 v1/checkpoint/test_window.py -k what_other
   an engine's own window is added to that of the checkpoint
     restore_window: sequence.zero_grad() -> pass

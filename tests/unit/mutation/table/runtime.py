@@ -4,6 +4,46 @@
 from unit.mutation.table.fault import faults_of
 
 FAULTS = faults_of(r"""
+v1/silent/test_changes.py -k frozen_later
+  what is frozen is stepped
+    IdleParameters.of_step: (frozen | self._dropped) - self._given -> set()
+  a run's count of steps is not kept
+    stepped_by_runs: keep_state_of_run(optimizer.state[flat], flat, run, optimizer.state.get(part,
+      {})) -> pass
+  what is frozen counts the steps of others
+    ParameterHistories._planned: own.update({self._names[index]: kept for index in leaving}) -> pass
+v1/silent/test_changes.py -k unused_skipped
+  what no rank has used is stepped
+    StepSequence.step: self.idle.drop(self._unused.of_window()) -> pass
+v1/silent/test_changes.py -k copied
+  masters do not follow writes into the model
+    ModelWrites.take_in: watched.group.follow(index) -> pass
+v1/silent/test_changes.py -k moved_back
+  parameters with other memory stay apart from the flat buffer
+    ModelWrites.rejoin: _move_back(watched, index) -> pass
+v1/silent/test_changes.py -k gradient_assigned
+  an assigned gradient that nobody reads is passed over
+    StepSequence._refuse_unread: if unread: ... -> pass
+  an assigned gradient is not used at stage 0
+    FlatGradients.take_edits: self.collect_some(edited) -> pass
+v1/silent/test_changes.py -k gradient_dropped
+  a dropped gradient is one of zeros
+    Replicated._take_edits: self.context.idle.drop(gradients.take_edits()) -> gradients.take_edits()
+v1/silent/test_optimizers.py -k counts_a_step_once
+  runs of one history count a step each
+    LowPrecisionStep._step_group: before[id(run.shared)] -> copy.deepcopy(run.shared)
+v1/silent/test_optimizers.py -k Muon
+  a frozen matrix of Muon's is stepped
+    MuonWithAuxAdam._step_muon: if not self.is_stepped(tensor, part): ... -> pass
+v1/silent/test_optimizers.py -k Adafactor
+  owners step what is frozen
+    OwnerSteps.step: None if name in self._left_out else gradient -> gradient
+v1/silent/test_optimizers.py -k half_of_it_on
+  the part on the device steps what is frozen
+    PartialSteps.leave_out: self._beside.leave_out(params) -> pass
+runtime/sharding/test_parameter_histories.py
+  ranks without its elements do not count a step
+    ParameterHistories._runs_of: runs or [Run(0, 0, shared, is_new)] -> runs
 runtime/gradients/test_sink.py
   the first write adds to what was left
     DeviceSink.add: bucket not in self.written -> False
@@ -251,7 +291,7 @@ v1/bf16/test_low_precision.py -k test_bits
   values of an element share their random bits
     LowPrecisionStep._round: place % _DRAWS -> 0
   the first piece of a master leaves its state to the second
-    LowPrecisionStep._step_run: copy.deepcopy(run.shared) -> run.shared
+    _Parts.step: copy.deepcopy(dict(shared)) -> run.shared
 v1/bf16/test_low_precision.py -k checkpoint
   fp32 moments are loaded in the dtype of masters
     LowPrecisionStep._load_moments: load_moments(optimizer, self._loaded) -> pass

@@ -54,7 +54,7 @@ def _rows() -> list[Row]:
             if saved != into and "accumulate" in (saved, into):
                 continue  # its numbers are others'
             number = at + to + len(FILES) * at
-            which = number % 2
+            which = (at + to) % 2
             first = saved, [*OPTIMIZERS][which], WORLDS[(at + which) % 3]
             when = [*SAVED_AFTER][to // 2 % 2]
             rows.append(Row(*first, when, into, WORLDS[number % 3], to % 3 == 0))

@@ -19,6 +19,7 @@ from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.muon import MuonWithAuxAdam
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.sharding.parameter_histories import of_parameter
 from deepspeed.utils import safe_get_full_grad
 from unit.common import DistributedFixture, DistributedTest
 from unit.models import config_of, drawn
@@ -152,6 +153,21 @@ class TestOptimizers(DistributedTest):
     def test_leave_a_frozen_parameter(self, name: str, tmpdir: Any) -> None:
         for stage in KINDS[name].stages:
             check(KINDS[name], stage, Path(tmpdir) / str(stage))
+
+    @pytest.mark.parametrize("name", ["16-bit masters", "host", "Lamb"])
+    def test_counts_a_step_once(self, name: str) -> None:
+        """Whatever lies between parameters that are stepped alike."""
+        engine = engine_of(KINDS[name], 1, None)
+        for step in range(STEPS):
+            set_frozen(engine.module, step)
+            engine.backward(own_loss(engine, drawn(10 * step + dist.get_rank(), ROWS, WIDTH)))
+            engine.step()
+        [(flat, state)] = engine.optimizer.optimizer.state.items()
+        found = [
+            int(of_parameter(state, one, flat)["step"]) for one in ("a.weight", "a.bias", "b.bias")
+        ]
+        assert found == [9, 3, 6]
+        engine.destroy()
 
 
 class DigestOfOneRank(DistributedFixture):
