@@ -38,7 +38,7 @@ v1/silent/test_optimizers.py -k Muon
 v1/silent/test_optimizers.py -k Adafactor
   owners step what is frozen
     OwnerSteps.step: None if name in self._left_out else gradient -> gradient
-v1/silent/test_optimizers.py -k half_of_it_on
+v1/silent/test_optimizers.py -k half and host
   the part on the device steps what is frozen
     PartialSteps.leave_out: self._beside.leave_out(params) -> pass
 runtime/sharding/test_parameter_histories.py
