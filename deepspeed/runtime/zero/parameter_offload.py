@@ -50,6 +50,7 @@ from deepspeed.runtime.zero.gathering.units import (
     plan_units,
 )
 from deepspeed.runtime.zero.parameters.agreement import agree_on_parameters, described
+from deepspeed.runtime.zero.parameters.guarded_loads import guard_loads
 from deepspeed.runtime.zero.parameters.shards import ShardedValue
 from deepspeed.runtime.zero.parameters.zero_parameter import (
     ZeroParamStatus,
@@ -269,6 +270,7 @@ class DeepSpeedZeRoOffload:
         """Watch modules; called again by clients that have removed the hooks."""
         for below in module.modules():
             watch_reads(below)
+            self.forward_hooks.append(guard_loads(below))
             below.ds_external_parameters = partial(external_parameters, below)  # type: ignore[assignment]  # upstream's name, called without arguments
             if (below is self.module or self._uses.get(below)) and is_called(below):
                 self.forward_hooks += [

@@ -9,7 +9,7 @@ from torch import nn
 
 from deepspeed.ops.parameter_runs import (
     STATE_BY_PARAMETER,
-    Run,
+    ElementRun,
     keep_state_of_run,
     same_state,
     settle_loaded,
@@ -40,7 +40,7 @@ class TestState:
 
     def test_of_a_run_is_a_part_in_place(self) -> None:
         """Kills: a copy, whose update the flat parameter would not see."""
-        state, run = flat_state(), Run(2, 5, {"step": 1})
+        state, run = flat_state(), ElementRun(2, 5, {"step": 1})
         own = state_of_run(state, torch.zeros(NUMEL), run)
         own["exp_avg"].fill_(9.0)
         own["step"] += 1
@@ -48,10 +48,10 @@ class TestState:
         assert run.shared == {"step": 1}
 
     def test_of_a_new_run_is_none(self) -> None:
-        assert state_of_run(flat_state(), torch.zeros(NUMEL), Run(0, 2, {}, is_new=True)) == {}
+        assert state_of_run(flat_state(), torch.zeros(NUMEL), ElementRun(0, 2, {}, is_new=True)) == {}
 
     def test_that_a_step_replaced_is_kept(self) -> None:
-        state, run = flat_state(), Run(1, 3, {"step": 1})
+        state, run = flat_state(), ElementRun(1, 3, {"step": 1})
         found = {"exp_avg": torch.full((2,), 8.0), "step": 2, "none": None}
         keep_state_of_run(state, torch.zeros(NUMEL), run, found)
         assert state["exp_avg"].tolist() == [0, 8, 8, 3, 4, 5, 6]
@@ -60,7 +60,7 @@ class TestState:
     def test_that_a_step_made_is_zero_elsewhere(self) -> None:
         state: dict[str, Any] = {}
         found = {"exp_avg": torch.ones(2)}
-        keep_state_of_run(state, torch.zeros(NUMEL), Run(5, 7, {}), found)
+        keep_state_of_run(state, torch.zeros(NUMEL), ElementRun(5, 7, {}), found)
         assert state["exp_avg"].tolist() == [0, 0, 0, 0, 0, 1, 1]
 
 
@@ -92,9 +92,9 @@ class TestSteps:
         first: dict[str, Any] = {}
         second: dict[str, Any] = {}
         for step in range(4):
-            runs = [Run(0, 3, first, is_new=step == 0)]
+            runs = [ElementRun(0, 3, first, is_new=step == 0)]
             if step != 1:
-                runs.append(Run(3, 5, second, is_new=step == 0))
+                runs.append(ElementRun(3, 5, second, is_new=step == 0))
             flat.grad = drawn(step + 1, NUMEL)
             for run, part in zip(((0, 3), (3, 5)), parts, strict=False):
                 part.grad = flat.grad[slice(*run)] if step != 1 or part is parts[0] else None
@@ -108,7 +108,7 @@ class TestSteps:
     def test_that_fail_leave_the_groups(self) -> None:
         flat = nn.Parameter(torch.zeros(NUMEL))
         optimizer = OPTIMIZERS["AdamW"]([flat])
-        with pytest.raises(KeyError), stepped_by_runs(optimizer, {flat: [Run(0, 2, {}, True)]}):
+        with pytest.raises(KeyError), stepped_by_runs(optimizer, {flat: [ElementRun(0, 2, {}, True)]}):
             raise KeyError
         assert optimizer.param_groups[0]["params"] == [flat]
         assert all(key is flat for key in optimizer.state)
