@@ -447,7 +447,7 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         sequence.reduce_gradients()
         is_reduced = self.tracker.is_boundary and not self.inside_no_sync_ctxt
         self.tracker.window.is_reduced = is_reduced
-        if is_reduced:
+        if sequence.reduces_now:
             sequence.await_step()
 
     @contextmanager

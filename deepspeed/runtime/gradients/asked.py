@@ -1,6 +1,6 @@
 """A word to scripts that look for a reduced gradient in `param.grad`: `AskedGradient`.
 
-From the boundary's backward to the step, gradients of ZeRO lie in the shards of their owners, and
+From a backward that reduces to the step, gradients of ZeRO lie in the shards of their owners, and
 `param.grad` is None. What a script does with it then has no effect: `clip_grad_norm_` of torch, for
 one, finds nothing and returns 0. So one parameter, which whoever goes through all of them asks too,
 has a class in that time that warns.
@@ -26,7 +26,7 @@ def _asked(param: torch.Tensor) -> torch.Tensor | None:
     asks = sys._getframe(1).f_globals.get("__name__", "")
     if grad is None and not asks.startswith("deepspeed."):
         warn_once(
-            "param.grad is None between the backward that ends a step and engine.step(): the "
+            "param.grad is None between a backward that has reduced it and engine.step(): the "
             "gradient lies reduced in shards, so reading, editing or clipping it there "
             "(torch.nn.utils.clip_grad_norm_) has no effect. Use the key gradient_clipping to "
             "clip, deepspeed.utils.safe_get_full_grad and safe_set_full_grad to read and change it"

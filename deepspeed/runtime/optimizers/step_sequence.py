@@ -319,7 +319,9 @@ class StepSequence(torch.optim.Optimizer):
             self._unused.count_always(held)
 
     def await_step(self) -> None:
-        """Warn scripts, until the step, that ask for gradients where they are no longer."""
+        """Warn scripts, until the step or the next backward, that ask for gradients where they are
+        no longer.
+        """
         if self._asked is not None:
             self._asked.watch()
 

@@ -48,7 +48,9 @@ class TestState:
         assert run.shared == {"step": 1}
 
     def test_of_a_new_run_is_none(self) -> None:
-        assert state_of_run(flat_state(), torch.zeros(NUMEL), ElementRun(0, 2, {}, is_new=True)) == {}
+        assert (
+            state_of_run(flat_state(), torch.zeros(NUMEL), ElementRun(0, 2, {}, is_new=True)) == {}
+        )
 
     def test_that_a_step_replaced_is_kept(self) -> None:
         state, run = flat_state(), ElementRun(1, 3, {"step": 1})
@@ -108,7 +110,10 @@ class TestSteps:
     def test_that_fail_leave_the_groups(self) -> None:
         flat = nn.Parameter(torch.zeros(NUMEL))
         optimizer = OPTIMIZERS["AdamW"]([flat])
-        with pytest.raises(KeyError), stepped_by_runs(optimizer, {flat: [ElementRun(0, 2, {}, True)]}):
+        with (
+            pytest.raises(KeyError),
+            stepped_by_runs(optimizer, {flat: [ElementRun(0, 2, {}, True)]}),
+        ):
             raise KeyError
         assert optimizer.param_groups[0]["params"] == [flat]
         assert all(key is flat for key in optimizer.state)

@@ -4,6 +4,7 @@ other shapes, and what a host that runs ahead of its device can know of a write 
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -227,3 +228,20 @@ class TestStage3Loads(DistributedTest):
             with deepspeed.zero.GatheredParameters(list(run.model.parameters())):
                 copied = copy.deepcopy(run.model)
             copied.load_state_dict(Net(9).state_dict())
+
+
+class TestAskedForGradients(DistributedTest):
+    world_size = 2
+
+    @each(stage=(1, 2))
+    def test_between_micro_batches_is_told_where_they_are_reduced(self, stage: int) -> None:
+        # Kills: a word after the boundary's backward only; one while `.grad` sums micro-batches.
+        run = Run(dataclasses.replace(case_of(stage, "fp32"), accumulation=2))
+        told: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("deepspeed.runtime.gradients.asked.warn_once", told.append)
+            run.engine.backward(own_loss(run.engine, drawn(7, ROWS, WIDTH)))
+            has_sums = [param.grad is not None for param in run.model.parameters()]
+            run.engine.step()
+        assert all(has_sums) is (stage == 1) and bool(told) is (stage == 2), told
+        run.engine.destroy()
