@@ -33,7 +33,10 @@ class _Watched:
         self._filled_params = [group.params[index] for index in self._filled]
         self._base: int | None = None
         self._expected: list[int] = []
-        self._versions = [param._version for param in self.params]
+        # Masters that are a part of the flat buffer have what is written to it: there is nothing to
+        # follow, and a pass over all parameters costs as much as it costs to touch their memory.
+        self._counted = [] if group.aliased else self.params
+        self._versions = [param._version for param in self._counted]
         self.sample: ValueSample | None = None
         if samples and not group.aliased and not group.flat.is_meta:
             parts = zip(group.table.offsets, group.table.numels, strict=True)
@@ -66,8 +69,8 @@ class _Watched:
         return [index for index, here, there in pairs if here != there]
 
     def written(self) -> set[ParamIndex]:
-        """Return the parameters that were written to, as torch counts."""
-        now = [param._version for param in self.params]
+        """Return the parameters whose masters a write does not reach, as torch counts writes."""
+        now = [param._version for param in self._counted]
         if now == self._versions:
             return set()
         pairs = enumerate(zip(now, self._versions, strict=True))
