@@ -146,6 +146,11 @@ class GlobalBatches:
             self.notes.append(f"batches of {samples} samples are cut into micro-batches {text}")
         return [_rows(batch, start, rows) for start in range(0, samples, rows)]
 
+    @property
+    def num_steps(self) -> int:
+        """Count the steps that there are batches for."""
+        return len(self._steps)
+
     def micro_batches(self, step: int, shape: Shape | None = None) -> list[Batch]:
         """The micro-batches of a step in the order of `Shape.place`."""
         own = (self.shape.micro_batches, self.shape.rows)

@@ -246,7 +246,9 @@ class SystemRun:
     def _train_batch(self, step: int) -> list[float]:
         """Take one step as a user would; returns the losses that this rank knows."""
         shape, dtype, engine = self.run.shape, self.engine.model_dtype, self.engine
-        pieces, place = self.batches.micro_batches(step, shape), engine.parallel_map.data.rank
+        # A run with a number of steps of its own takes the batches of --steps again.
+        pieces = self.batches.micro_batches(step % self.batches.num_steps, shape)
+        place = engine.parallel_map.data.rank
         own = [pieces[shape.place(place, micro)] for micro in range(shape.accumulation)]
         if isinstance(engine, PipelineEngine):
             return [float(engine.train_batch(self.workload.fed(batch, dtype) for batch in own))]

@@ -57,6 +57,9 @@ def test_the_planted_bug_fails_and_is_named(config: str, tmp_path: Path, capsys:
     assert found["passed"] is False and found["culprits"] == ["2.weight"]
     (exact,) = (row for row in found["rows"] if row["check"].startswith("exact"))
     assert exact["parameters"] == ["2.weight"]
+    # It takes four steps, of which there are batches for two.
+    (later,) = (row for row in found["rows"] if row["check"] == "parameters frozen later")
+    assert later["verdict"] == "PASS"
     said = capsys.readouterr()
     assert "2.weight" in said.out
     assert "s: 12 runs on 2 ranks\n" in said.err and "s: 1 of 12, SGD\n" in said.err
