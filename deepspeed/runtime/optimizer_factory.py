@@ -174,8 +174,10 @@ def build_basic_optimizer(
             "configuration"
         )
     params = dict(block.params)
-    # One kernel wherever masters lie: torch's fused ones round the end of a slice differently.
-    on_host = config.tree.reproducibility.world_size_invariant and _is_on_host()
+    # One kernel wherever masters lie: torch's fused ones round the end of a slice differently. The
+    # copies of a weight that pipeline stages share lie elsewhere on each stage, and would part.
+    is_tied = bool(getattr(module, "tied_layers", dict)())
+    on_host = _is_on_host() and (config.tree.reproducibility.world_size_invariant or is_tied)
     factory = _optimizer_class(block.type, params, _offloads(config) or on_host)
     arguments = read_arguments(factory, params, PARAMS)
     if block.type.lower() == MUON_OPTIMIZER:
