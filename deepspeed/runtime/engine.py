@@ -295,7 +295,7 @@ class DeepSpeedEngine(EngineFace, nn.Module):
         hexadecimal digits, or (`per_parameter`) as many by name. All ranks call it.
         """
         sequence = self._require_optimizer("state_digest")
-        sequence.masters.writes.take_in(waits=True)
+        sequence.masters.writes.take_in()
         # Of those that hold the same: one instance of several, or the first of all ranks.
         shard_rank = getattr(sequence.masters, "shard_rank", 0)
         is_first = dist.get_rank(group=self.model_ranks.replicas) == shard_rank

@@ -96,7 +96,7 @@ class EngineCheckpoints:
         self._engine._refuse_taken("save_checkpoint")
         verification.check_patches(self._engine)
         if self._engine._sequence is not None:
-            self._engine._sequence.masters.writes.take_in(waits=True)
+            self._engine._sequence.masters.writes.take_in()
         options = saving.SaveOptions(
             save_dir, tag, client_state, save_latest, exclude_frozen_parameters
         )

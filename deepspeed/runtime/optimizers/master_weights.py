@@ -233,7 +233,8 @@ class MasterWeights:
         named = [self.names(number) for number in range(len(self.groups))]
         self.partial = PartialSteps(own, named[: len(own)], init_optimizer, per_param)
         # What arrives beside forward must not be read before it has.
-        samples = self.settings.gather_beside is None
+        # A device's host would wait for elements, or learn a step late, when they are lost.
+        samples = get_accelerator().is_synchronized_device()
         self.writes = ModelWrites(self.groups, named, self.lend, samples)
 
     def link(self, sequence: StepSequence) -> None:

@@ -86,7 +86,7 @@ class UnsharedParameters:
                     name = self._context.name_of(param)
                     raise RuntimeError(refused_memory(name, param, dtype, device))
 
-    def take_in(self, waits: bool = False) -> None:
+    def take_in(self) -> None:
         """Refuse what cannot be trained; what was written is what is trained."""
         self.rejoin()
 

@@ -4,8 +4,8 @@ The parameters of a flat group are views of one buffer, and masters, where they 
 the next step rounds into it. A script may write to a parameter, or give it other memory
 (`param.data = ...`, `module.to("cpu")` and back). Before a step, and before masters are read, each
 group is compared with what was left there: addresses and version counters, a number a parameter,
-and a few elements of each, for writes by way of `.data`, which torch does not count. Where the host
-runs ahead of the device it learns of those one step later, when they are lost, and raises.
+and on the host a few elements of each, for writes by way of `.data`, which torch does not count. A
+host that runs ahead of a device would wait for them.
 """
 
 from __future__ import annotations
@@ -78,22 +78,13 @@ class _Watched:
         self._versions = now
         return found
 
-    def sampled(self, written: Collection[ParamIndex], waits: bool) -> set[ParamIndex]:
-        """Return the parameters that a sample shows to have been written to, beside `written`.
-
-        Raises:
-            RuntimeError: The host learns only now of a write before the last step, which is lost.
-        """
+    def sampled(self, written: Collection[ParamIndex]) -> set[ParamIndex]:
+        """Return the parameters that a sample shows to have been written to, beside `written`."""
         if self.sample is None:
             return set()
         if written:
             self.sample.note(written)
-        if not self.sample.is_late:
-            return set(self.sample.changed_now())
-        lost = self.sample.changed_before() if waits else self.sample.changed()
-        if lost:
-            raise RuntimeError(_lost([self.names[index] for index in lost]))
-        return set(self.sample.changed_now()) if waits else set()
+        return set(self.sample.changed_now())
 
 
 class ModelWrites:
@@ -104,7 +95,7 @@ class ModelWrites:
             written to by itself.
         names: The names of each group's parameters, for errors.
         on_written: Called when masters have followed a write.
-        samples: Look at elements. Not where parameters arrive beside the current stream.
+        samples: Look at elements: not where the host would wait for a device.
 
     Attributes:
         compares_all: Compare every element with its master, and warn of writes that would not be
@@ -150,9 +141,9 @@ class ModelWrites:
             _move_back(watched, moved)
             self._moved.setdefault(watched, set()).update(moved)
 
-    def take_in(self, waits: bool = False) -> None:
+    def take_in(self) -> None:
         """Let masters follow what scripts have written to parameters; called before masters are
-        used. `waits`: the host may wait for a device, and learns of writes by way of `.data` now.
+        used.
         """
         self.rejoin()
         any_written = False
@@ -160,7 +151,7 @@ class ModelWrites:
             written = watched.written() | self._moved.pop(watched, set())
             if self.compares_all:
                 written |= _unnoticed(watched, written)
-            written |= watched.sampled(written, waits)
+            written |= watched.sampled(written)
             any_written |= bool(written)
             for index in sorted(written):
                 watched.group.follow(index)
@@ -198,16 +189,6 @@ def refused_memory(name: str, param: torch.Tensor, dtype: torch.dtype, device: t
         ".float(), .to(...), param.data = ...). Convert it back before it is trained again. To "
         "have the device's memory free between steps use engine.offload_states(); to train in "
         "another precision name it in the configuration (bf16, fp16)"
-    )
-
-
-def _lost(names: Sequence[str]) -> str:
-    """Return the error text for writes that were noticed too late."""
-    return (
-        f"{', '.join(names[:4])} changed before the last step by a write that torch does not count "
-        "(through param.data), and the step has put its masters in its place: write to the "
-        "parameter itself under torch.no_grad(), or set verify.masters, which compares every "
-        "element before each step, for which the host waits"
     )
 
 

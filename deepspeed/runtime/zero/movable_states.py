@@ -279,7 +279,7 @@ class MovableStates(Movable):
         self._reduction = reduction
 
     def _leave(self, kinds: Container[OffloadStateTypeEnum]) -> None:
-        self._masters.writes.take_in(waits=True)
+        self._masters.writes.take_in()
         self._reduction.finish_gradients()
         if OffloadStateTypeEnum.contiguous_grad_buffer in kinds:
             self._reduction.let_buffers_go()

@@ -91,9 +91,11 @@ class _Gather(NamedTuple):
 
 
 def _sample_of(buffer: PoolBuffer, params: Sequence[torch.Tensor]) -> ValueSample:
-    start = buffer.tensor.storage_offset()
+    # Not the buffer, which has the sample: its memory would stay until garbage is collected.
+    memory = buffer.tensor
+    start = memory.storage_offset()
     parts = [(int(param.storage_offset() - start), param.numel()) for param in params]
-    return ValueSample(lambda: buffer.tensor, parts)
+    return ValueSample(lambda: memory, parts)
 
 
 class GatherUnit:

@@ -20,7 +20,7 @@ v1/silent/test_changes.py -k copied
     ModelWrites.take_in: watched.group.follow(index) -> pass
 v1/silent/test_changes.py -k moved_back
   parameters with other memory stay apart from the flat buffer
-    ModelWrites.rejoin: _move_back(watched, index) -> pass
+    ModelWrites.rejoin: _move_back(watched, moved) -> pass
 v1/silent/test_changes.py -k gradient_assigned
   an assigned gradient that nobody reads is passed over
     StepSequence._refuse_unread: if unread: ... -> pass
@@ -43,7 +43,7 @@ v1/silent/test_optimizers.py -k half and host
     PartialSteps.leave_out: self._beside.leave_out(params) -> pass
 runtime/sharding/test_parameter_histories.py
   ranks without its elements do not count a step
-    ParameterHistories._runs_of: runs or [Run(0, 0, shared, is_new)] -> runs
+    ParameterHistories._runs_of: runs or [ElementRun(0, 0, shared, is_new)] -> runs
 runtime/gradients/test_sink.py
   the first write adds to what was left
     DeviceSink.add: bucket not in self.written -> False

@@ -1,12 +1,11 @@
 """Writes into the model that lie beside the ordinary: memory that parameters exchange or share,
-other shapes, and what a host that runs ahead of its device can know of a write by way of `.data`.
+other shapes, and that no host waits for it.
 """
 
 import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.sim_accelerator import simulate
 from deepspeed.utils import safe_set_full_grad
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from unit.common import DistributedTest
 from unit.models import drawn
 from unit.one_process import mean_square, own_loss, placed
@@ -27,8 +25,7 @@ from unit.v1.device.test_host_waits import Case as DeviceCase
 from unit.v1.looping import each
 from unit.v1.silent.changes import FACTORS, ROWS, SPAN, WIDTH, Case, Net, Run
 
-STAGES, WARM_UP, WRITTEN_AT = (1, 2), 2, 3
-LOST = "2.weight changed before the last step by a write that torch does not count"
+STAGES, WARM_UP = (1, 2), 2
 
 
 def case_of(stage: int, precision: str) -> Case:
@@ -128,11 +125,6 @@ def moves(model: Any, step: int) -> None:
     model[2].weight.data = model[2].weight.data.clone()
 
 
-def writes_uncounted(model: Any, step: int) -> None:
-    if step == WRITTEN_AT:
-        model[2].weight.data.mul_(0.5)
-
-
 def device_case(stage: int) -> DeviceCase:
     return DeviceCase(stage, "bf16", UNCHECKED, waits=0)
 
@@ -162,35 +154,6 @@ class TestOnADevice(DistributedTest):
                         assert waited(waits) == before, waits.by_place
                         assert waits.pageable_copies.total() == copies, waits.pageable_copies
             engine.destroy()
-
-    @each(stage=(0, 1, 2))
-    def test_an_uncounted_write_is_told_a_step_later(self, stage: int) -> None:
-        # Kills: a write through .data that is overwritten in silence, and a wait for it.
-        with simulate():
-            engine = device_case(stage).engine()
-            with get_accelerator().count_host_waits() as waits:
-                for step, micro_batches in enumerate(batches(WRITTEN_AT + 1)):
-                    before = waited(waits)
-                    writes_uncounted(engine.module, step)
-                    train_one(engine, [placed(engine, x) for x in micro_batches])
-                assert waited(waits) == before, waits.by_place
-            with pytest.raises(RuntimeError, match=LOST):
-                train_one(engine, [placed(engine, x) for x in next(batches(1))])
-            engine.destroy()
-
-    @each(stage=STAGES)
-    def test_a_checkpoint_has_an_uncounted_write(self, stage: int, tmpdir: Path) -> None:
-        # Kills: masters that are written without looking.
-        with simulate():
-            engine = device_case(stage).engine()
-            for micro_batches in batches(WARM_UP):
-                train_one(engine, [placed(engine, x) for x in micro_batches])
-            written = engine.module[2].weight.detach().float() * 0.5
-            writes_uncounted(engine.module, WRITTEN_AT)
-            engine.save_checkpoint(tmpdir, tag=str(stage))
-            engine.destroy()
-        saved = get_fp32_state_dict_from_zero_checkpoint(str(tmpdir), str(stage))
-        assert torch.equal(saved["2.weight"], written)
 
 
 class TestStage3Loads(DistributedTest):
