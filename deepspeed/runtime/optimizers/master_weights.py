@@ -232,7 +232,6 @@ class MasterWeights:
         own = self.groups[: len(init_optimizer.param_groups)]
         named = [self.names(number) for number in range(len(self.groups))]
         self.partial = PartialSteps(own, named[: len(own)], init_optimizer, per_param)
-        # What arrives beside forward must not be read before it has.
         # A device's host would wait for elements, or learn a step late, when they are lost.
         samples = get_accelerator().is_synchronized_device()
         self.writes = ModelWrites(self.groups, named, self.lend, samples)
